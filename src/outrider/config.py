@@ -1,0 +1,142 @@
+"""The one frozen configuration tree, merged once: flags over environment over file over defaults.
+
+Environment names are `OUTRIDER_` + the path in capitals with `__` between levels, such as OUTRIDER_PORT or
+OUTRIDER_LANES__RUN. This is the only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outrider.errors import InvalidField
+from outrider.spec import EngineSpec
+
+PREFIX = "OUTRIDER_"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class LanesConfig(Section):
+    """How many sessions may be in each stage at once on this node."""
+
+    init: Annotated[int, Field(ge=1)] = 16
+    run: Annotated[int, Field(ge=1)] = 64
+    eval: Annotated[int, Field(ge=1)] = 16
+
+
+class ModelConfig(Section):
+    """The policy's tokenizer folder (tokenizer.json, optionally chat_template.jinja), the renderer family (None:
+    by the model's name), its served name, and its context length where the engine does not say."""
+
+    tokenizer: str | None = None
+    renderer: str | None = None
+    name: str = "policy"
+    context_tokens: Annotated[int, Field(ge=16)] | None = None
+
+
+class Config(Section):
+    """Everything a service needs to know before it starts."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8700
+    token: str | None = None
+    data: Path = Path(".outrider")
+    files: Path = Path(".")
+    model: ModelConfig = ModelConfig()
+    lanes: LanesConfig = LanesConfig()
+    engines: tuple[EngineSpec, ...] = ()
+
+
+def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
+    """Merge flags (None = not given; nested mappings allowed), environment, file and defaults.
+
+    Raises InvalidField naming the setting and where it came from.
+    """
+    merged: dict[str, Any] = {}
+    sources: list[tuple[str, dict[str, Any]]] = []
+    if file is not None:
+        try:
+            sources.append((str(file), tomllib.loads(file.read_text())))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InvalidField(f"cannot read config file {file}: {error}", field="config") from error
+    sources.append(("the environment", _from_environment(os.environ)))
+    sources.append(("flags", _given(flags)))
+    for _, values in sources:
+        _merge(merged, values)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise InvalidField(f"setting {path!r}: {first['msg']}", field=path) from error
+
+
+def environment(name: str) -> str | None:
+    """One variable of the process's environment (PATH, XDG_DATA_HOME, ...), for the modules that need one."""
+    return os.environ.get(name)
+
+
+def sandbox_base_environment() -> dict[str, str]:
+    """The few variables of the host that a trusted (`process`) sandbox inherits."""
+    return {name: os.environ[name] for name in ("PATH", "LANG", "TZ") if name in os.environ}
+
+
+def cache_home() -> Path:
+    """Where installed harness programs live: $OUTRIDER_HOME, else ~/.cache/outrider."""
+    if home := os.environ.get(PREFIX + "HOME"):
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    known = set(Config.model_fields)
+    found: dict[str, Any] = {}
+    for name, text in environ.items():
+        if not name.startswith(PREFIX):
+            continue
+        path = name.removeprefix(PREFIX).lower().split("__")
+        if path[0] not in known:
+            continue
+        section = found
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+        section[path[-1]] = _value(text)
+    return found
+
+
+def _value(text: str) -> Any:
+    """Lists and objects may be written as JSON; everything else stays text, which pydantic converts."""
+    if text[:1] in "[{":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+    return text
+
+
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name, value in flags.items():
+        if isinstance(value, Mapping):
+            if nested := _given(value):
+                given[name] = nested
+        elif value is not None:
+            given[name] = value
+    return given
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = dict(value) if isinstance(value, Mapping) else value

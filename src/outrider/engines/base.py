@@ -1,0 +1,134 @@
+"""The engine seam: token ids in, token ids and log-probabilities out, as they are sampled.
+
+It knows no conversation and no wire dialect of a client. Invariant of every stream: the chunks' ids and
+log-probabilities have equal length, and exactly one chunk, the last, has a `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from outrider.messages import Message, ToolSpec
+from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan
+
+PauseMode = Literal["finish", "abort", "keep"]
+"""What happens to generations in flight: run to their end, end now with what they have, or freeze."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample one turn, complete: an engine adds no default of its own. top_k -1 means off.
+
+    `stop` strings are matched on the decoded output; generation ends with the token that completes the match,
+    which is part of the output ids. `stop_token_ids` end it likewise.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation. `request_id` is unique and of fixed length; `session_key` groups a session's turns for
+    prefix-cache routing. `input_ids` is int32 of shape (prompt length,)."""
+
+    request_id: str
+    session_key: str
+    input_ids: Ids
+    sampling: SamplingParams
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Newly sampled tokens. `versions` (half-open spans over the whole output) comes with the last chunk."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finish: FinishReason | None = None
+    stop_match: int | str | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    cached_tokens: int | None = None
+    prompt_ids: list[int] | None = None  # the engine's own echo of the prompt, where it gives one
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation by an engine that only takes messages (capture and text mode)."""
+
+    request_id: str
+    session_key: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    sampling: SamplingParams
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """New text of a chat generation; the last one has the finish, the whole reply, and in capture mode the ids."""
+
+    text: str = ""
+    reasoning: str = ""
+    finish: FinishReason | None = None
+    reply: Message | None = None
+    prompt_ids: list[int] | None = None
+    output_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    usage: dict[str, int] | None = None
+
+
+class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself. `model` is its served name or path; None where it does not say."""
+
+    ok: bool
+    detail: str = ""
+    model: str | None = None
+    context_tokens: int | None = None
+    version: int = 0
+
+
+class Engine(Protocol):
+    """An inference backend that takes token ids.
+
+    `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between
+    chunks; closing the generator aborts the generation upstream. `health` never raises. `start` and `close`
+    are called once, by whoever made it.
+    """
+
+    name: str
+    mode: TokenMode
+    logprob_kind: LogprobKind
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]: ...
+    async def health(self) -> EngineHealth: ...
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
+
+
+class ChatEngine(Protocol):
+    """An inference backend that takes messages; `mode` is CAPTURE or TEXT. Errors as for `Engine`."""
+
+    name: str
+    mode: TokenMode
+    logprob_kind: LogprobKind
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+    def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]: ...
+    async def health(self) -> EngineHealth: ...
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What every engine class is constructed with: `Kind(EngineOptions)`. `tokenizer` is the model's folder."""
+
+    name: str
+    url: str | None = None
+    model: str | None = None
+    tokenizer: str | None = None
+    options: dict[str, Any] = {}

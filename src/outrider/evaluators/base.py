@@ -1,0 +1,35 @@
+"""The evaluator seam: turns an outcome into a verdict, or raises.
+
+It never sees tokens' log-probabilities or other sessions. Invariant: a failure to grade is an EvaluatorError,
+never a reward.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from outrider.harnesses.base import HarnessOutcome
+from outrider.lifecycle import StopReason
+from outrider.messages import Message
+from outrider.runtimes.base import Runtime
+from outrider.spec import TaskSpec
+from outrider.trajectory import Verdict
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What is graded. `transcript` is the main branch as messages, the last reply included."""
+
+    task: TaskSpec
+    runtime: Runtime
+    stop_reason: StopReason
+    harness: HarnessOutcome
+    transcript: tuple[Message, ...]
+    turns: int
+
+
+class Evaluator(Protocol):
+    """Grades one outcome. `evaluate` raises EvaluatorError when it cannot, TimeoutError is the caller's."""
+
+    async def evaluate(self, outcome: Outcome) -> Verdict: ...

@@ -1,0 +1,53 @@
+"""States, outcomes, and the legal moves between states, as data.
+
+How a session ended is a `StopReason`, never a state. The one invariant: `DONE` has no way out.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class SessionState(StrEnum):
+    QUEUED = "queued"
+    INITIALIZING = "initializing"
+    READY = "ready"
+    RUNNING = "running"
+    EVALUATING = "evaluating"
+    DONE = "done"
+
+
+class GroupState(StrEnum):
+    """`ACTIVE` until every session of the group is done."""
+
+    ACTIVE = "active"
+    DONE = "done"
+
+
+class StopReason(StrEnum):
+    """Why a session ended. All but ERROR and CANCELLED can carry a verdict."""
+
+    COMPLETED = "completed"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT_OVERFLOW = "context_overflow"
+    AGENT_TIMEOUT = "agent_timeout"
+    SESSION_TIMEOUT = "session_timeout"
+    CANCELLED = "cancelled"
+    EARLY_STOP = "early_stop"
+    ERROR = "error"
+
+
+MOVES: dict[SessionState, frozenset[SessionState]] = {
+    # Back to QUEUED is a retry (a new attempt); straight to DONE is a cancel, a timeout or a final error.
+    SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
+    SessionState.INITIALIZING: frozenset({SessionState.READY, SessionState.QUEUED, SessionState.DONE}),
+    SessionState.READY: frozenset({SessionState.RUNNING, SessionState.QUEUED, SessionState.DONE}),
+    SessionState.RUNNING: frozenset({SessionState.EVALUATING, SessionState.QUEUED, SessionState.DONE}),
+    SessionState.EVALUATING: frozenset({SessionState.DONE, SessionState.QUEUED}),
+    SessionState.DONE: frozenset(),
+}
+
+
+def can_move(start: SessionState, end: SessionState) -> bool:
+    return end in MOVES[start]

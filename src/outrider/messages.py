@@ -1,0 +1,82 @@
+"""The conversation in one shape: what every dialect is read into and every renderer is given.
+
+It knows no wire format and no token. Tool specs stay in OpenAI form (`{"type": "function", "function":
+{"name", "description", "parameters"}}`) with the client's key order, because templates print them verbatim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+import msgspec
+
+ToolSpec = dict[str, Any]
+
+
+class Role(StrEnum):
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call as the model made it. `arguments` is JSON text, exactly as sampled or as the client sent it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message. `content` is plain text ("" when absent); `reasoning` is the model's thinking, if any."""
+
+    role: Role
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class WireMessages(Protocol):
+    """A request's messages, parsed only when asked for: a long history is compared by its bytes.
+
+    `raw(i)` is any byte string that determines message `i`; `parse(i)` raises `RequestError` naming the
+    message when it is malformed.
+    """
+
+    def __len__(self) -> int: ...
+    def raw(self, index: int) -> bytes: ...
+    def parse(self, index: int) -> Message: ...
+
+
+class ParsedMessages:
+    """`WireMessages` over messages that are already parsed."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def raw(self, index: int) -> bytes:
+        return msgspec.msgpack.encode(self._messages[index])
+
+    def parse(self, index: int) -> Message:
+        return self._messages[index]
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step of a stream adds: visible text, reasoning, and the sampled tokens behind them.
+
+    Tokens arrive with the step that sampled them, text when it can no longer be part of a tool call, so the
+    two need not match within a step; over a whole stream they do.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    ids: list[int] = []
+    logprobs: list[float] = []

@@ -1,0 +1,69 @@
+"""How a name in a spec becomes code: a built-in, an entry point, or a dotted path `package.module:attribute`.
+
+Nothing is scanned and nothing is patched; a built-in is named by its dotted path too, so that importing this
+module imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
+
+from outrider.errors import InvalidField
+
+BUILTINS: dict[str, dict[str, str]] = {
+    "engine": {
+        "embedded": "outrider.engines.embedded:EmbeddedEngine",
+        "openai": "outrider.engines.openai:OpenAIEngine",
+        "scripted": "outrider.engines.scripted:ScriptedEngine",
+        "sglang": "outrider.engines.sglang:SGLangEngine",
+        "vllm": "outrider.engines.vllm:VLLMEngine",
+    },
+    "runtime": {
+        "memory": "outrider.runtimes.memory:MemoryRuntime",
+        "namespace": "outrider.runtimes.namespace:NamespaceRuntime",
+        "process": "outrider.runtimes.process:ProcessRuntime",
+    },
+    "agent": {
+        "tools": "outrider.harnesses.agent:ToolAgent",
+    },
+    "evaluator": {
+        "callable": "outrider.evaluators.function:CallableEvaluator",
+        "command": "outrider.evaluators.command:CommandEvaluator",
+    },
+}
+
+
+def names(kind: str) -> list[str]:
+    """Every name that `resolve` knows for a kind, sorted."""
+    found = {point.name for point in entry_points(group=f"outrider.{kind}")}
+    return sorted(found | set(BUILTINS.get(kind, {})))
+
+
+def resolve(kind: str, name: str, *, field: str | None = None) -> Any:
+    """The object `name` stands for. Raises InvalidField when there is none, naming what there is."""
+    if ":" in name:
+        return load(name, field=field)
+    if path := BUILTINS.get(kind, {}).get(name):
+        return load(path, field=field)
+    for point in entry_points(group=f"outrider.{kind}"):
+        if point.name == name:
+            return point.load()
+    raise InvalidField(
+        f"unknown {kind} {name!r}",
+        field=field,
+        hint=f"known: {', '.join(names(kind))}, or a dotted path 'package.module:attribute'",
+    )
+
+
+def load(path: str, *, field: str | None = None) -> Any:
+    """Import `package.module:attribute`. Raises InvalidField when it is not there."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidField(f"cannot import {path!r}: {error}", field=field) from error
+    return target

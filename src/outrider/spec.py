@@ -1,0 +1,213 @@
+"""What a user may ask for: the body of `POST /v1/groups`, checked whole before anything is stored.
+
+Every model refuses unknown fields, wrong types, NaN and absurd sizes, and names the field. Nothing here looks
+at the file system or imports plugins: `service/admission.py` checks what only this machine can know.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, HttpUrl, StringConstraints, field_validator, model_validator
+
+MAX_TEXT = 1 << 20
+MAX_INLINE_FILE = 16 << 20
+MAX_GROUP = 4096
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
+Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
+
+
+class Spec(BaseModel):
+    """Base of all specs: strict, frozen, closed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Sampling(Spec):
+    """What the task fixes about sampling. A field left out is the harness's to choose, then the default's.
+
+    `max_tokens` bounds one turn; it is clamped to what the model's context leaves.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 20)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+
+
+class Limits(Spec):
+    """Bounds of one session. Waiting for a lane is charged to none of them.
+
+    session_seconds: preparing plus running. agent_seconds: running alone; when it ends the outcome is still
+    graded. turns: model calls. response_tokens: sampled tokens over all turns.
+    """
+
+    session_seconds: Seconds = 3600
+    agent_seconds: Seconds = 1800
+    turns: Annotated[int, Field(ge=1, le=100_000)] = 200
+    response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
+
+
+class Run(Spec):
+    """Prepare step: a shell command in the sandbox; non-zero exit fails the attempt."""
+
+    run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
+    seconds: Seconds = 300
+
+
+class Upload(Spec):
+    """Prepare step: a file or folder below the service's `files` folder, copied to `to` in the sandbox."""
+
+    upload: Name
+    to: Name
+
+    @field_validator("upload")
+    @classmethod
+    def _inside(cls, value: str) -> str:
+        path = PurePosixPath(value)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError("must be a relative path that stays inside the service's files folder")
+        return value
+
+    @field_validator("to")
+    @classmethod
+    def _target(cls, value: str) -> str:
+        return checked_target(value)
+
+
+class Write(Spec):
+    """Prepare step: a file given inline."""
+
+    write: Annotated[str, StringConstraints(max_length=MAX_INLINE_FILE)]
+    to: Name
+    encoding: Literal["utf-8", "base64"] = "utf-8"
+    executable: bool = False
+
+    @field_validator("to")
+    @classmethod
+    def _target(cls, value: str) -> str:
+        return checked_target(value)
+
+    @model_validator(mode="after")
+    def _decodable(self) -> Self:
+        self.data()
+        return self
+
+    def data(self) -> bytes:
+        if self.encoding == "utf-8":
+            return self.write.encode()
+        try:
+            return base64.b64decode(self.write, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"write is not base64: {error}") from error
+
+
+def checked_target(value: str) -> str:
+    """A path in the sandbox: absolute, or relative to the working directory, without `..`."""
+    if "\0" in value or ".." in PurePosixPath(value).parts:
+        raise ValueError("must not contain '..' or NUL")
+    return value
+
+
+PrepareStep = Run | Upload | Write
+
+
+class RuntimeSpec(Spec):
+    """The sandbox. `rootfs` is a folder on the node (default: the host's own system folders, read-only)."""
+
+    kind: Name = "namespace"
+    rootfs: Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] | None = None
+    workdir: Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] = "/work"
+    env: Annotated[dict[EnvName, Text], Field(max_length=1024)] = {}
+    prepare: Annotated[list[PrepareStep], Field(max_length=1024)] = []
+
+
+class HarnessSpec(Spec):
+    """The agent: a `preset` by name, a `command` to run in the sandbox, or an in-process `agent`.
+
+    In `command` and `env` values the words {base_url}, {api_key}, {model} and {instruction} are filled in.
+    """
+
+    preset: Name | None = None
+    command: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
+    agent: Name | None = None
+    env: Annotated[dict[EnvName, Text], Field(max_length=1024)] = {}
+    options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        given = [name for name in ("preset", "command", "agent") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of preset, command, agent (got {', '.join(given) or 'none'})")
+        return self
+
+
+class EvaluatorSpec(Spec):
+    """What grades the outcome: `command` runs `run` in the sandbox, `callable` calls `path`.
+
+    command: the reward is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else
+    1.0 for exit code 0 and 0.0 for exit code 1; any other exit code is an error.
+    """
+
+    kind: Name = "command"
+    run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)] | None = None
+    path: Name | None = None
+    options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
+    seconds: Seconds = 300
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.kind == "command" and self.run is None:
+            raise ValueError("evaluator kind 'command' needs 'run'")
+        if self.kind == "callable" and self.path is None:
+            raise ValueError("evaluator kind 'callable' needs 'path'")
+        return self
+
+
+class TaskSpec(Spec):
+    """What to do, with everything needed to do it.
+
+    `history`: "recorded" keeps the sampled ids of earlier turns whatever the chat template would do with their
+    reasoning; "template" follows the template, by an explicit fork.
+    """
+
+    instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
+    harness: HarnessSpec
+    runtime: RuntimeSpec = RuntimeSpec()
+    evaluator: EvaluatorSpec
+    limits: Limits = Limits()
+    sampling: Sampling = Sampling()
+    history: Literal["recorded", "template"] = "recorded"
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
+
+
+class GroupSpec(Spec):
+    """`n` sessions of one task: the unit of submission, priority, cancellation and delivery.
+
+    Submitting the same `idempotency_key` again returns the first group; with another body it is a conflict.
+    """
+
+    task: TaskSpec
+    n: Annotated[int, Field(ge=1, le=MAX_GROUP)] = 1
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    idempotency_key: Name | None = None
+    callback_url: Annotated[HttpUrl, Field(strict=False)] | None = None
+
+
+class EngineSpec(Spec):
+    """An inference backend to attach. `url` for servers; `options` are the kind's own."""
+
+    kind: Name
+    name: Name | None = None
+    url: Name | None = None
+    model: Name | None = None
+    options: Annotated[dict[Name, Any], Field(max_length=64)] = {}

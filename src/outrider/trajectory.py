@@ -1,0 +1,217 @@
+"""What a rollout leaves behind: turns, branches, verdicts and training samples.
+
+Token ids are packed little-endian int32 (`pack_ids`), log-probabilities packed float64 (natural log, of the
+sampled token, exactly the numbers the engine gave). Nothing here samples, renders or stores.
+Invariant: a turn's prompt is its parent's prompt + its parent's output + its own `prompt_delta`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from outrider.errors import ErrorRecord
+from outrider.lifecycle import StopReason
+
+Ids = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float64]
+
+
+def pack_ids(ids: Iterable[int] | Ids) -> bytes:
+    return np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype="<i4").tobytes()
+
+
+def unpack_ids(packed: bytes) -> Ids:
+    return np.frombuffer(packed, dtype="<i4")
+
+
+def pack_logprobs(logprobs: Iterable[float] | Logprobs) -> bytes:
+    return np.asarray(logprobs if isinstance(logprobs, np.ndarray) else list(logprobs), dtype="<f8").tobytes()
+
+
+def unpack_logprobs(packed: bytes) -> Logprobs:
+    return np.frombuffer(packed, dtype="<f8")
+
+
+class JoinKind(StrEnum):
+    """How a request joined its session's token tree."""
+
+    ROOT = "root"
+    APPEND = "append"
+    FORK = "fork"
+    RETRY = "retry"
+
+
+class ForkCause(StrEnum):
+    """Why a request could not simply append."""
+
+    SIBLING = "sibling"  # the parent already has a different continuation; the parent's ids are kept
+    HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
+    BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only append
+    TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
+    CAPTURE_DRIFT = "capture_drift"  # capture mode: the engine's own prompt does not extend the record
+
+
+class BranchKind(StrEnum):
+    MAIN = "main"
+    SUBAGENT = "subagent"
+    COMPACTION = "compaction"
+    AUXILIARY = "auxiliary"
+    RETRY = "retry"
+    ABORTED = "aborted"  # its last turn was cut off by the client: the agent never saw the tokens
+
+
+class BranchPolicy(StrEnum):
+    TRAIN = "train"
+    MASK = "mask"
+    DROP = "drop"
+
+
+class TokenMode(StrEnum):
+    """Where a turn's ids come from."""
+
+    TOKENS = "tokens"  # the engine was given exactly the recorded ids
+    CAPTURE = "capture"  # the engine was given text and reported its ids
+    TEXT = "text"  # no ids at all: never trainable
+
+
+class LogprobKind(StrEnum):
+    RAW = "raw"  # log-softmax of the logits, before temperature and truncation
+    SAMPLING = "sampling"  # of the distribution that was sampled from
+    NONE = "none"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) were sampled by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Wall clock, seconds since the epoch; `first_token` is None when no token came."""
+
+    received: float
+    sent: float
+    first_token: float | None
+    finished: float
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call. `index` counts a session attempt's turns in the order they were committed."""
+
+    index: int
+    parent: int | None
+    join: JoinKind
+    cause: ForkCause | None = None
+    forked_from: int | None = None
+    prompt_length: int
+    prompt_delta: bytes
+    output_ids: bytes
+    logprobs: bytes
+    logprob_kind: LogprobKind
+    versions: tuple[VersionSpan, ...]
+    finish: FinishReason
+    stop_match: int | str | None = None
+    mode: TokenMode = TokenMode.TOKENS
+    dialect: str
+    engine: str
+    sampling: dict[str, Any]
+    cached_tokens: int | None = None
+    drift_tokens: int = 0
+    reply_text: str = ""
+    tool_calls: int = 0
+    malformed_calls: int = 0
+    timings: TurnTimings
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluator's finding. `reward` is finite; `metrics` are named finite numbers."""
+
+    reward: float
+    metrics: dict[str, float] = {}
+    reason: str | None = None
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One training row: `ids`, `loss_mask`, `logprobs` and `versions` have equal length.
+
+    Positions with mask 0 have log-probability 0.0 and version -1 unless they were sampled (then they keep
+    their own: they are context here because another sample trains them, or because policy masks them).
+    `prompt_length` is the number of ids before the first sampled one. `reward` is None when the session has
+    no verdict: such a row must not be trained on.
+    """
+
+    group_id: str
+    session_id: str
+    attempt: int
+    sample_index: int
+    row: int
+    rows: int
+    kind: BranchKind
+    turns: tuple[int, ...]
+    ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    prompt_length: int
+    reward: float | None
+    metrics: dict[str, float] = {}
+    mode: TokenMode
+    logprob_kind: LogprobKind
+    stop_reason: StopReason
+    min_version: int
+    max_version: int
+    labels: dict[str, str] = {}
+
+
+class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a session's sampled tokens went: sampled = trained + masked + dropped."""
+
+    sampled: int = 0
+    trained: int = 0
+    masked: int = 0
+    dropped: int = 0
+    drift: int = 0
+
+
+class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds a session spent in each stage; waiting for a lane is apart from working in it."""
+
+    queued: float = 0.0
+    init: float = 0.0
+    ready: float = 0.0
+    run: float = 0.0
+    eval_wait: float = 0.0
+    eval: float = 0.0
+    stop: float = 0.0
+
+
+class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How one session ended, once and for all."""
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    attempt: int
+    stop_reason: StopReason
+    verdict: Verdict | None = None
+    error: ErrorRecord | None = None
+    turns: int = 0
+    forks: dict[str, int] = {}
+    tokens: TokenCounts = TokenCounts()
+    seconds: StageSeconds = StageSeconds()
+    samples: int = 0
+    labels: dict[str, str] = {}
