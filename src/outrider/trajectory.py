@@ -148,10 +148,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One training row: `ids`, `loss_mask`, `logprobs` and `versions` have equal length.
 
-    Positions with mask 0 have log-probability 0.0 and version -1 unless they were sampled (then they keep
-    their own: they are context here because another sample trains them, or because policy masks them).
-    `prompt_length` is the number of ids before the first sampled one. `reward` is None when the session has
-    no verdict: such a row must not be trained on.
+    Positions with mask 0 (context, and sampled tokens that another sample trains on) have log-probability 0.0
+    and version -1. `prompt_length` is the number of ids before the first sampled one. `reward` is None when
+    the session has no verdict: such a row must not be trained on.
     """
 
     group_id: str

@@ -1,0 +1,237 @@
+"""The renderer seam: messages to ids, and sampled ids back to a message, for one model family.
+
+The only module that knows the `renderers` package (pinned, 0.1.x). It knows no session and no engine.
+Invariant: what `bridge` returns is appended to the ids so far, which it never changes; when the family cannot
+prove that, it returns None and the caller must branch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+import renderers
+from pydantic import TypeAdapter, ValidationError
+from renderers.base import ToolCallParseStatus
+
+from outrider.errors import InvalidField, RequestError
+from outrider.messages import Message, Role, ToolCall, ToolSpec
+from outrider.tokens.markup import MARKUP, Markup
+from outrider.tokens.template import ChatTemplate
+from outrider.tokens.tokenizer import Tokenizer
+
+History = Literal["recorded", "template"]
+
+WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
+"""Families whose bridge and parser were checked (tests/tokens) to look back no further than the last turn
+close, so that they are given the prompt's tail instead of all of it."""
+
+CALL_STATUSES = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
+"""Well-formed calls. One of a tool nobody offered is a call too: the harness answers it."""
+
+
+class ParsedCalls(msgspec.Struct, frozen=True):
+    """What the family's parser found in a turn: its well-formed calls, the text of the malformed ones, and,
+    for families that are not streamed, the plain content and reasoning."""
+
+    calls: tuple[ToolCall, ...]
+    malformed: tuple[str, ...]
+    content: str
+    reasoning: str | None
+
+
+class Renderer(Protocol):
+    """One model family's rules. Ids are plain lists; all methods are pure.
+
+    `render` and `bridge` raise RequestError for a conversation the family cannot express.
+    """
+
+    family: str
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    markup: Markup | None
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """The whole prompt, ending where the model is to speak."""
+        ...
+
+    def bridge(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        history: History,
+    ) -> list[int] | None:
+        """The ids to append to prompt + output so that they show `new`; None when that cannot be proved."""
+        ...
+
+    def tail_start(self, prompt: Sequence[int]) -> int:
+        """Where the part of a prompt begins that `bridge`, `parse` and `thinking` need to see."""
+        ...
+
+    def thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt itself opens the model's reasoning."""
+        ...
+
+    def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls: ...
+
+
+class FamilyRenderer:
+    """`Renderer` over the `renderers` package; `template` replaces the family's own whole-prompt rendering
+    for models fine-tuned on a template of their own."""
+
+    def __init__(self, tokenizer: Tokenizer, family: str, *, template: ChatTemplate | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.family = family
+        self.markup = MARKUP.get(family)
+        self._template = template
+        self._keeping = _create(tokenizer, family, retention="all")
+        self._following = _create(tokenizer, family, retention=None)
+        self.stop_ids = tuple(self._keeping.get_stop_token_ids())
+        self._stops = frozenset(self.stop_ids)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        plain = [_plain(message) for message in messages]
+        try:
+            if self._template is not None:
+                return self.tokenizer.encode(self._template.render(plain, list(tools)))
+            ids = self._keeping.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
+        except (ValueError, TypeError, KeyError, AssertionError) as error:
+            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
+        return list(ids)
+
+    def bridge(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        history: History,
+    ) -> list[int] | None:
+        if not new or any(message.role is Role.ASSISTANT for message in new):
+            return None
+        family = self._keeping if history == "recorded" else self._following
+        before = [*prompt, *output]
+        try:
+            bridged = family.bridge_to_next_turn(
+                list(prompt), list(output), [_plain(message) for message in new], tools=list(tools) or None
+            )
+        except (ValueError, TypeError, KeyError, AssertionError) as error:
+            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
+        if bridged is None or list(bridged.token_ids[: len(before)]) != before:
+            return None
+        return list(bridged.token_ids[len(before) :])
+
+    def tail_start(self, prompt: Sequence[int]) -> int:
+        if self.family not in WINDOW_FAMILIES:
+            return 0
+        for index in range(len(prompt) - 1, -1, -1):
+            if prompt[index] in self._stops:
+                return index
+        return 0
+
+    def thinking(self, prompt: Sequence[int]) -> bool:
+        if self.markup is None:
+            return False
+        tail = self.tokenizer.decode(prompt[-self._opener_length :])
+        return tail.rfind(self.markup.think_open) > tail.rfind(self.markup.think_close)
+
+    def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
+        parsed = self._keeping.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
+        calls: list[ToolCall] = []
+        malformed: list[str] = []
+        for found in parsed.tool_calls:
+            if found.status in CALL_STATUSES and found.name:
+                calls.append(ToolCall(found.id or "", found.name, _arguments(found.arguments)))
+            elif found.token_span is not None:
+                start, end = found.token_span
+                malformed.append(self.tokenizer.decode(output[start:end]))
+            else:
+                malformed.append(found.raw)
+        return ParsedCalls(tuple(calls), tuple(malformed), parsed.content or "", parsed.reasoning_content)
+
+    @cached_property
+    def _opener_length(self) -> int:
+        """Ids at the end of a prompt that can hold a reasoning opener and what a template puts behind it."""
+        return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
+
+
+def make_renderer(tokenizer: Tokenizer, name: str | None) -> FamilyRenderer:
+    """The renderer called `name`: a family, or `template:FAMILY` (first prompt by the folder's own
+    chat_template.jinja, everything after it by the family). None asks the `renderers` package's table of
+    model names. Raises InvalidField when there is none, or the tokenizer is not of that family.
+    """
+    folder = Path(tokenizer.name_or_path)
+    if name is None:
+        name = renderers.base.MODEL_RENDERER_MAP.get(tokenizer.name_or_path) or (
+            renderers.base.MODEL_RENDERER_MAP.get("/".join(folder.parts[-2:]))
+        )
+        if name is None:
+            raise InvalidField(
+                f"cannot tell the model family of {tokenizer.name_or_path!r} from its name",
+                field="model.renderer",
+                hint=f"name it: --renderer with one of {', '.join(sorted(MARKUP))}, or template:FAMILY",
+            )
+    template = None
+    if name.startswith("template:"):
+        name = name.removeprefix("template:")
+        template = ChatTemplate.load(folder)
+    return FamilyRenderer(tokenizer, name, template=template)
+
+
+def _create(tokenizer: Tokenizer, family: str, *, retention: str | None) -> Any:
+    try:
+        config = TypeAdapter[Any](renderers.RendererConfig).validate_python(
+            {"name": family, "thinking_retention": retention}
+        )
+        return renderers.create_renderer(tokenizer, config)
+    except ValidationError as error:
+        raise InvalidField(
+            f"unknown renderer family {family!r}",
+            field="model.renderer",
+            hint=f"families with streaming: {', '.join(sorted(MARKUP))}",
+        ) from error
+    except (AssertionError, ValueError, AttributeError) as error:
+        raise InvalidField(
+            f"the tokenizer in {tokenizer.name_or_path} is not of family {family!r}: {error}",
+            field="model.renderer",
+            hint="name the model's own family, or the folder of the right tokenizer",
+        ) from error
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """The dictionary form that `renderers` and chat templates take; arguments as objects where they parse."""
+    plain: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    if message.reasoning is not None:
+        plain["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _object_or_text(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _object_or_text(arguments: str) -> Any:
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _arguments(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)

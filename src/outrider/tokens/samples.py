@@ -1,0 +1,180 @@
+"""Turns, verdict and stop reason become training samples: the one place that decides what trains.
+
+Pure. One sample per leaf branch; a token that several branches share is trained on in the first of them and is
+context in the others. Invariant: sampled = trained + masked + dropped, counted over the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from outrider.trajectory import (
+    BranchKind,
+    BranchPolicy,
+    FinishReason,
+    JoinKind,
+    LogprobKind,
+    Sample,
+    SessionResult,
+    TokenCounts,
+    TokenMode,
+    Turn,
+    unpack_ids,
+    unpack_logprobs,
+)
+
+POLICY: Mapping[BranchKind, BranchPolicy] = {
+    BranchKind.MAIN: BranchPolicy.TRAIN,
+    BranchKind.SUBAGENT: BranchPolicy.TRAIN,
+    BranchKind.COMPACTION: BranchPolicy.TRAIN,
+    BranchKind.AUXILIARY: BranchPolicy.TRAIN,
+    BranchKind.RETRY: BranchPolicy.TRAIN,
+    BranchKind.ABORTED: BranchPolicy.DROP,
+}
+"""What is done with each kind of branch. ABORTED is dropped: no reward can be due to tokens nobody saw."""
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """One root-to-leaf path of turn indexes."""
+
+    kind: BranchKind
+    turns: tuple[int, ...]
+
+
+def branches(turns: Sequence[Turn]) -> list[Branch]:
+    """The session's branches, the main ones first, each in turn order; `turns[i].index` must be `i`."""
+    parents = {turn.parent for turn in turns}
+    found = [
+        Branch(_kind(turn, turns), _path(turn, turns))
+        for turn in turns
+        if turn.index not in parents and turn.output_ids
+    ]
+    order = list(BranchKind)
+    return sorted(found, key=lambda branch: (order.index(branch.kind), branch.turns[0], -branch.turns[-1]))
+
+
+def count_tokens(turns: Sequence[Turn]) -> TokenCounts:
+    """Where every sampled token went."""
+    where: dict[int, BranchPolicy] = {}
+    for branch in branches(turns):
+        for index in branch.turns:
+            where.setdefault(index, POLICY[branch.kind])
+    totals = dict.fromkeys(BranchPolicy, 0)
+    for turn in turns:
+        totals[where.get(turn.index, BranchPolicy.DROP)] += len(turn.output_ids) // 4
+    return TokenCounts(
+        sampled=sum(totals.values()),
+        trained=totals[BranchPolicy.TRAIN],
+        masked=totals[BranchPolicy.MASK],
+        dropped=totals[BranchPolicy.DROP],
+        drift=sum(turn.drift_tokens for turn in turns),
+    )
+
+
+def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
+    """The session's training rows. Empty when no turn has ids (a text-only engine)."""
+    kept = [branch for branch in branches(turns) if POLICY[branch.kind] is not BranchPolicy.DROP]
+    trained: set[int] = set()
+    samples = []
+    for row, branch in enumerate(kept):
+        fresh = frozenset(branch.turns) - trained if POLICY[branch.kind] is BranchPolicy.TRAIN else frozenset()
+        samples.append(_sample(branch, [turns[index] for index in branch.turns], fresh, row, len(kept), result))
+        trained |= fresh
+    return samples
+
+
+def _sample(
+    branch: Branch, path: Sequence[Turn], fresh: frozenset[int], row: int, rows: int, result: SessionResult
+) -> Sample:
+    columns = _Columns()
+    for turn in path:
+        columns.context(unpack_ids(turn.prompt_delta).tolist())
+        if turn.index in fresh:
+            columns.sampled(turn)
+        else:
+            columns.context(unpack_ids(turn.output_ids).tolist())
+    versions = [version for version, mask in zip(columns.versions, columns.mask, strict=True) if mask]
+    return Sample(
+        group_id=result.group_id,
+        session_id=result.session_id,
+        attempt=result.attempt,
+        sample_index=result.sample_index,
+        row=row,
+        rows=rows,
+        kind=branch.kind,
+        turns=branch.turns,
+        ids=columns.ids,
+        loss_mask=columns.mask,
+        logprobs=columns.logprobs,
+        versions=columns.versions,
+        prompt_length=path[0].prompt_length,
+        reward=result.verdict.reward if result.verdict else None,
+        metrics=result.verdict.metrics if result.verdict else {},
+        mode=TokenMode.TOKENS if all(turn.mode is TokenMode.TOKENS for turn in path) else TokenMode.CAPTURE,
+        logprob_kind=path[-1].logprob_kind if len({t.logprob_kind for t in path}) == 1 else LogprobKind.NONE,
+        stop_reason=result.stop_reason,
+        min_version=min(versions, default=-1),
+        max_version=max(versions, default=-1),
+        labels=result.labels,
+    )
+
+
+class _Columns:
+    """The four equally long columns of a sample while it grows."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    def context(self, ids: list[int]) -> None:
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def sampled(self, turn: Turn) -> None:
+        ids = unpack_ids(turn.output_ids).tolist()
+        self.ids += ids
+        self.mask += [1] * len(ids)
+        self.logprobs += unpack_logprobs(turn.logprobs).tolist()
+        versions = np.zeros(len(ids), dtype=np.int64)
+        for span in turn.versions:
+            versions[span.start : span.end] = span.version
+        self.versions += versions.tolist()
+
+
+def _path(leaf: Turn, turns: Sequence[Turn]) -> tuple[int, ...]:
+    path = [leaf.index]
+    while (parent := turns[path[-1]].parent) is not None:
+        path.append(parent)
+    return tuple(reversed(path))
+
+
+def _kind(leaf: Turn, turns: Sequence[Turn]) -> BranchKind:
+    """ABORTED and RETRY describe the leaf; a branch whose root began a conversation of its own, after the
+    session's first, is a SUBAGENT; everything else is MAIN."""
+    if leaf.finish is FinishReason.ABORT:
+        return BranchKind.ABORTED
+    if _superseded(leaf, turns):
+        return BranchKind.RETRY
+    root = turns[_path(leaf, turns)[0]]
+    if root.join is JoinKind.ROOT and root.index != 0 and turns[0].join is JoinKind.ROOT:
+        return BranchKind.SUBAGENT
+    return BranchKind.MAIN
+
+
+def _superseded(leaf: Turn, turns: Sequence[Turn]) -> bool:
+    """Whether the same request was answered again later, or its other answer was gone on with."""
+    return any(
+        turn.index != leaf.index
+        and turn.parent == leaf.parent
+        and turn.prompt_delta == leaf.prompt_delta
+        and (turn.index > leaf.index or any(child.parent == turn.index for child in turns))
+        and turn.finish is not FinishReason.ABORT
+        for turn in turns
+    )

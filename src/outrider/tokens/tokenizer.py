@@ -1,0 +1,134 @@
+"""A model's tokenizer, loaded from its folder: text to ids, ids to text, one token to its bytes.
+
+It knows no chat template. It is the object the `renderers` package asks for (encode, decode,
+convert_tokens_to_ids, name_or_path, unk_token_id, eos_token_id), over the `tokenizers` library alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from outrider.errors import InvalidField
+
+SHORT_TEXT = 24
+"""Texts up to this many characters (role names, separators) are encoded once and remembered."""
+
+MAX_REMEMBERED = 4096
+
+
+class Tokenizer:
+    """Raises InvalidField from `load` when the folder holds no readable tokenizer.json."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, name_or_path: str, settings: dict[str, Any]) -> None:
+        self.backend = backend
+        self.name_or_path = name_or_path
+        self._remembered: dict[str, list[int]] = {}
+        self.unk_token_id = self._special(settings, "unk_token")
+        self.eos_token_id = self._special(settings, "eos_token")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        path = Path(folder)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception for a missing or broken file
+            raise InvalidField(
+                f"cannot load a tokenizer from {folder}: {error}",
+                field="model.tokenizer",
+                hint="give the model's folder, the one that holds tokenizer.json",
+            ) from error
+        settings: dict[str, Any] = {}
+        if (path / "tokenizer_config.json").exists():
+            settings = json.loads((path / "tokenizer_config.json").read_text())
+        return cls(backend, name_or_path=str(folder), settings=settings)
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        if len(text) > SHORT_TEXT:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._remembered.get(text)
+        if ids is None:
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+            if len(self._remembered) < MAX_REMEMBERED:
+                self._remembered[text] = ids
+        return list(ids)
+
+    def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
+        if isinstance(tokens, str):
+            found = self.backend.token_to_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.backend.token_to_id(token) for token in tokens]
+
+    def stream(self) -> TextStream:
+        return TextStream(self)
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes one token stands for; a token inside a multi-byte character gives part of it."""
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        try:
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        except KeyError:
+            return self.decode([token_id]).encode()
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self.backend.get_added_tokens_decoder())
+
+    def _special(self, settings: dict[str, Any], name: str) -> int | None:
+        value = settings.get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        return self.backend.token_to_id(token) if isinstance(token, str) else None
+
+
+class TextStream:
+    """Turns ids into text as they come; bytes of an unfinished character wait for the rest."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._seen: list[int] = []
+
+    def push(self, ids: Iterable[int]) -> str:
+        texts = []
+        for token_id in ids:
+            self._seen.append(token_id)
+            text = self._stream.step(self._backend, token_id)
+            if text is not None:
+                texts.append(text)
+                self._seen.clear()
+        return "".join(texts)
+
+    def finish(self) -> str:
+        """What is left when no more ids come: an unfinished character becomes U+FFFD."""
+        left, self._seen = self._seen, []
+        return self._tokenizer.decode(left) if left else ""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable characters that byte-level BPE vocabularies write bytes as (GPT-2's mapping)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    mapping = {chr(byte): byte for byte in plain}
+    shifted = (byte for byte in range(256) if byte not in set(plain))
+    mapping.update({chr(256 + offset): byte for offset, byte in enumerate(shifted)})
+    return mapping
+
+
+BYTE_OF_CHAR = _byte_alphabet()

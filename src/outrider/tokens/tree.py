@@ -1,0 +1,262 @@
+"""The token tree of one session: every id the engine was given or gave, once, and where each request joins it.
+
+Pure: it awaits nothing and reads no clock. A request whose history is a recorded one plus new messages gets the
+recorded ids verbatim, sampled ones included, and only the new messages are rendered: a turn costs its own tokens.
+Invariant: a node's ids never change, and a prompt that has a parent begins with all of its parent's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from outrider.messages import Message, Role, ToolSpec, WireMessages
+from outrider.tokens.canonical import MessageKey, digest, extend, message_key, tools_key
+from outrider.tokens.renderer import History, Renderer
+from outrider.trajectory import ForkCause, Ids, JoinKind, pack_ids, unpack_ids
+
+
+class PromptNode:
+    """What the engine was given for a turn: the parent's ids, then `delta` (packed int32).
+
+    `matched` is the turn whose conversation the request extends, even where its ids could not be kept;
+    `quoted` are the positions and reasoning digests of assistant messages that were rendered, not sampled;
+    `conversation` is 0 for the session's first one and counts those that began independently of it.
+    """
+
+    __slots__ = ("conversation", "delta", "first_turn", "length", "matched", "messages", "parent", "path", "quoted")
+
+    def __init__(
+        self,
+        parent: TurnNode | None,
+        delta: bytes,
+        *,
+        matched: TurnNode | None,
+        path: bytes,
+        quoted: tuple[tuple[int, bytes], ...],
+        messages: int,
+    ) -> None:
+        self.parent = parent
+        self.delta = delta
+        self.length: int = (parent.length if parent else 0) + len(delta) // 4
+        self.matched = matched
+        self.path = path
+        self.quoted = quoted
+        self.messages = messages
+        self.first_turn: int | None = None
+        self.conversation = 0
+
+    def ids(self) -> Ids:
+        """The whole prompt, int32 of shape (length,)."""
+        parts: list[bytes] = []
+        prompt: PromptNode | None = self
+        while prompt is not None:
+            parts.append(prompt.delta)
+            turn = prompt.parent
+            if turn is None:
+                break
+            parts.append(turn.output)
+            prompt = turn.prompt
+        parts.reverse()
+        return unpack_ids(b"".join(parts))
+
+    def tail(self, start_of: Renderer) -> list[int]:
+        """The end of the prompt that bridging and parsing need to see."""
+        own: list[int] = unpack_ids(self.delta).tolist()
+        if self.parent is None:
+            return own[start_of.tail_start(own) :]
+        start = start_of.tail_start(own)
+        whole: list[int] = own if start > 0 else self.ids().tolist()
+        return whole[start_of.tail_start(whole) :]
+
+
+class TurnNode:
+    """One sampled reply: `output` is packed int32, `reasoning` the digest of its thinking."""
+
+    __slots__ = ("children", "index", "length", "output", "prompt", "reasoning")
+
+    def __init__(self, index: int, prompt: PromptNode, output: bytes, reasoning: bytes | None) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.output = output
+        self.length = prompt.length + len(output) // 4
+        self.reasoning = reasoning
+        self.children = 0
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """Where a request joined. `forked_from` is the turn whose request shares the longest history with it."""
+
+    kind: JoinKind
+    cause: ForkCause | None
+    prompt: PromptNode
+    forked_from: int | None
+
+
+class TokenTree:
+    """One session attempt's tree. `join` a request, generate, then `commit` what was sampled."""
+
+    def __init__(self, renderer: Renderer, history: History) -> None:
+        self._renderer = renderer
+        self._history: History = history
+        self._keys: dict[bytes, MessageKey] = {}
+        self._tools: dict[bytes, bytes] = {}
+        self._turns: dict[bytes, list[TurnNode]] = {}
+        self._prompts: dict[bytes, list[PromptNode]] = {}
+        self._seen: dict[bytes, PromptNode] = {}
+        self._next = 0
+        self._conversations = 0
+        self.forks: dict[ForkCause, int] = {}
+
+    def join(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Joined:
+        """Find or make the request's prompt. Raises RequestError for a message that cannot be read or
+        rendered; the tree is then unchanged."""
+        keys = [self._key(messages, index) for index in range(len(messages))]
+        paths = [self._tools_path(tools, tools_raw)]
+        for key in keys:
+            paths.append(extend(paths[-1], key.body))
+        matched, covered = self._deepest(paths, keys)
+        for known in self._prompts.get(paths[-1], ()):
+            if known.matched is matched:
+                return Joined(JoinKind.RETRY, None, known, known.first_turn)
+        joined = self._place(_Request(messages, tools, paths, keys, covered, matched))
+        self._prompts.setdefault(paths[-1], []).append(joined.prompt)
+        for path in paths[1:]:
+            self._seen.setdefault(path, joined.prompt)
+        if joined.prompt.parent is not None:
+            joined.prompt.parent.children += 1
+        if joined.cause is not None:
+            self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
+        return joined
+
+    def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
+        """Record a turn's sampled ids. `reply` is the message the client was given: None when it was given
+        none (it hung up), and the turn can then have no continuation."""
+        key = message_key(reply) if reply is not None else None
+        turn = TurnNode(self._next, prompt, pack_ids(output), key.reasoning if key else None)
+        self._next += 1
+        if prompt.first_turn is None:
+            prompt.first_turn = turn.index
+        if key is not None:
+            self._turns.setdefault(extend(prompt.path, key.body), []).append(turn)
+        return turn
+
+    def _key(self, messages: WireMessages, index: int) -> MessageKey:
+        raw = digest(messages.raw(index))
+        key = self._keys.get(raw)
+        if key is None:
+            key = self._keys[raw] = message_key(messages.parse(index))
+        return key
+
+    def _tools_path(self, tools: Sequence[ToolSpec], raw: bytes) -> bytes:
+        short = digest(raw)
+        path = self._tools.get(short)
+        if path is None:
+            path = self._tools[short] = tools_key(list(tools))
+        return path
+
+    def _deepest(self, paths: list[bytes], keys: list[MessageKey]) -> tuple[TurnNode | None, int]:
+        """The turn whose whole conversation is the longest prefix of the request, and its length."""
+        for covered in range(len(paths) - 1, 0, -1):
+            for turn in reversed(self._turns.get(paths[covered], ())):
+                if _reasoning_agrees(turn, keys):
+                    return turn, covered
+        return None, 0
+
+    def _place(self, request: _Request) -> Joined:
+        """Append where the renderer can prove it; otherwise render everything, and say why."""
+        if request.matched is not None:
+            added = self._bridged(request.matched, request)
+            if added is not None:
+                prompt = request.prompt(request.matched, added)
+                prompt.conversation = request.matched.prompt.conversation
+                if request.matched.children:
+                    return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, request.matched.index)
+                return Joined(JoinKind.APPEND, None, prompt, None)
+        rendered = self._renderer.render(request.parsed(0), request.tools)
+        prompt = request.prompt(None, rendered)
+        shared = self._shared(request)
+        if shared is None:
+            prompt.conversation = self._conversations
+            self._conversations += 1
+            return Joined(JoinKind.ROOT, None, prompt, None)
+        prompt.conversation = shared.conversation
+        return Joined(JoinKind.FORK, self._cause(request), prompt, shared.first_turn)
+
+    def _bridged(self, parent: TurnNode, request: _Request) -> list[int] | None:
+        output = unpack_ids(parent.output).tolist()
+        tail = parent.prompt.tail(self._renderer)
+        return self._renderer.bridge(tail, output, request.parsed(request.covered), request.tools, self._history)
+
+    def _cause(self, request: _Request) -> ForkCause:
+        roles = {message.role for message in request.parsed(request.covered)}
+        if request.matched is None or Role.ASSISTANT in roles or not roles:
+            return ForkCause.HISTORY_REWRITTEN
+        if self._history == "template" and Role.USER in roles:
+            return ForkCause.TEMPLATE_HISTORY
+        return ForkCause.BRIDGE_REFUSED
+
+    def _shared(self, request: _Request) -> PromptNode | None:
+        """The first prompt that had the longest shared history. None when nothing but system messages is
+        shared: then the request begins a conversation of its own."""
+        found: PromptNode | None = None
+        shared = 0
+        for path in request.paths[1:]:
+            node = self._seen.get(path)
+            if node is None:
+                break
+            found, shared = node, shared + 1
+        if found is None or all(key.system for key in request.keys[:shared]):
+            return None
+        return found
+
+
+class _Request(msgspec.Struct, frozen=True):
+    """A request as the tree sees it: `paths[i]` is the digest of its tools and first `i` messages, `covered`
+    the number of messages that `matched` accounts for."""
+
+    messages: WireMessages
+    tools: Sequence[ToolSpec]
+    paths: list[bytes]
+    keys: list[MessageKey]
+    covered: int
+    matched: TurnNode | None
+
+    def parsed(self, start: int) -> list[Message]:
+        return [self.messages.parse(index) for index in range(start, len(self.messages))]
+
+    def prompt(self, parent: TurnNode | None, added: list[int]) -> PromptNode:
+        first = self.covered if parent is not None else 0
+        quoted = tuple(
+            (index, reasoning)
+            for index, key in enumerate(self.keys[first:], first)
+            if (reasoning := key.reasoning) is not None
+        )
+        return PromptNode(
+            parent,
+            pack_ids(added),
+            matched=self.matched,
+            path=self.paths[-1],
+            quoted=quoted,
+            messages=len(self.messages),
+        )
+
+
+def _reasoning_agrees(turn: TurnNode, keys: list[MessageKey]) -> bool:
+    """Whether every recorded reply on the way to `turn` has the reasoning that the client sends back, or the
+    client sends none."""
+    node: TurnNode | None = turn
+    while node is not None:
+        prompt = node.prompt
+        known = ((prompt.messages, node.reasoning), *prompt.quoted)
+        if any(sent is not None and sent != recorded for sent, recorded in ((keys[i].reasoning, r) for i, r in known)):
+            return False
+        node = prompt.parent
+    return True
+
+
+def full_ids(turn: TurnNode) -> Ids:
+    """A turn's prompt and output, int32 of shape (length,)."""
+    return np.concatenate([turn.prompt.ids(), unpack_ids(turn.output)])
