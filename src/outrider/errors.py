@@ -25,6 +25,7 @@ A rollout that fails is data: the error is attributed to the boundary it crossed
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import ClassVar
 
@@ -194,3 +195,16 @@ def record_of(error: BaseException) -> ErrorRecord:
         hint="this is a bug in Outrider: please report it with the service log",
         retryable=True,
     )
+
+
+def error_from(record: ErrorRecord) -> OutriderError:
+    """The exception a record stands for: its own class where that still exists, else a ServiceError."""
+    kinds = {kind.code: kind for kind in _kinds(OutriderError)}
+    kind = kinds.get(record.code, ServiceError)
+    return kind(record.message, hint=record.hint, field=record.field, log_tail=record.log_tail)
+
+
+def _kinds(kind: type[OutriderError]) -> Iterator[type[OutriderError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _kinds(child)

@@ -1,0 +1,94 @@
+"""The whole HTTP surface: control routes behind a bearer token, the model gateway beside them.
+
+A factory builds it from a running service; it owns nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+
+from outrider.api.engines import engine_routes
+from outrider.api.gateway import PREFIX, Gateway, Receive, Scope, Send
+from outrider.api.groups import group_routes
+from outrider.api.openapi import describe
+from outrider.api.replies import bad_query, json_reply, outrider_error, unknown_route
+from outrider.errors import EngineUnavailable, OutriderError, Unauthorized
+from outrider.service.service import Service
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+
+
+class RootApp:
+    """`/s/...` goes to the gateway, everything else to the control application."""
+
+    def __init__(self, control: Application, gateway: Application) -> None:
+        self._control = control
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(PREFIX):
+            await self._gateway(scope, receive, send)
+        else:
+            await self._control(scope, receive, send)
+
+
+class BearerToken:
+    """Refuses control calls without the service's token."""
+
+    def __init__(self, app: Application, token: str | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._token is None or scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        given = Request(scope).headers.get("authorization", "")
+        if secrets.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            await self._app(scope, receive, send)
+            return
+        error = Unauthorized("this service wants its token", hint="send the header `Authorization: Bearer TOKEN`")
+        await json_reply(error.record(), status=error.http_status)(scope, receive, send)
+
+
+def control_app(service: Service) -> FastAPI:
+    """The control API alone."""
+    app = FastAPI(
+        title="Outrider",
+        version=version("outrider"),
+        description="Agent rollouts as a service for reinforcement learning.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.include_router(group_routes(service))
+    app.include_router(engine_routes(service))
+    app.add_exception_handler(OutriderError, outrider_error)
+    app.add_exception_handler(RequestValidationError, bad_query)
+    app.add_exception_handler(404, unknown_route)
+    app.add_exception_handler(405, unknown_route)
+
+    @app.get("/healthz", include_in_schema=False)
+    async def alive() -> Response:
+        return Response("ok\n", media_type="text/plain")
+
+    @app.get("/readyz", include_in_schema=False)
+    async def ready() -> Response:
+        if not any(engine.ok for engine in service.pool.status()):
+            raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
+        return Response("ok\n", media_type="text/plain")
+
+    description = describe(app)
+    app.openapi = lambda: description  # type: ignore[method-assign]
+    return app
+
+
+def create_app(service: Service) -> RootApp:
+    """Everything, for the service's own address."""
+    return RootApp(BearerToken(control_app(service), service.config.token), Gateway(service.node))

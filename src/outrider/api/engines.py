@@ -1,0 +1,57 @@
+"""Control routes for engines and for the service itself."""
+
+from __future__ import annotations
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
+
+from outrider.api.openapi import answers, takes
+from outrider.api.replies import json_reply
+from outrider.errors import InvalidField, RequestError
+from outrider.service.service import Service
+from outrider.spec import EngineSpec
+from outrider.wire import EngineList, EngineStatus, ServiceStatus
+
+
+def engine_routes(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/v1")
+
+    @routes.get("/engines", **answers(EngineList))
+    async def engines() -> Response:
+        """The pool's engines with their load."""
+        return json_reply(EngineList(engines=tuple(service.pool.status())))
+
+    @routes.post("/engines", status_code=201, **takes(EngineSpec), **answers(EngineStatus, status=201))
+    async def add(request: Request) -> Response:
+        """Attach an engine while sessions run. It must answer, and be of the policy's model family."""
+        return json_reply(await service.add_engine(_engine(await request.body())), status=201)
+
+    @routes.post("/engines/{name}/drain", **answers(EngineList))
+    async def drain(name: str) -> Response:
+        """Give an engine no new sessions; those it has stay until they end."""
+        await service.pool.drain(name)
+        return json_reply(EngineList(engines=tuple(service.pool.status())))
+
+    @routes.delete("/engines/{name}", **answers(EngineList))
+    async def remove(name: str) -> Response:
+        """Detach an engine. What it is generating is given up; its sessions move to another."""
+        await service.pool.remove(name)
+        return json_reply(EngineList(engines=tuple(service.pool.status())))
+
+    @routes.get("/status", **answers(ServiceStatus))
+    async def status() -> Response:
+        """Sessions by state, nodes with their lanes, engines with their load."""
+        return json_reply(await service.status())
+
+    return routes
+
+
+def _engine(body: bytes) -> EngineSpec:
+    try:
+        return EngineSpec.model_validate(orjson.loads(body))
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise InvalidField(first["msg"], field=".".join(str(part) for part in first["loc"])) from error

@@ -1,0 +1,122 @@
+"""Control routes for groups, sessions and results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from outrider.api.openapi import answers, takes
+from outrider.api.replies import json_reply
+from outrider.errors import InvalidField, TooLarge
+from outrider.lifecycle import GroupState
+from outrider.service.admission import parse_group
+from outrider.service.service import Service
+from outrider.spec import GroupSpec
+from outrider.wire import GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
+
+MAX_BODY = 64 << 20
+MAX_WAIT = 60.0
+EVENTS_AT_ONCE = 500
+EVENT_PAUSE = 0.25
+PING_SECONDS = 15.0
+
+Samples = Annotated[bool, Query(description="include the training rows")]
+
+
+def group_routes(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/v1")
+
+    @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201))
+    async def submit(request: Request) -> Response:
+        """Submit a group of sessions of one task. It is stored before the reply."""
+        return json_reply(await service.submit(parse_group(await _body(request))), status=201)
+
+    @routes.get("/groups", **answers(GroupList))
+    async def groups(state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Response:
+        """Groups, newest first."""
+        rows = await service.store.groups(state=_state(state), limit=limit)
+        return json_reply(GroupList(groups=tuple([await service.reader.view(row) for row in rows])))
+
+    @routes.get("/groups/{group_id}", **answers(GroupView))
+    async def group(group_id: str, samples: Samples = False) -> Response:
+        """One group with its sessions."""
+        return json_reply(await service.reader.group(group_id, samples=samples))
+
+    @routes.delete("/groups/{group_id}", **answers(GroupView))
+    async def cancel(group_id: str) -> Response:
+        """Cancel a group, whatever stage its sessions are in. Doing it again changes nothing."""
+        return json_reply(await service.cancel(group_id))
+
+    @routes.get("/results", **answers(ResultsPage))
+    async def results(
+        after: Annotated[int, Query(ge=0)] = 0,
+        wait: Annotated[float, Query(ge=0, le=MAX_WAIT, description="seconds to wait for the first")] = 0.0,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        samples: Samples = False,
+    ) -> Response:
+        """Done groups past a cursor, in the order they finished."""
+        return json_reply(await service.results(after=after, wait=wait, limit=limit, samples=samples))
+
+    @routes.get("/events", response_class=StreamingResponse)
+    async def events(after: Annotated[int, Query(ge=0)] = 0) -> StreamingResponse:
+        """Every change as server-sent events, from a cursor on, without end. The event id is the cursor."""
+        return StreamingResponse(_events(service, after), media_type="text/event-stream")
+
+    @routes.get("/sessions/{session_id}", **answers(SessionView))
+    async def session(session_id: str) -> Response:
+        """One session."""
+        return json_reply(await service.reader.session(session_id))
+
+    @routes.get("/sessions/{session_id}/turns", **answers(TurnList))
+    async def turns(session_id: str) -> Response:
+        """The model calls of the session's newest attempt, as text."""
+        return json_reply(TurnList(turns=await service.reader.turns(session_id)))
+
+    @routes.get("/sessions/{session_id}/samples", **answers(SampleList))
+    async def samples(session_id: str) -> Response:
+        """The session's training rows, once it is done."""
+        return json_reply(SampleList(samples=await service.reader.samples(session_id)))
+
+    return routes
+
+
+async def _body(request: Request) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY:
+            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _state(name: str | None) -> GroupState | None:
+    if name is None:
+        return None
+    try:
+        return GroupState(name)
+    except ValueError as error:
+        known = ", ".join(state.value for state in GroupState)
+        raise InvalidField(f"{name!r} is no group state", field="state", hint=f"known: {known}") from error
+
+
+async def _events(service: Service, after: int) -> AsyncIterator[bytes]:
+    quiet = 0.0
+    while True:
+        found = await service.events(after=after, limit=EVENTS_AT_ONCE)
+        for event in found:
+            after = event.cursor
+            yield b"id: %d\nevent: %s\ndata: %s\n\n" % (after, event.kind.encode(), msgspec.json.encode(event))
+        if len(found) == EVENTS_AT_ONCE:
+            continue
+        await asyncio.sleep(EVENT_PAUSE)
+        quiet = 0.0 if found else quiet + EVENT_PAUSE
+        if quiet >= PING_SECONDS:
+            quiet = 0.0
+            yield b": ping\n\n"

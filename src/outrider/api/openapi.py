@@ -1,0 +1,63 @@
+"""The OpenAPI description: request shapes from pydantic, reply shapes from msgspec, in one document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from outrider import wire
+from outrider.errors import ErrorRecord
+from outrider.spec import EngineSpec, GroupSpec
+
+REF = "#/components/schemas/{name}"
+REPLIES = (
+    wire.EngineList,
+    wire.EngineStatus,
+    wire.EventView,
+    wire.GroupList,
+    wire.GroupView,
+    wire.ResultsPage,
+    wire.SampleList,
+    wire.ServiceStatus,
+    wire.SessionView,
+    wire.TurnList,
+    ErrorRecord,
+)
+REQUESTS: tuple[type[BaseModel], ...] = (GroupSpec, EngineSpec)
+
+
+def answers(shape: type[msgspec.Struct], *, status: int = 200) -> dict[str, Any]:
+    """Route arguments that say what a route answers, and how it says no."""
+    return {
+        "responses": {
+            status: {"description": shape.__doc__ or "", "content": _json(shape.__name__)},
+            "default": {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)},
+        }
+    }
+
+
+def takes(shape: type[BaseModel]) -> dict[str, Any]:
+    """Route arguments that say what body a route reads."""
+    return {"openapi_extra": {"requestBody": {"required": True, "content": _json(shape.__name__)}}}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The whole document."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    _, replies = msgspec.json.schema_components(REPLIES, ref_template=REF)
+    _, requests = models_json_schema(
+        [(shape, "validation") for shape in REQUESTS], ref_template="#/components/schemas/{model}"
+    )
+    schemas.update(replies)
+    schemas.update(requests["$defs"])
+    return document
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": REF.format(name=name)}}}

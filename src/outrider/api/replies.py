@@ -1,0 +1,31 @@
+"""How the control API answers: msgspec structs as JSON, errors as their records."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+
+from outrider.errors import InvalidField, NotFound, OutriderError, record_of
+
+
+def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+async def outrider_error(request: Request, error: Exception) -> Response:
+    """An error we raised on purpose, with its own status."""
+    status = error.http_status if isinstance(error, OutriderError) else 500
+    return json_reply(record_of(error), status=status)
+
+
+async def bad_query(request: Request, error: Exception) -> Response:
+    """FastAPI's own complaint about a path or query parameter."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"][1:])
+    return await outrider_error(request, InvalidField(first["msg"], field=path))
+
+
+async def unknown_route(request: Request, error: Exception) -> Response:
+    return await outrider_error(request, NotFound(f"{request.method} {request.url.path} is not served here"))

@@ -1,0 +1,114 @@
+"""Serves the application: on TCP with everything, on the node's Unix socket with the model gateway alone.
+
+Sandboxes reach the Unix socket, so no program in them can speak to the control API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from ipaddress import ip_address
+from typing import Any
+
+import uvicorn
+
+from outrider.api.app import create_app
+from outrider.api.gateway import Gateway
+from outrider.errors import InvalidField, ServiceError
+from outrider.service.service import Service
+
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: whoever runs us decides what a signal means. `ready` is set once
+    it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def check_address(host: str, token: str | None) -> None:
+    """Refuses to serve others without a token. Raises InvalidField."""
+    try:
+        local = host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local and not token:
+        raise InvalidField(
+            f"{host} can be reached from other machines, and no token is set",
+            field="token",
+            hint="set one with --token or OUTRIDER_TOKEN, or serve on 127.0.0.1",
+        )
+
+
+@asynccontextmanager
+async def serving(service: Service) -> AsyncIterator[str]:
+    """Serve a running service; yields its base URL, such as http://127.0.0.1:8700.
+
+    Raises InvalidField for a public address without a token, ServiceError when the address is taken.
+    """
+    config = service.config
+    check_address(config.host, config.token)
+    listener = _bind(config.host, config.port)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    service.node.gateway_url = url
+    inside = socket.socket(socket.AF_UNIX)
+    inside.bind(str(service.node.gateway_socket))
+    servers = [
+        (_Server(_settings(create_app(service))), listener),
+        (_Server(_settings(Gateway(service.node))), inside),
+    ]
+    async with asyncio.TaskGroup() as group:
+        for server, bound in servers:
+            group.create_task(server.serve(sockets=[bound]), name="http server")
+        for server, _ in servers:
+            await server.ready.wait()
+        try:
+            yield url
+        finally:
+            for server, _ in servers:
+                server.should_exit = server.force_exit = True
+
+
+def _settings(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=75,
+        server_header=False,
+        date_header=False,
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol spelt out, asyncio turns off Nagle's algorithm, which would delay streamed answers.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ServiceError(
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --port, or 0 for any"
+        ) from error
+    return listener

@@ -1,0 +1,252 @@
+"""The Python client of the control API: `AsyncClient`, and `Client`, the same without `await`.
+
+    with Client("http://127.0.0.1:8700") as client:
+        group = client.submit({"task": {...}, "n": 8})
+        for done in client.follow():
+            ...
+
+Replies are the structs of wire.py. It raises the error the service names (InvalidField, NotFound, ...), and
+ServiceError when the service cannot be reached. It retries nothing but reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from outrider.errors import ErrorRecord, OutriderError, ServiceError, error_from
+from outrider.spec import EngineSpec, GroupSpec
+from outrider.trajectory import Sample
+from outrider.wire import (
+    EngineList,
+    EngineStatus,
+    EventView,
+    GroupList,
+    GroupView,
+    ResultsPage,
+    SampleList,
+    ServiceStatus,
+    SessionView,
+    TurnList,
+    TurnView,
+)
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8700"
+LONG_POLL = 30.0
+
+
+class AsyncClient:
+    """`async with AsyncClient(url, token=None) as client`."""
+
+    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=300))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
+        """Submit a group. Stored when this returns."""
+        body = group.model_dump_json().encode() if isinstance(group, GroupSpec) else msgspec.json.encode(group)
+        return await self._call("POST", "/v1/groups", GroupView, body=body)
+
+    async def group(self, group_id: str, *, samples: bool = False) -> GroupView:
+        return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query={"samples": _flag(samples)})
+
+    async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupView, ...]:
+        query = {"limit": str(limit)} | ({"state": state} if state else {})
+        return (await self._call("GET", "/v1/groups", GroupList, query=query)).groups
+
+    async def cancel(self, group_id: str) -> GroupView:
+        return await self._call("DELETE", f"/v1/groups/{group_id}", GroupView)
+
+    async def results(
+        self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False
+    ) -> ResultsPage:
+        """Done groups past a cursor, waiting up to `wait` seconds (at most 60) for the first."""
+        query = {"after": str(after), "wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
+        return await self._call("GET", "/v1/results", ResultsPage, query=query)
+
+    async def follow(self, *, after: int = 0, samples: bool = False) -> AsyncIterator[GroupView]:
+        """Done groups past a cursor as they finish, without end."""
+        while True:
+            page = await self.results(after=after, wait=LONG_POLL, samples=samples)
+            for group in page.groups:
+                yield group
+            after = page.cursor
+
+    async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
+        """Every change past a cursor, without end."""
+        try:
+            async with self._http.get(
+                f"{self.url}/v1/events", params={"after": str(after)}, timeout=aiohttp.ClientTimeout(total=None)
+            ) as reply:
+                if reply.status >= 400:
+                    raise _refusal(await reply.read(), reply.status)
+                async for line in reply.content:
+                    if line.startswith(b"data: "):
+                        yield msgspec.json.decode(line[6:], type=EventView)
+        except aiohttp.ClientError as error:
+            raise self._unreachable(error) from error
+
+    async def session(self, session_id: str) -> SessionView:
+        return await self._call("GET", f"/v1/sessions/{session_id}", SessionView)
+
+    async def turns(self, session_id: str) -> tuple[TurnView, ...]:
+        return (await self._call("GET", f"/v1/sessions/{session_id}/turns", TurnList)).turns
+
+    async def samples(self, session_id: str) -> tuple[Sample, ...]:
+        return (await self._call("GET", f"/v1/sessions/{session_id}/samples", SampleList)).samples
+
+    async def status(self) -> ServiceStatus:
+        return await self._call("GET", "/v1/status", ServiceStatus)
+
+    async def engines(self) -> tuple[EngineStatus, ...]:
+        return (await self._call("GET", "/v1/engines", EngineList)).engines
+
+    async def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
+        body = engine.model_dump_json().encode() if isinstance(engine, EngineSpec) else msgspec.json.encode(engine)
+        return await self._call("POST", "/v1/engines", EngineStatus, body=body)
+
+    async def drain_engine(self, name: str) -> tuple[EngineStatus, ...]:
+        return (await self._call("POST", f"/v1/engines/{name}/drain", EngineList)).engines
+
+    async def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
+        return (await self._call("DELETE", f"/v1/engines/{name}", EngineList)).engines
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        shape: type[T],
+        *,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> T:
+        try:
+            async with self._http.request(method, self.url + path, params=query, data=body) as reply:
+                data = await reply.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from error
+        if reply.status >= 400:
+            raise _refusal(data, reply.status)
+        return msgspec.json.decode(data, type=shape)
+
+    def _unreachable(self, error: Exception) -> ServiceError:
+        return ServiceError(
+            f"cannot reach the service at {self.url}: {error or type(error).__name__}",
+            hint="start one with `outrider serve`, or name its address with --url",
+        )
+
+
+class Client:
+    """`AsyncClient` for code that does not await: same methods, same replies. It runs the async one on a
+    thread of its own, between `with` and its end."""
+
+    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
+        self._client = AsyncClient(url, token=token)
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider client", daemon=True)
+        self._thread.start()
+        self._wait(self._client.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._wait(self._client.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
+        return self._wait(self._client.submit(group))
+
+    def group(self, group_id: str, *, samples: bool = False) -> GroupView:
+        return self._wait(self._client.group(group_id, samples=samples))
+
+    def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupView, ...]:
+        return self._wait(self._client.groups(state=state, limit=limit))
+
+    def cancel(self, group_id: str) -> GroupView:
+        return self._wait(self._client.cancel(group_id))
+
+    def results(self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False) -> ResultsPage:
+        return self._wait(self._client.results(after=after, wait=wait, limit=limit, samples=samples))
+
+    def follow(self, *, after: int = 0, samples: bool = False) -> Iterator[GroupView]:
+        return self._each(self._client.follow(after=after, samples=samples))
+
+    def events(self, *, after: int = 0) -> Iterator[EventView]:
+        return self._each(self._client.events(after=after))
+
+    def session(self, session_id: str) -> SessionView:
+        return self._wait(self._client.session(session_id))
+
+    def turns(self, session_id: str) -> tuple[TurnView, ...]:
+        return self._wait(self._client.turns(session_id))
+
+    def samples(self, session_id: str) -> tuple[Sample, ...]:
+        return self._wait(self._client.samples(session_id))
+
+    def status(self) -> ServiceStatus:
+        return self._wait(self._client.status())
+
+    def engines(self) -> tuple[EngineStatus, ...]:
+        return self._wait(self._client.engines())
+
+    def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
+        return self._wait(self._client.add_engine(engine))
+
+    def drain_engine(self, name: str) -> tuple[EngineStatus, ...]:
+        return self._wait(self._client.drain_engine(name))
+
+    def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
+        return self._wait(self._client.remove_engine(name))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
+        async def following() -> T:
+            return await anext(items)
+
+        while True:
+            try:
+                item = self._wait(following())
+            except StopAsyncIteration:
+                return
+            yield item
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _refusal(body: bytes, status: int) -> OutriderError:
+    try:
+        return error_from(msgspec.json.decode(body, type=ErrorRecord))
+    except msgspec.DecodeError:
+        shown = body[:200].decode(errors="replace")
+        return ServiceError(f"the service answered {status}: {shown}")

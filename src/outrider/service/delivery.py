@@ -1,0 +1,68 @@
+"""Pushes finished groups to their callback URLs, from the outbox, at least once.
+
+It knows no session. The body is what `GET /v1/groups/{id}` answers; the header `Idempotency-Key` is the group's
+id, by which a receiver drops what it has already had. Invariant: a row leaves the outbox only after a 2xx.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import aiohttp
+import msgspec
+
+from outrider.service.reading import Reader
+from outrider.store.base import Delivery, Store
+
+log = logging.getLogger("outrider.delivery")
+
+TRY_SECONDS = 30.0
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 600.0
+AT_ONCE = 16
+
+
+class Deliverer:
+    """`run` it in a task group; `wake` it when a group is done."""
+
+    def __init__(self, store: Store, reader: Reader) -> None:
+        self._store = store
+        self._reader = reader
+        self._work = asyncio.Event()
+
+    def wake(self) -> None:
+        self._work.set()
+
+    async def run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=TRY_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            while True:
+                self._work.clear()
+                due = await self._store.deliveries(now=time.time(), limit=AT_ONCE)
+                async with asyncio.TaskGroup() as group:
+                    for delivery in due:
+                        group.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}")
+                if not due:
+                    await self._rest()
+
+    async def _rest(self) -> None:
+        try:
+            async with asyncio.timeout(FIRST_PAUSE):
+                await self._work.wait()
+        except TimeoutError:
+            return
+
+    async def _deliver(self, http: aiohttp.ClientSession, delivery: Delivery) -> None:
+        view = await self._reader.group(delivery.group_id, samples=True)
+        headers = {"Content-Type": "application/json", "Idempotency-Key": delivery.group_id}
+        try:
+            async with http.post(delivery.url, data=msgspec.json.encode(view), headers=headers) as reply:
+                reply.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**delivery.tries)
+            log.warning("callback of %s failed, again in %.0f s: %s", delivery.group_id, pause, error)
+            await self._store.delivery_failed(delivery.group_id, next_try=time.time() + pause)
+        else:
+            await self._store.delivered(delivery.group_id)

@@ -1,0 +1,102 @@
+"""The store's rows as the control API shows them. Reads only."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.errors import NotFound
+from outrider.spec import GroupSpec
+from outrider.store.base import GroupRow, SessionRow, Store
+from outrider.tokens.samples import build_samples
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.trajectory import Sample, Turn, unpack_ids
+from outrider.wire import GroupView, SessionView, TurnView
+
+
+class Reader:
+    """Groups, sessions, turns and samples, by id. Unknown ids raise NotFound."""
+
+    def __init__(self, store: Store, tokenizer: Tokenizer) -> None:
+        self._store = store
+        self._tokenizer = tokenizer
+
+    async def group(self, group_id: str, *, samples: bool = False) -> GroupView:
+        return await self.view(await self._store.group(group_id), samples=samples)
+
+    async def view(self, row: GroupRow, *, samples: bool = False) -> GroupView:
+        sessions = await self._store.sessions(row.id)
+        rows = [sample for session in sessions for sample in await self._samples(session)] if samples else None
+        return GroupView(
+            id=row.id,
+            state=row.state,
+            cancelled=row.cancelled,
+            n=row.n,
+            priority=row.priority,
+            created=row.created,
+            finished=row.finished,
+            cursor=row.cursor,
+            labels=GroupSpec.model_validate_json(row.spec).task.labels,
+            sessions=tuple(map(session_view, sessions)),
+            samples=None if rows is None else tuple(rows),
+        )
+
+    async def session(self, session_id: str) -> SessionView:
+        return session_view(await self._store.session(session_id))
+
+    async def turns(self, session_id: str) -> tuple[TurnView, ...]:
+        return tuple(self._turn_view(turn) for turn in await self._store.turns(session_id))
+
+    async def samples(self, session_id: str) -> tuple[Sample, ...]:
+        session = await self._store.session(session_id)
+        if session.result is None:
+            raise NotFound(
+                f"session {session_id} is {session.state.value}: it has no samples yet",
+                hint="wait for its group in the results",
+            )
+        return await self._samples(session)
+
+    async def _samples(self, session: SessionRow) -> tuple[Sample, ...]:
+        result = session.result
+        if result is None or result.turns == 0:
+            return ()
+        turns = await self._store.turns(session.id, result.attempt)
+        return tuple(await asyncio.to_thread(build_samples, turns, result))
+
+    def _turn_view(self, turn: Turn) -> TurnView:
+        return TurnView(
+            index=turn.index,
+            parent=turn.parent,
+            join=turn.join.value,
+            cause=turn.cause.value if turn.cause else None,
+            forked_from=turn.forked_from,
+            prompt_tokens=turn.prompt_length,
+            output_tokens=len(turn.output_ids) // 4,
+            context=self._tokenizer.decode(unpack_ids(turn.prompt_delta).tolist()),
+            sampled=self._tokenizer.decode(unpack_ids(turn.output_ids).tolist()) or turn.reply_text,
+            finish=turn.finish.value,
+            mode=turn.mode.value,
+            dialect=turn.dialect,
+            engine=turn.engine,
+            tool_calls=turn.tool_calls,
+            malformed_calls=turn.malformed_calls,
+            cached_tokens=turn.cached_tokens,
+            drift_tokens=turn.drift_tokens,
+            versions=turn.versions,
+            sampling=turn.sampling,
+            timings=turn.timings,
+        )
+
+
+def session_view(row: SessionRow) -> SessionView:
+    return SessionView(
+        id=row.id,
+        group_id=row.group_id,
+        sample_index=row.sample_index,
+        state=row.state,
+        attempt=row.attempt,
+        node=row.node,
+        created=row.created,
+        updated=row.updated,
+        last_error=row.last_error,
+        result=row.result,
+    )

@@ -1,0 +1,184 @@
+"""The service: store, engine pool, node, scheduler and delivery, opened and closed together.
+
+It is what the HTTP layer talks to, and knows no HTTP. Invariant: a group is stored before `submit` returns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import time
+from contextlib import AsyncExitStack
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from outrider.config import Config
+from outrider.engines.pool import EnginePool
+from outrider.errors import InvalidField, ServiceError
+from outrider.lifecycle import GroupState
+from outrider.service.admission import check_group
+from outrider.service.bell import Bell
+from outrider.service.delivery import Deliverer
+from outrider.service.family import FamilyCheck
+from outrider.service.reading import Reader
+from outrider.service.scheduler import Scheduler
+from outrider.sessions.calls import Endpoint
+from outrider.sessions.lanes import Lanes
+from outrider.sessions.node import LocalNode
+from outrider.spec import EngineSpec, GroupSpec
+from outrider.store.base import GroupRow, Store
+from outrider.store.sqlite import sqlite_store
+from outrider.tokens.renderer import make_renderer
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.wire import EngineStatus, EventView, GroupView, ResultsPage, ServiceStatus
+
+
+class Service:
+    """`async with Service(config) as service`. Raises InvalidField for settings that cannot work here."""
+
+    def __init__(self, config: Config) -> None:
+        if config.model.tokenizer is None:
+            raise InvalidField(
+                "no tokenizer is set",
+                field="model.tokenizer",
+                hint="give the model's folder: --tokenizer DIR (the one that holds tokenizer.json)",
+            )
+        self.config = config
+        tokenizer = Tokenizer.load(config.model.tokenizer)
+        renderer = make_renderer(tokenizer, config.model.renderer)
+        self.store: Store = sqlite_store(config.data / "outrider.sqlite3")
+        self.pool = EnginePool(check=FamilyCheck(tokenizer))
+        self.node = LocalNode(
+            "local",
+            endpoint=Endpoint(
+                renderer=renderer,
+                pool=self.pool,
+                model=config.model.name,
+                context_tokens=config.model.context_tokens,
+            ),
+            store=self.store,
+            lanes=Lanes(init=config.lanes.init, run=config.lanes.run, evaluate=config.lanes.eval),
+            files=config.files,
+        )
+        self.reader = Reader(self.store, tokenizer)
+        self._deliverer = Deliverer(self.store, self.reader)
+        self._scheduler = Scheduler(self.store, [self.node], on_done=self._group_done)
+        self._done = Bell()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self.config.data.mkdir(parents=True, exist_ok=True)
+            stack.callback(os.close, _lock(self.config.data))
+            await self.store.open()
+            stack.push_async_callback(self.store.close)
+            await stack.enter_async_context(self.pool)
+            for spec in self.config.engines:
+                await self.pool.add(self._with_tokenizer(spec))
+            await stack.enter_async_context(self.node)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
+            stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(None, None, None)
+
+    async def submit(self, spec: GroupSpec) -> GroupView:
+        """Check, store, and wake the scheduler. Raises what admission raises, and Conflict for a repeated
+        idempotency key with another body."""
+        check_group(spec, files=self.config.files)
+        group_id = f"g-{_time_ordered()}"
+        row = GroupRow(
+            id=group_id,
+            spec=spec.model_dump_json().encode(),
+            n=spec.n,
+            priority=spec.priority,
+            idempotency_key=spec.idempotency_key,
+            callback_url=str(spec.callback_url) if spec.callback_url else None,
+            state=GroupState.ACTIVE,
+            cancelled=False,
+            created=time.time(),
+            finished=None,
+            cursor=None,
+        )
+        stored = await self.store.create_group(row, [f"s-{group_id[2:]}-{index}" for index in range(spec.n)])
+        self._scheduler.wake()
+        return await self.reader.view(stored)
+
+    async def cancel(self, group_id: str) -> GroupView:
+        """Cancel a group at whatever stage its sessions are. Cancelling again, or a done group, changes nothing."""
+        await self._scheduler.cancel(await self.store.cancel_group(group_id))
+        return await self.reader.group(group_id)
+
+    async def results(self, *, after: int, wait: float, limit: int, samples: bool) -> ResultsPage:
+        """Done groups past a cursor; waits up to `wait` seconds for the first."""
+        deadline = time.monotonic() + wait
+        while True:
+            rows = await self.store.results(after=after, limit=limit)
+            left = deadline - time.monotonic()
+            if rows or left <= 0:
+                break
+            await self._done.wait(left)
+        groups = tuple([await self.reader.view(row, samples=samples) for row in rows])
+        return ResultsPage(groups=groups, cursor=rows[-1].cursor or after if rows else after)
+
+    async def events(self, *, after: int, limit: int) -> list[EventView]:
+        return [
+            EventView(
+                cursor=event.cursor,
+                at=event.at,
+                kind=event.kind.value,
+                group_id=event.group_id,
+                session_id=event.session_id,
+                data=event.data,
+            )
+            for event in await self.store.events(after=after, limit=limit)
+        ]
+
+    async def add_engine(self, spec: EngineSpec) -> EngineStatus:
+        return await self.pool.add(self._with_tokenizer(spec))
+
+    async def status(self) -> ServiceStatus:
+        counts = await self.store.counts()
+        return ServiceStatus(
+            version=version("outrider"),
+            model=self.config.model.name,
+            sessions={state.value: number for state, number in counts.items()},
+            nodes=tuple(self._scheduler.stats()),
+            engines=tuple(self.pool.status()),
+        )
+
+    def _with_tokenizer(self, spec: EngineSpec) -> EngineSpec:
+        """The spec with the service's tokenizer as its own, unless it names one."""
+        options = {"tokenizer": self.config.model.tokenizer} | spec.options
+        return spec.model_copy(update={"options": options})
+
+    def _group_done(self) -> None:
+        self._done.ring()
+        self._deliverer.wake()
+
+
+def _lock(folder: Path) -> int:
+    """Hold the data folder for this process; the lock goes with the process. Raises ServiceError."""
+    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ServiceError(
+            f"another service is using {folder}", hint="stop it, or give this one a folder of its own: --data DIR"
+        ) from error
+    return descriptor
+
+
+def _time_ordered() -> str:
+    """16 hexadecimal digits that sort by time of making and do not repeat."""
+    return f"{time.time_ns() // 1_000_000:011x}{secrets.token_hex(4)[:5]}"

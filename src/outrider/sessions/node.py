@@ -1,0 +1,186 @@
+"""A node: the process that hosts sessions, with their sandboxes, their model endpoints and their lanes.
+
+It knows no queue and no group; it is handed assignments and returns results. A node elsewhere is only another
+implementation of `Node`. Invariant: a session's credential works from the start of its attempt to the end of
+its run, and never again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import msgspec
+
+from outrider.evaluators.factory import make_evaluator
+from outrider.harnesses.factory import make_harness
+from outrider.lifecycle import SessionState
+from outrider.plugins import resolve
+from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.sessions.calls import Endpoint
+from outrider.sessions.conversation import Conversation
+from outrider.sessions.lanes import Lanes
+from outrider.sessions.session import Ending, Parts, SessionRun
+from outrider.sessions.shield import run_to_end
+from outrider.spec import TaskSpec
+from outrider.store.base import Store
+from outrider.tokens.samples import build_samples, count_tokens
+from outrider.trajectory import SessionResult, Turn
+from outrider.wire import NodeStats
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt of one session, to be run."""
+
+    session_id: str
+    group_id: str
+    sample_index: int
+    attempt: int
+    priority: int
+    task: TaskSpec
+
+
+class Node(Protocol):
+    """Where sessions run. `run` returns how the attempt ended; only its cancellation is an exception."""
+
+    name: str
+
+    def stats(self) -> NodeStats: ...
+    async def run(self, assignment: Assignment) -> SessionResult: ...
+
+
+class LocalNode:
+    """The node in this process. Enter it before use; leaving it waits for every teardown."""
+
+    def __init__(self, name: str, *, endpoint: Endpoint, store: Store, lanes: Lanes, files: Path) -> None:
+        self.name = name
+        self.gateway_url = ""
+        self._endpoint = endpoint
+        self._store = store
+        self._lanes = lanes
+        self._files = files
+        self._teardowns = asyncio.TaskGroup()
+        self._conversations: dict[str, Conversation] = {}
+        self._sessions = 0
+
+    async def __aenter__(self) -> Self:
+        self._directory = Path(tempfile.mkdtemp(prefix="outrider-"))
+        await self._teardowns.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._teardowns.__aexit__(None, None, None)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    @property
+    def gateway_socket(self) -> Path:
+        """The Unix socket on which the model gateway must listen; sandboxes without network use it."""
+        return self._directory / "gateway.sock"
+
+    def conversation(self, key: str) -> Conversation | None:
+        """The conversation a credential belongs to, while its run lasts."""
+        return self._conversations.get(key)
+
+    def stats(self) -> NodeStats:
+        return NodeStats(
+            name=self.name, sessions=self._sessions, capacity=self._lanes.capacity, lanes=self._lanes.stats()
+        )
+
+    async def run(self, assignment: Assignment) -> SessionResult:
+        key = secrets.token_urlsafe(24)
+        directory = self._directory / f"{assignment.session_id}-{assignment.attempt}"
+        directory.mkdir(mode=0o700)
+        self._sessions += 1
+        try:
+            parts = self._parts(assignment, key, directory)
+            self._conversations[key] = parts.conversation
+            ending = await SessionRun(parts).run()
+            return self._result(assignment, parts.conversation, ending, await self._turns(assignment))
+        finally:
+            self._sessions -= 1
+            self._conversations.pop(key, None)
+            await run_to_end(self._teardowns, _remove(directory), name=f"remove {directory.name}")
+
+    def _parts(self, assignment: Assignment, key: str, directory: Path) -> Parts:
+        task = assignment.task
+
+        async def record(turn: Turn) -> None:
+            await self._store.add_turn(assignment.session_id, assignment.attempt, turn)
+
+        async def enter(state: SessionState) -> None:
+            await self._store.set_state(assignment.session_id, assignment.attempt, state)
+
+        harness = make_harness(task.harness)
+        runtime_class: type[Runtime] = resolve("runtime", task.runtime.kind)
+        context = SandboxContext(
+            session_id=assignment.session_id,
+            attempt=assignment.attempt,
+            directory=directory,
+            gateway_url=self.gateway_url,
+            gateway_socket=self.gateway_socket,
+            mounts=harness.mounts(),
+        )
+        conversation = Conversation(
+            self._endpoint,
+            session_key=f"{assignment.session_id}-{assignment.attempt}",
+            limits=task.limits,
+            sampling=task.sampling,
+            history=task.history,
+            record=record,
+        )
+        return Parts(
+            task=task,
+            priority=assignment.priority,
+            key=key,
+            model=self._endpoint.model,
+            files=self._files,
+            conversation=conversation,
+            runtime=runtime_class.create(task.runtime, context),
+            harness=harness,
+            evaluator=make_evaluator(task.evaluator),
+            lanes=self._lanes,
+            enter=enter,
+            teardown=self._stop,
+        )
+
+    async def _stop(self, runtime: Runtime) -> None:
+        await run_to_end(self._teardowns, runtime.stop(), name="stop sandbox")
+
+    async def _turns(self, assignment: Assignment) -> list[Turn]:
+        return await self._store.turns(assignment.session_id, assignment.attempt)
+
+    def _result(
+        self, assignment: Assignment, conversation: Conversation, ending: Ending, turns: list[Turn]
+    ) -> SessionResult:
+        result = SessionResult(
+            session_id=assignment.session_id,
+            group_id=assignment.group_id,
+            sample_index=assignment.sample_index,
+            attempt=assignment.attempt,
+            stop_reason=ending.reason,
+            verdict=ending.verdict,
+            error=ending.error.record() if ending.error else None,
+            turns=len(turns),
+            forks={cause.value: number for cause, number in conversation.tree.forks.items()},
+            tokens=count_tokens(turns),
+            seconds=ending.seconds,
+            labels=assignment.task.labels,
+        )
+        return msgspec.structs.replace(result, samples=len(build_samples(turns, result)))
+
+
+async def _remove(directory: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)

@@ -1,0 +1,164 @@
+"""What the control API answers: the shapes that the server writes and the client reads.
+
+Times are seconds since the epoch, durations seconds. The request shapes are in spec.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from outrider.errors import ErrorRecord
+from outrider.lifecycle import GroupState, SessionState
+from outrider.trajectory import Sample, SessionResult, TurnTimings, VersionSpan
+
+
+class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
+    """`waited_seconds` and `served` are totals since the start."""
+
+    name: str
+    size: int
+    in_use: int
+    waiting: int
+    served: int
+    waited_seconds: float
+
+
+class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as the scheduler and the status page see it."""
+
+    name: str
+    sessions: int
+    capacity: int
+    lanes: tuple[LaneStats, ...]
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine of the pool. `sessions` are those that stick to it, `assigned_tokens` what it is working on."""
+
+    name: str
+    kind: str
+    url: str | None
+    mode: str
+    ok: bool
+    detail: str
+    draining: bool
+    in_flight: int
+    sessions: int
+    assigned_tokens: int
+    generated_tokens: int
+    failures: int
+    version: int
+    model: str | None
+    context_tokens: int | None
+
+
+class SessionView(msgspec.Struct, frozen=True, kw_only=True):
+    """A session as it stands. `result` is there once it is done, `last_error` once an attempt has failed."""
+
+    id: str
+    group_id: str
+    sample_index: int
+    state: SessionState
+    attempt: int
+    node: str | None
+    created: float
+    updated: float
+    last_error: ErrorRecord | None
+    result: SessionResult | None
+
+
+class GroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """A group and its sessions in sample order. `cursor` is its place in the results once it is done;
+    `samples` are its training rows when they were asked for."""
+
+    id: str
+    state: GroupState
+    cancelled: bool
+    n: int
+    priority: int
+    created: float
+    finished: float | None
+    cursor: int | None
+    labels: dict[str, str]
+    sessions: tuple[SessionView, ...]
+    samples: tuple[Sample, ...] | None = None
+
+
+class GroupList(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups, newest first."""
+
+    groups: tuple[GroupView, ...]
+
+
+class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Done groups in the order they finished. Ask again with `after=cursor` for what comes next."""
+
+    groups: tuple[GroupView, ...]
+    cursor: int
+
+
+class EventView(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of the service's append-only log."""
+
+    cursor: int
+    at: float
+    kind: str
+    group_id: str
+    session_id: str | None
+    data: dict[str, Any]
+
+
+class TurnView(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call, readable: `context` is the text of the ids this turn added to its prompt, `sampled` the
+    text of what the model said."""
+
+    index: int
+    parent: int | None
+    join: str
+    cause: str | None
+    forked_from: int | None
+    prompt_tokens: int
+    output_tokens: int
+    context: str
+    sampled: str
+    finish: str
+    mode: str
+    dialect: str
+    engine: str
+    tool_calls: int
+    malformed_calls: int
+    cached_tokens: int | None
+    drift_tokens: int
+    versions: tuple[VersionSpan, ...]
+    sampling: dict[str, Any]
+    timings: TurnTimings
+
+
+class TurnList(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt's turns in the order they finished."""
+
+    turns: tuple[TurnView, ...]
+
+
+class SampleList(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's training rows."""
+
+    samples: tuple[Sample, ...]
+
+
+class EngineList(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool's engines."""
+
+    engines: tuple[EngineStatus, ...]
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole service at a glance. `sessions` counts them by state."""
+
+    version: str
+    model: str
+    sessions: dict[str, int]
+    nodes: tuple[NodeStats, ...]
+    engines: tuple[EngineStatus, ...]

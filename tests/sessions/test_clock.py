@@ -1,0 +1,44 @@
+"""A budget runs only while it is being spent, and says itself whether it ran out."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.sessions.clock import Budget, Stopwatch
+
+
+async def test_only_time_inside_the_block_is_charged() -> None:
+    budget = Budget(1000.0)
+    async with budget.spend():
+        await asyncio.sleep(0)
+    spent = 1000.0 - budget.remaining
+    await asyncio.sleep(0.02)
+    assert 1000.0 - budget.remaining == spent
+    assert not budget.exhausted
+
+
+async def test_an_empty_budget_ends_the_block() -> None:
+    budget = Budget(0.01)
+    with pytest.raises(TimeoutError):
+        async with budget.spend():
+            await asyncio.Event().wait()
+    assert budget.exhausted
+
+
+async def test_somebody_elses_timeout_is_not_the_budgets() -> None:
+    budget = Budget(1000.0)
+    with pytest.raises(TimeoutError):
+        async with budget.spend():
+            raise TimeoutError
+    assert not budget.exhausted
+
+
+def test_a_stopwatch_books_everything_between_laps() -> None:
+    watch = Stopwatch()
+    watch.lap("init")
+    watch.lap("run")
+    watch.lap("init")
+    assert set(watch.seconds) == {"init", "run"}
+    assert all(seconds >= 0 for seconds in watch.seconds.values())

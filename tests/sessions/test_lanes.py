@@ -1,0 +1,83 @@
+"""A lane never gives out more than it has, serves by priority, and survives cancelled waits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from outrider.sessions.lanes import Lane
+
+
+async def test_a_free_slot_is_taken_at_once_and_given_back() -> None:
+    lane = Lane("run", 1)
+    async with await lane.take():
+        assert lane.stats().in_use == 1
+    assert lane.stats().in_use == 0
+    assert lane.stats().served == 1
+
+
+async def test_the_highest_priority_is_served_first_and_equals_in_order() -> None:
+    lane = Lane("run", 1)
+    held = await lane.take()
+    served: list[str] = []
+
+    async def wait(name: str, priority: int) -> None:
+        async with await lane.take(priority):
+            served.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name, priority in (("low", 0), ("first high", 5), ("second high", 5), ("lowest", -1)):
+            group.create_task(wait(name, priority))
+        await asyncio.sleep(0)
+        assert lane.stats().waiting == 4
+        held.release()
+    assert served == ["first high", "second high", "low", "lowest"]
+
+
+async def test_releasing_twice_gives_back_one_slot() -> None:
+    lane = Lane("run", 2)
+    slot = await lane.take()
+    await lane.take()
+    slot.release()
+    slot.release()
+    assert lane.stats().in_use == 1
+
+
+async def test_a_wait_cancelled_after_the_hand_over_passes_the_slot_on() -> None:
+    lane = Lane("run", 1)
+    held = await lane.take()
+    async with asyncio.TaskGroup() as group:
+        doomed = group.create_task(lane.take())
+        heir = group.create_task(lane.take())
+        await asyncio.sleep(0)
+        held.release()
+        doomed.cancel()
+    assert heir.result() is not None
+    assert lane.stats().in_use == 1
+
+
+async def test_a_storm_of_takers_and_cancels_leaves_the_lane_empty_and_never_overfull() -> None:
+    lane = Lane("run", 3)
+    chance = random.Random(7)
+    inside = 0
+    most = 0
+
+    async def use() -> None:
+        nonlocal inside, most
+        async with await lane.take(chance.randrange(3)):
+            inside += 1
+            most = max(most, inside)
+            try:
+                for _ in range(chance.randrange(4)):
+                    await asyncio.sleep(0)
+            finally:
+                inside -= 1
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(use()) for _ in range(300)]
+        for task in chance.sample(tasks, 100):
+            await asyncio.sleep(0)
+            task.cancel()
+    assert most == 3
+    stats = lane.stats()
+    assert (stats.in_use, stats.waiting) == (0, 0)
