@@ -64,6 +64,6 @@ def load(path: str, *, field: str | None = None) -> Any:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidField(f"cannot import {path!r}: {error}", field=field) from error
+    except Exception as error:  # a module may raise anything while it is imported
+        raise InvalidField(f"cannot import {path!r}: {type(error).__name__}: {error}", field=field) from error
     return target

@@ -104,16 +104,19 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock, seconds since the epoch; `first_token` is None when no token came."""
 
     received: float
-    sent: float
     first_token: float | None
     finished: float
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call. `index` counts a session attempt's turns in the order they were committed."""
+    """One model call. `index` counts a session attempt's turns in the order they were committed.
+
+    `conversation` is 0 for the session's first conversation; those that began independently of it count up.
+    """
 
     index: int
     parent: int | None
+    conversation: int = 0
     join: JoinKind
     cause: ForkCause | None = None
     forked_from: int | None = None

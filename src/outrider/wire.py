@@ -11,7 +11,7 @@ import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState
-from outrider.trajectory import Sample, SessionResult, TurnTimings, VersionSpan
+from outrider.trajectory import Sample, SessionResult, TokenMode, TurnTimings, VersionSpan
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,12 +35,13 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the pool. `sessions` are those that stick to it, `assigned_tokens` what it is working on."""
+    """An engine as its pool sees it. Counts are of this pool's making: `in_flight` generations, `sessions`
+    that keep to it, `assigned_tokens` of their context, `generated_tokens` and `failures` since it was added."""
 
     name: str
     kind: str
     url: str | None
-    mode: str
+    mode: TokenMode
     ok: bool
     detail: str
     draining: bool

@@ -25,12 +25,12 @@ def engine_routes(service: Service) -> APIRouter:
     @routes.post("/engines", status_code=201, **takes(EngineSpec), **answers(EngineStatus, status=201))
     async def add(request: Request) -> Response:
         """Attach an engine while sessions run. It must answer, and be of the policy's model family."""
-        return json_reply(await service.add_engine(_engine(await request.body())), status=201)
+        return json_reply(await service.pool.add(_engine(await request.body())), status=201)
 
     @routes.post("/engines/{name}/drain", **answers(EngineList))
     async def drain(name: str) -> Response:
         """Give an engine no new sessions; those it has stay until they end."""
-        await service.pool.drain(name)
+        service.pool.drain(name)
         return json_reply(EngineList(engines=tuple(service.pool.status())))
 
     @routes.delete("/engines/{name}", **answers(EngineList))

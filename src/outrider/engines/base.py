@@ -7,7 +7,7 @@ log-probabilities have equal length, and exactly one chunk, the last, has a `fin
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -122,6 +122,23 @@ class ChatEngine(Protocol):
     async def close(self) -> None: ...
     def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]: ...
     async def health(self) -> EngineHealth: ...
+
+
+@runtime_checkable
+class TokenizesText(Protocol):
+    """An engine that can say how its own tokenizer reads a text, special tokens included.
+
+    The ids, or None where the server has no such route. Raises EngineUnavailable.
+    """
+
+    async def token_check(self, text: str) -> list[int] | None: ...
+
+
+@runtime_checkable
+class SetsVersion(Protocol):
+    """An engine whose policy version can be told to it once its weights have changed."""
+
+    async def set_version(self, version: int) -> None: ...
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,12 +29,12 @@ from outrider.service.scheduler import Scheduler
 from outrider.sessions.calls import Endpoint
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
-from outrider.spec import EngineSpec, GroupSpec
+from outrider.spec import GroupSpec
 from outrider.store.base import GroupRow, Store
 from outrider.store.sqlite import sqlite_store
 from outrider.tokens.renderer import make_renderer
 from outrider.tokens.tokenizer import Tokenizer
-from outrider.wire import EngineStatus, EventView, GroupView, ResultsPage, ServiceStatus
+from outrider.wire import EventView, GroupView, ResultsPage, ServiceStatus
 
 
 class Service:
@@ -51,7 +51,7 @@ class Service:
         tokenizer = Tokenizer.load(config.model.tokenizer)
         renderer = make_renderer(tokenizer, config.model.renderer)
         self.store: Store = sqlite_store(config.data / "outrider.sqlite3")
-        self.pool = EnginePool(check=FamilyCheck(tokenizer))
+        self.pool = EnginePool(tokenizer=config.model.tokenizer, check=FamilyCheck(tokenizer))
         self.node = LocalNode(
             "local",
             endpoint=Endpoint(
@@ -78,7 +78,7 @@ class Service:
             stack.push_async_callback(self.store.close)
             await stack.enter_async_context(self.pool)
             for spec in self.config.engines:
-                await self.pool.add(self._with_tokenizer(spec))
+                await self.pool.add(spec)
             await stack.enter_async_context(self.node)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
@@ -143,9 +143,6 @@ class Service:
             for event in await self.store.events(after=after, limit=limit)
         ]
 
-    async def add_engine(self, spec: EngineSpec) -> EngineStatus:
-        return await self.pool.add(self._with_tokenizer(spec))
-
     async def status(self) -> ServiceStatus:
         counts = await self.store.counts()
         return ServiceStatus(
@@ -155,11 +152,6 @@ class Service:
             nodes=tuple(self._scheduler.stats()),
             engines=tuple(self.pool.status()),
         )
-
-    def _with_tokenizer(self, spec: EngineSpec) -> EngineSpec:
-        """The spec with the service's tokenizer as its own, unless it names one."""
-        options = {"tokenizer": self.config.model.tokenizer} | spec.options
-        return spec.model_copy(update={"options": options})
 
     def _group_done(self) -> None:
         self._done.ring()

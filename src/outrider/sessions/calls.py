@@ -17,6 +17,7 @@ import numpy as np
 
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
+from outrider.engines.member import Assignment
 from outrider.engines.pool import EnginePool
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
@@ -26,7 +27,6 @@ from outrider.tokens.tree import Joined, TokenTree
 from outrider.trajectory import (
     FinishReason,
     Ids,
-    LogprobKind,
     Turn,
     TurnTimings,
     VersionSpan,
@@ -83,8 +83,7 @@ class TokenCall:
         self._logprobs: list[float] = []
         self._last: Chunk | None = None
         self._drift = 0
-        self._engine = ""
-        self._logprob_kind = LogprobKind.NONE
+        self._served: Assignment | None = None
         self._reply = Message(role=Role.ASSISTANT)
         self._malformed = 0
 
@@ -104,17 +103,17 @@ class TokenCall:
                 sampling=self._sampling,
             )
         )
-        async with aclosing(generation.chunks()) as chunks:
-            async for chunk in chunks:
+        async with aclosing(generation):
+            async for chunk in generation:
                 if self._last is None:
-                    self._engine, self._logprob_kind = generation.engine, generation.logprob_kind
+                    self._served = generation.served
                     yield self._opening()
                 self._take(chunk)
                 part = stream.push(chunk.ids)
                 if chunk.ids:
                     yield Delta(text=part.text, reasoning=part.reasoning, ids=chunk.ids, logprobs=chunk.logprobs)
         if self._last is None or self._last.finish is None:
-            raise EngineUnavailable(f"engine {self._engine or 'pool'} ended a stream without finishing it")
+            raise EngineUnavailable("the engine ended a stream without finishing it")
         reply = stream.finish()
         self._reply, self._malformed = reply.message, reply.malformed
         if reply.rest.text or reply.rest.reasoning:
@@ -165,7 +164,8 @@ class TokenCall:
             self._drift = count_differences(self._prompt, chunk.prompt_ids)
 
     def _turn(self, finish: FinishReason, reply: Message | None) -> Turn:
-        prompt = self._joined.prompt
+        prompt, served = self._joined.prompt, self._served
+        assert served is not None
         node = self._tree.commit(prompt, self._ids, reply)
         versions = self._last.versions if self._last else ()
         return Turn(
@@ -174,16 +174,17 @@ class TokenCall:
             join=self._joined.kind,
             cause=self._joined.cause,
             forked_from=self._joined.forked_from,
+            conversation=prompt.conversation,
             prompt_length=prompt.length,
             prompt_delta=prompt.delta,
             output_ids=node.output,
             logprobs=pack_logprobs(self._logprobs),
-            logprob_kind=self._logprob_kind,
-            versions=versions or self._assumed_versions(),
+            logprob_kind=served.logprob_kind,
+            versions=versions or ((VersionSpan(served.version, 0, len(self._ids)),) if self._ids else ()),
             finish=finish,
             stop_match=self._last.stop_match if self._last else None,
             dialect=self._dialect,
-            engine=self._engine,
+            engine=served.engine,
             sampling=msgspec.to_builtins(self._sampling),
             cached_tokens=self._last.cached_tokens if self._last else None,
             drift_tokens=self._drift,
@@ -192,11 +193,6 @@ class TokenCall:
             malformed_calls=self._malformed,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
-
-    def _assumed_versions(self) -> tuple[VersionSpan, ...]:
-        """A generation cut off before its last chunk has told no spans: the engine's version, as last known."""
-        version = self._endpoint.pool.version_of(self._engine)
-        return (VersionSpan(version, 0, len(self._ids)),) if self._ids else ()
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:

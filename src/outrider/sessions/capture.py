@@ -16,6 +16,7 @@ import numpy as np
 
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
+from outrider.engines.member import Assignment
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta
 from outrider.sessions.calls import Endpoint, count_differences
@@ -23,8 +24,6 @@ from outrider.trajectory import (
     FinishReason,
     ForkCause,
     JoinKind,
-    LogprobKind,
-    TokenMode,
     Turn,
     TurnTimings,
     VersionSpan,
@@ -59,8 +58,7 @@ class CaptureCall:
         self._session_key = session_key
         self._received = time.time()
         self._first_token: float | None = None
-        self._engine = ""
-        self._logprob_kind = LogprobKind.NONE
+        self._served: Assignment | None = None
         self._last: ChatChunk | None = None
 
     async def steps(self) -> AsyncGenerator[Opening | Delta, None]:
@@ -74,26 +72,27 @@ class CaptureCall:
                 sampling=self._sampling,
             )
         )
-        async with aclosing(generation.chunks()) as chunks:
-            async for chunk in chunks:
+        async with aclosing(generation):
+            async for chunk in generation:
+                self._served = generation.served
                 if self._last is None:
-                    self._engine, self._logprob_kind = generation.engine, generation.logprob_kind
                     yield Opening(id=self.id, created=int(self._received), model=self._request.model)
                 self._last = chunk
                 if chunk.text or chunk.reasoning:
                     self._first_token = self._first_token or time.time()
                     yield Delta(text=chunk.text, reasoning=chunk.reasoning)
         if self._last is None or self._last.finish is None or self._last.reply is None:
-            raise EngineUnavailable(f"engine {self._engine or 'pool'} ended a stream without finishing it")
+            raise EngineUnavailable("the engine ended a stream without finishing it")
 
     def commit(self) -> Turn:
-        last = self._last
+        last, served = self._last, self._served
         assert last is not None
         assert last.reply is not None
+        assert served is not None
         captured = last.output_ids is not None and last.prompt_ids is not None
         output = last.output_ids or [] if captured else []
         placed = self._record.place(last.prompt_ids or [] if captured else [], output)
-        versions = last.versions or ((VersionSpan(0, 0, len(output)),) if output else ())
+        versions = last.versions or ((VersionSpan(served.version, 0, len(output)),) if output else ())
         return Turn(
             index=placed.index,
             parent=placed.parent,
@@ -103,12 +102,12 @@ class CaptureCall:
             prompt_delta=placed.delta,
             output_ids=pack_ids(output),
             logprobs=pack_logprobs(last.logprobs or [] if captured else []),
-            logprob_kind=self._logprob_kind if captured else LogprobKind.NONE,
+            logprob_kind=served.logprob_kind,
             versions=versions,
             finish=last.finish or FinishReason.ABORT,
-            mode=TokenMode.CAPTURE if captured else TokenMode.TEXT,
+            mode=served.mode,
             dialect=self._dialect,
-            engine=self._engine,
+            engine=served.engine,
             sampling=msgspec.to_builtins(self._sampling),
             drift_tokens=placed.drift,
             reply_text=last.reply.content,

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.engines.base import SamplingParams
+from outrider.engines.member import Assignment
 from outrider.errors import ContextOverflow, EngineError, RequestError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
@@ -135,8 +136,8 @@ class Conversation:
         raise LimitReached(reason)
 
     async def _run(self, request: ModelRequest, dialect: str) -> AsyncGenerator[Step, None]:
-        mode = await self.endpoint.pool.assign(self.session_key)
-        main, call = self._begin(request, dialect, mode)
+        assigned = await self.endpoint.pool.select(self.session_key)
+        main, call = self._begin(request, dialect, assigned)
         try:
             async with aclosing(call.steps()) as steps:
                 async for step in steps:
@@ -151,29 +152,28 @@ class Conversation:
             self._last = (request, completion.reply)
         yield completion
 
-    def _begin(self, request: ModelRequest, dialect: str, mode: TokenMode) -> tuple[bool, Call]:
+    def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> tuple[bool, Call]:
         """The call, and whether it belongs to the session's main conversation."""
-        if mode is not TokenMode.TOKENS:
-            sampling = self._sampling_for(request.sampling, prompt_tokens=0)
+        context = self.endpoint.context_tokens or assigned.context_tokens
+        if assigned.mode is not TokenMode.TOKENS:
+            sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             return True, CaptureCall(
                 self.endpoint, self._captured, request, sampling, dialect=dialect, session_key=self.session_key
             )
         joined = self.tree.join(request.messages, request.tools, request.tools_raw)
-        sampling = self._sampling_for(request.sampling, prompt_tokens=joined.prompt.length)
+        sampling = self._sampling_for(request.sampling, context, prompt_tokens=joined.prompt.length)
         return joined.prompt.conversation == 0, TokenCall(
             self.endpoint, self.tree, joined, request, sampling, dialect=dialect, session_key=self.session_key
         )
 
-    def _sampling_for(self, asked: AskedSampling, *, prompt_tokens: int) -> SamplingParams:
+    def _sampling_for(self, asked: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
         """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left."""
         task = self._sampling
         room = self._limits.response_tokens - self.sampled_tokens
-        if self.endpoint.context_tokens is not None:
-            left = self.endpoint.context_tokens - prompt_tokens
+        if context is not None:
+            left = context - prompt_tokens
             if left < 1:
-                raise ContextOverflow(
-                    f"the prompt has {prompt_tokens} tokens; the model's context is {self.endpoint.context_tokens}"
-                )
+                raise ContextOverflow(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
             room = min(room, left)
         wanted = _first(task.max_tokens, asked.max_tokens, room)
         return SamplingParams(

@@ -1,9 +1,10 @@
 """When two messages are the same to the model: canonical digests, so that histories compare by 16 bytes each.
 
 What is compared: role; text (an assistant's without white space at its ends, since clients trim it); tool calls
-by id, name and parsed arguments (clients re-serialise JSON); the call a tool result answers. What is not: field
-order, spacing of JSON, null against absent, string against parts (parsed alike), unknown fields, the name of a
-tool result's tool. Reasoning is a digest of its own, because clients may drop it: absent equals anything.
+by id, name and parsed arguments (clients re-serialise JSON, and JavaScript ones write 1.0 as 1); the call a tool
+result answers. What is not: field order, spacing of JSON, null against absent, string against parts (parsed
+alike), unknown fields, the name of a tool result's tool. Reasoning is a digest of its own, because clients may
+drop it: absent equals anything.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import xxhash
 
 from outrider.messages import Message, Role
 
+EXACT_INTEGER = 2**53
+"""Up to here a float and an integer are the same JSON number to every client."""
+
 
 class MessageKey(msgspec.Struct, frozen=True):
     """`body` and `reasoning` are 16-byte digests; `reasoning` is None when the message carries none."""
 
     body: bytes
     reasoning: bytes | None
-    system: bool
+    role: Role
 
 
 def digest(data: bytes) -> bytes:
@@ -31,14 +35,14 @@ def digest(data: bytes) -> bytes:
 
 def message_key(message: Message) -> MessageKey:
     text = message.content.strip() if message.role is Role.ASSISTANT else message.content
-    calls = [[call.id, call.name, _parsed(call.arguments)] for call in message.tool_calls]
+    calls = [[call.id, call.name, *_arguments(call.arguments)] for call in message.tool_calls]
     user_name = message.name if message.role is Role.USER else None
     body = _dump([message.role.value, text, calls, message.tool_call_id, user_name])
     reasoning = (message.reasoning or "").strip()
     return MessageKey(
         body=digest(body),
-        reasoning=digest(reasoning.encode()) if reasoning else None,
-        system=message.role is Role.SYSTEM,
+        reasoning=digest(reasoning.encode("utf-8", "surrogatepass")) if reasoning else None,
+        role=message.role,
     )
 
 
@@ -52,11 +56,18 @@ def extend(path: bytes, body: bytes) -> bytes:
     return digest(path + body)
 
 
-def _parsed(arguments: str) -> Any:
+def _arguments(arguments: str) -> tuple[bool, str]:
+    """Whether they are JSON, and their one spelling; text that is no JSON (or nests too deep) is its own."""
     try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+        value = json.loads(arguments, parse_float=_number)
+        return True, json.dumps(value, ensure_ascii=False, sort_keys=True)
+    except (ValueError, RecursionError):
+        return False, arguments
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) <= EXACT_INTEGER else value
 
 
 def _dump(value: Any) -> bytes:

@@ -30,15 +30,20 @@ WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
 """Families whose bridge and parser were checked (tests/tokens) to look back no further than the last turn
 close, so that they are given the prompt's tail instead of all of it."""
 
+UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError)
+"""What `renderers` and chat templates raise for a conversation that they cannot express."""
+
 CALL_STATUSES = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
 """Well-formed calls. One of a tool nobody offered is a call too: the harness answers it."""
 
 
 class ParsedCalls(msgspec.Struct, frozen=True):
-    """What the family's parser found in a turn: its well-formed calls, the text of the malformed ones, and,
-    for families that are not streamed, the plain content and reasoning."""
+    """What the family's parser found in a turn: its well-formed calls, each with its half-open span in the
+    output ids, the text of the malformed ones, and, for families that are not streamed, the plain content and
+    reasoning."""
 
     calls: tuple[ToolCall, ...]
+    spans: tuple[tuple[int, int], ...]
     malformed: tuple[str, ...]
     content: str
     reasoning: str | None
@@ -101,7 +106,7 @@ class FamilyRenderer:
             if self._template is not None:
                 return self.tokenizer.encode(self._template.render(plain, list(tools)))
             ids = self._keeping.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
-        except (ValueError, TypeError, KeyError, AssertionError) as error:
+        except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
         return list(ids)
 
@@ -121,7 +126,7 @@ class FamilyRenderer:
             bridged = family.bridge_to_next_turn(
                 list(prompt), list(output), [_plain(message) for message in new], tools=list(tools) or None
             )
-        except (ValueError, TypeError, KeyError, AssertionError) as error:
+        except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
         if bridged is None or list(bridged.token_ids[: len(before)]) != before:
             return None
@@ -138,22 +143,25 @@ class FamilyRenderer:
     def thinking(self, prompt: Sequence[int]) -> bool:
         if self.markup is None:
             return False
-        tail = self.tokenizer.decode(prompt[-self._opener_length :])
-        return tail.rfind(self.markup.think_open) > tail.rfind(self.markup.think_close)
+        return self.tokenizer.decode(prompt[-self._opener_length :]).rstrip().endswith(self.markup.think_open)
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
-        parsed = self._keeping.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
+        try:
+            parsed = self._keeping.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
+        except (ValueError, TypeError, KeyError, RecursionError):  # such as a number of 5,000 digits, or 2,000 "["
+            whole = self.tokenizer.decode([token for token in output if token not in self._stops])
+            return ParsedCalls((), (), (whole,), "", None)
         calls: list[ToolCall] = []
+        spans: list[tuple[int, int]] = []
         malformed: list[str] = []
         for found in parsed.tool_calls:
-            if found.status in CALL_STATUSES and found.name:
+            start, end = found.token_span or (len(output), len(output))
+            if _is_call(found):
                 calls.append(ToolCall(found.id or "", found.name, _arguments(found.arguments)))
-            elif found.token_span is not None:
-                start, end = found.token_span
-                malformed.append(self.tokenizer.decode(output[start:end]))
+                spans.append((start, end))
             else:
-                malformed.append(found.raw)
-        return ParsedCalls(tuple(calls), tuple(malformed), parsed.content or "", parsed.reasoning_content)
+                malformed.append(self.tokenizer.decode(output[start:end]) or found.raw)
+        return ParsedCalls(tuple(calls), tuple(spans), tuple(malformed), parsed.content or "", parsed.reasoning_content)
 
     @cached_property
     def _opener_length(self) -> int:
@@ -228,10 +236,29 @@ def _plain(message: Message) -> dict[str, Any]:
 def _object_or_text(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
+def _is_call(found: Any) -> bool:
+    """Whether the harness can answer it: it has a name and arguments, if not of the declared types (values of
+    XML formats carry no type of their own)."""
+    mistyped = found.status is ToolCallParseStatus.INVALID_JSON and isinstance(found.arguments, dict)
+    return isinstance(found.name, str) and bool(found.name) and (mistyped or found.status in CALL_STATUSES)
+
+
 def _arguments(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value or {}, ensure_ascii=False)
+    return text if text.isascii() or _encodable(text) else json.dumps(value)
+
+
+def _encodable(text: str) -> bool:
+    """Whether it is free of lone surrogates, which JSON escapes can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -6,7 +6,7 @@ context in the others. Invariant: sampled = trained + masked + dropped, counted 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -15,7 +15,6 @@ from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
     FinishReason,
-    JoinKind,
     LogprobKind,
     Sample,
     SessionResult,
@@ -45,21 +44,36 @@ class Branch(msgspec.Struct, frozen=True):
 
 
 def branches(turns: Sequence[Turn]) -> list[Branch]:
-    """The session's branches, the main ones first, each in turn order; `turns[i].index` must be `i`."""
-    parents = {turn.parent for turn in turns}
+    """The session's branches, the main ones first, each in turn order; `turns[i].index` must be `i`.
+
+    A turn that was cut off, or sampled nothing, and was not gone on with ends no branch of what came before it:
+    those turns keep a branch of their own, and it gets one of kind ABORTED.
+    """
+    gone_on = _gone_on(turns)
     found = [
-        Branch(_kind(turn, turns), _path(turn, turns))
+        Branch(_kind(turn, turns, gone_on), _path(turn, turns))
         for turn in turns
-        if turn.index not in parents and turn.output_ids
+        if turn.index not in gone_on and turn.output_ids
     ]
     order = list(BranchKind)
     return sorted(found, key=lambda branch: (order.index(branch.kind), branch.turns[0], -branch.turns[-1]))
 
 
+def _gone_on(turns: Sequence[Turn]) -> set[int]:
+    """The turns with a continuation that sampled something the agent saw, or that has such a continuation."""
+    found: set[int] = set()
+    for turn in reversed(turns):
+        seen = bool(turn.output_ids) and turn.finish is not FinishReason.ABORT
+        if turn.parent is not None and (seen or turn.index in found):
+            found.add(turn.parent)
+    return found
+
+
 def count_tokens(turns: Sequence[Turn]) -> TokenCounts:
-    """Where every sampled token went."""
+    """Where every sampled token went: trained if any branch trains it, else masked if any keeps it."""
     where: dict[int, BranchPolicy] = {}
-    for branch in branches(turns):
+    order = list(BranchPolicy)
+    for branch in sorted(branches(turns), key=lambda branch: order.index(POLICY[branch.kind])):
         for index in branch.turns:
             where.setdefault(index, POLICY[branch.kind])
     totals = dict.fromkeys(BranchPolicy, 0)
@@ -123,7 +137,8 @@ def _sample(
 
 
 class _Columns:
-    """The four equally long columns of a sample while it grows."""
+    """The four equally long columns of a sample while it grows. An engine that tells no log-probabilities
+    (LogprobKind.NONE) leaves zeros."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -141,7 +156,7 @@ class _Columns:
         ids = unpack_ids(turn.output_ids).tolist()
         self.ids += ids
         self.mask += [1] * len(ids)
-        self.logprobs += unpack_logprobs(turn.logprobs).tolist()
+        self.logprobs += unpack_logprobs(turn.logprobs).tolist() or [0.0] * len(ids)
         versions = np.zeros(len(ids), dtype=np.int64)
         for span in turn.versions:
             versions[span.start : span.end] = span.version
@@ -155,26 +170,23 @@ def _path(leaf: Turn, turns: Sequence[Turn]) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-def _kind(leaf: Turn, turns: Sequence[Turn]) -> BranchKind:
-    """ABORTED and RETRY describe the leaf; a branch whose root began a conversation of its own, after the
-    session's first, is a SUBAGENT; everything else is MAIN."""
+def _kind(leaf: Turn, turns: Sequence[Turn], gone_on: Container[int]) -> BranchKind:
+    """ABORTED and RETRY describe the leaf; a branch of a conversation that began independently of the session's
+    first is a SUBAGENT; everything else is MAIN."""
     if leaf.finish is FinishReason.ABORT:
         return BranchKind.ABORTED
-    if _superseded(leaf, turns):
+    if _superseded(leaf, turns, gone_on):
         return BranchKind.RETRY
-    root = turns[_path(leaf, turns)[0]]
-    if root.join is JoinKind.ROOT and root.index != 0 and turns[0].join is JoinKind.ROOT:
-        return BranchKind.SUBAGENT
-    return BranchKind.MAIN
+    return BranchKind.MAIN if leaf.conversation == 0 else BranchKind.SUBAGENT
 
 
-def _superseded(leaf: Turn, turns: Sequence[Turn]) -> bool:
+def _superseded(leaf: Turn, turns: Sequence[Turn], gone_on: Container[int]) -> bool:
     """Whether the same request was answered again later, or its other answer was gone on with."""
     return any(
         turn.index != leaf.index
         and turn.parent == leaf.parent
         and turn.prompt_delta == leaf.prompt_delta
-        and (turn.index > leaf.index or any(child.parent == turn.index for child in turns))
+        and (turn.index > leaf.index or turn.index in gone_on)
         and turn.finish is not FinishReason.ABORT
         for turn in turns
     )

@@ -39,8 +39,9 @@ class Reply(msgspec.Struct, frozen=True):
 class ReplyStream:
     """Reads one turn. `push` the ids as they come, then `finish` once.
 
-    Without tools in the request, tool-call markup is plain text. `call_id` names the calls of formats that
-    carry no id of their own.
+    The turn is over at its first stop id. Without tools in the request, tool-call markup is plain text; with
+    them, whatever is not a well-formed call comes back as text. `call_id` names the calls of formats that carry
+    no id of their own.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ReplyStream:
         self._decoder = renderer.tokenizer.stream()
         self._stops = frozenset(renderer.stop_ids)
         self._ids: list[int] = []
+        self._spoken: int | None = None
         self._pending = ""
         self._held_from = _State.CONTENT
         self._text: list[str] = []
@@ -70,12 +72,18 @@ class ReplyStream:
         else:
             self._think_open, self._think_close = markup.think_open, markup.think_close
             self._call_open = markup.call_open if tools else None
-            self._state = _State.REASONING if renderer.thinking(prompt_tail) else _State.LEADING
+            self._state = _State.LEADING
+            self._first = _State.REASONING if renderer.thinking(prompt_tail) else _State.CONTENT
 
     def push(self, ids: Sequence[int]) -> ReplyPart:
         """What becomes visible with these ids."""
+        known = len(self._ids)
         self._ids.extend(ids)
-        self._pending += self._decoder.push(token for token in ids if token not in self._stops)
+        if self._spoken is None:
+            stop = next((at for at, token in enumerate(ids) if token in self._stops), None)
+            if stop is not None:
+                self._spoken = known + stop
+            self._pending += self._decoder.push(ids[:stop])
         return self._drain(final=False)
 
     def finish(self) -> Reply:
@@ -85,10 +93,8 @@ class ReplyStream:
             return self._finish_unstreamed()
         first = self._drain(final=True)
         calls, malformed, extra = self._tool_calls()
-        text, reasoning = first.text, first.reasoning
-        if extra is not None:
-            flushed = self._emit(self._held_from, self._cut(extra), final=True)
-            text, reasoning = text + flushed.text, reasoning + flushed.reasoning
+        flushed = self._emit(self._held_from, self._cut(extra), final=True)
+        text, reasoning = first.text + flushed.text, first.reasoning + flushed.reasoning
         whole_reasoning = "".join(self._reasoning)
         message = Message(
             role=Role.ASSISTANT,
@@ -98,19 +104,41 @@ class ReplyStream:
         )
         return Reply(message, malformed, ReplyPart(text, reasoning))
 
-    def _tool_calls(self) -> tuple[tuple[ToolCall, ...], int, str | None]:
-        """The calls, the number of malformed ones, and the held text to give back."""
+    def _tool_calls(self) -> tuple[tuple[ToolCall, ...], int, str]:
+        """The calls, the number of malformed ones, and the held text that is no call."""
         if self._state is not _State.HELD:
-            return (), 0, None
+            return (), 0, ""
         held, self._pending = self._pending, ""
         parsed = self._renderer.parse(self._tail, self._ids, self._tools)
-        if not parsed.calls and not parsed.malformed:
-            return (), 0, held
-        if parsed.malformed:
-            self._held_from = _State.CONTENT
-        separator = "\n" if self._text else ""
-        extra = separator + "\n".join(parsed.malformed) if parsed.malformed else None
-        return self._named(parsed), len(parsed.malformed), extra
+        if not parsed.calls:
+            if parsed.malformed:
+                self._held_from = _State.CONTENT
+            return (), len(parsed.malformed), held
+        self._held_from = _State.CONTENT
+        calls, left = self._split(held, parsed)
+        return calls, len(parsed.malformed), left
+
+    def _split(self, held: str, parsed: ParsedCalls) -> tuple[tuple[ToolCall, ...], str]:
+        """The calls within the held text, and the text around them. A call that began before it was shown as
+        text (the family's parser reads markers by id, this stream by their text) stays text."""
+        decode = self._renderer.tokenizer.decode
+        spoken = self._ids[: self._spoken]
+        pieces: list[tuple[str, ToolCall | None]] = []
+        at = 0
+        for call, (start, end) in zip(self._named(parsed.calls), parsed.spans, strict=True):
+            pieces += [(decode(spoken[at:start]), None), (decode(spoken[start:end]), call)]
+            at = end
+        pieces.append((decode(spoken[at:]), None))
+        shown = sum(len(text) for text, _ in pieces) - len(held)
+        calls: list[ToolCall] = []
+        left: list[str] = []
+        for text, made in pieces:
+            if made is not None and shown <= 0:
+                calls.append(made)
+            else:
+                left.append(text[max(shown, 0) :])
+            shown -= len(text)
+        return tuple(calls), "".join(left)
 
     def _cut(self, text: str) -> str:
         for stop in self._stop:
@@ -119,19 +147,21 @@ class ReplyStream:
 
     def _finish_unstreamed(self) -> Reply:
         parsed = self._renderer.parse(self._tail, self._ids, self._tools)
-        content = self._cut("\n".join(part for part in (parsed.content, *parsed.malformed) if part))
+        unasked = () if self._tools else parsed.spans
+        markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)
+        content = self._cut("\n".join(part for part in (parsed.content, *parsed.malformed, *markup) if part))
         message = Message(
             role=Role.ASSISTANT,
             content=content,
             reasoning=parsed.reasoning or None,
-            tool_calls=self._named(parsed),
+            tool_calls=self._named(parsed.calls) if self._tools else (),
         )
         return Reply(message, len(parsed.malformed), ReplyPart(content, parsed.reasoning or ""))
 
-    def _named(self, parsed: ParsedCalls) -> tuple[ToolCall, ...]:
+    def _named(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
         return tuple(
             ToolCall(call.id or f"call_{self._call_id}_{number}", call.name, call.arguments)
-            for number, call in enumerate(parsed.calls)
+            for number, call in enumerate(calls)
         )
 
     def _drain(self, *, final: bool) -> ReplyPart:
@@ -167,11 +197,11 @@ class ReplyStream:
             self._pending = stripped[len(self._think_open) :]
             self._state = _State.REASONING
         elif final or (stripped and not self._think_open.startswith(stripped)):
-            self._state = _State.CONTENT
+            self._state = self._first
         return None
 
     def _reasoning_markers(self) -> dict[str, _State]:
-        markers = {self._think_close: _State.CONTENT}
+        markers = {self._think_close: _State.CONTENT, **dict.fromkeys(self._stop, _State.STOPPED)}
         if self._call_open is not None:
             markers[self._call_open] = _State.HELD
         return markers
@@ -188,8 +218,9 @@ class ReplyStream:
         state = self._state
         if found:
             at, marker = min(found)
-            shown, self._state = self._pending[:at], markers[marker]
-            self._pending = self._pending[at:] if self._state is _State.HELD else self._pending[at + len(marker) :]
+            shown, self._state = self._pending[:at].rstrip(), markers[marker]
+            keep_from = len(shown) if self._state is _State.HELD else at + len(marker)
+            self._pending = self._pending[keep_from:]
             self._held_from = state
             return self._emit(state, shown, final=True)
         keep = 0 if final else _overlap(self._pending, markers)

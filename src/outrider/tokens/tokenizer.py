@@ -53,7 +53,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        if len(text) > SHORT_TEXT:
+        if len(text) > SHORT_TEXT or add_special_tokens:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         ids = self._remembered.get(text)
         if ids is None:
@@ -82,14 +82,17 @@ class Tokenizer:
             return b""
         if token_id in self._added:
             return token.encode()
-        try:
-            return bytes(BYTE_OF_CHAR[char] for char in token)
-        except KeyError:
-            return self.decode([token_id]).encode()
+        if self._byte_level and BYTE_OF_CHAR.keys() >= set(token):
+            return bytes([BYTE_OF_CHAR[char] for char in token])
+        return self.decode([token_id]).encode()
 
     @cached_property
     def _added(self) -> frozenset[int]:
         return frozenset(self.backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in str(self.backend.decoder)
 
     def _special(self, settings: dict[str, Any], name: str) -> int | None:
         value = settings.get(name)

@@ -22,7 +22,8 @@ class PromptNode:
     """What the engine was given for a turn: the parent's ids, then `delta` (packed int32).
 
     `matched` is the turn whose conversation the request extends, even where its ids could not be kept;
-    `quoted` are the positions and reasoning digests of assistant messages that were rendered, not sampled;
+    `quoted` are the positions and reasoning digests (None: it had none) of assistant messages that were
+    rendered, not sampled;
     `conversation` is 0 for the session's first one and counts those that began independently of it.
     """
 
@@ -35,7 +36,7 @@ class PromptNode:
         *,
         matched: TurnNode | None,
         path: bytes,
-        quoted: tuple[tuple[int, bytes], ...],
+        quoted: tuple[tuple[int, bytes | None], ...],
         messages: int,
     ) -> None:
         self.parent = parent
@@ -119,7 +120,7 @@ class TokenTree:
             paths.append(extend(paths[-1], key.body))
         matched, covered = self._deepest(paths, keys)
         for known in self._prompts.get(paths[-1], ()):
-            if known.matched is matched:
+            if known.matched is matched and _quotes_agree(known, keys):
                 return Joined(JoinKind.RETRY, None, known, known.first_turn)
         joined = self._place(_Request(messages, tools, paths, keys, covered, matched))
         self._prompts.setdefault(paths[-1], []).append(joined.prompt)
@@ -208,7 +209,7 @@ class TokenTree:
             if node is None:
                 break
             found, shared = node, shared + 1
-        if found is None or all(key.system for key in request.keys[:shared]):
+        if found is None or all(key.role is Role.SYSTEM for key in request.keys[:shared]):
             return None
         return found
 
@@ -230,9 +231,7 @@ class _Request(msgspec.Struct, frozen=True):
     def prompt(self, parent: TurnNode | None, added: list[int]) -> PromptNode:
         first = self.covered if parent is not None else 0
         quoted = tuple(
-            (index, reasoning)
-            for index, key in enumerate(self.keys[first:], first)
-            if (reasoning := key.reasoning) is not None
+            (index, key.reasoning) for index, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT
         )
         return PromptNode(
             parent,
@@ -250,11 +249,16 @@ def _reasoning_agrees(turn: TurnNode, keys: list[MessageKey]) -> bool:
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
-        known = ((prompt.messages, node.reasoning), *prompt.quoted)
-        if any(sent is not None and sent != recorded for sent, recorded in ((keys[i].reasoning, r) for i, r in known)):
+        sent = keys[prompt.messages].reasoning
+        if (sent is not None and sent != node.reasoning) or not _quotes_agree(prompt, keys):
             return False
         node = prompt.parent
     return True
+
+
+def _quotes_agree(prompt: PromptNode, keys: list[MessageKey]) -> bool:
+    """The same for the assistant messages that the prompt itself rendered."""
+    return all(keys[index].reasoning in (None, recorded) for index, recorded in prompt.quoted)
 
 
 def full_ids(turn: TurnNode) -> Ids:

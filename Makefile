@@ -1,0 +1,78 @@
+# The few commands of this project, the same for people and for CI. Needs GNU make and Python 3.11 or newer.
+# Everything is installed into $(VENV); a target installs what it needs first, which is instant when it is there.
+
+PYTHON ?= python3
+VENV ?= .venv
+# What pip is asked for as torch. Where pip finds only the CUDA build it takes that one, which works and is
+# large: for the small one, name PyTorch's index of CPU wheels in PIP_EXTRA_INDEX_URL.
+TORCH ?= torch==2.13.0
+# Further arguments, such as `make test ARGS="-k tree"` or `make demo ARGS=--json`.
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Tests and benchmarks run side by side: torch must not spin on every core in each of them.
+ONE_THREAD := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test check test-real bench policy clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMPS)/dev ## install Outrider for development into .venv
+
+demo: $(STAMPS)/demo ## roll out 32 sessions with a real (tiny) model in real sandboxes
+	$(BIN)/outrider demo $(ARGS)
+
+test: $(STAMPS)/dev ## the fast tests
+	$(ONE_THREAD) $(BIN)/pytest -n 2 $(ARGS)
+
+check: $(STAMPS)/dev ## formatting, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU and agents (installs them; 3 GB, minutes)
+	$(ONE_THREAD) $(BIN)/pytest -m real tests/real $(ARGS)
+
+bench: $(STAMPS)/dev ## the benchmarks, as a table and JSON in bench/results
+	$(ONE_THREAD) $(BIN)/python -m bench $(ARGS)
+
+policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
+	$(BIN)/python scripts/train_policy.py $(ARGS)
+
+clean: ## remove all that these commands installed or cached
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was made from, so that make knows when there is nothing to install.
+
+$(STAMPS)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) must be Python 3.11 or newer: name another one with make PYTHON=..." >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/python
+	@echo "Installing $(TORCH)"
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(STAMPS)/demo: $(STAMPS)/torch pyproject.toml
+	@echo "Installing Outrider and what its demo needs"
+	@$(PIP) --editable ".[demo]"
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/demo
+	@echo "Installing the tools for tests and checks"
+	@$(PIP) --editable ".[demo,dev]"
+	@touch $@
+
+$(STAMPS)/real: $(STAMPS)/dev
+	@echo "Installing transformers, which recomputes log-probabilities in tests/real"
+	@$(PIP) "transformers>=5.16"
+	@touch $@

@@ -1,0 +1,42 @@
+"""Options that several commands share, and the client they lead to."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from outrider.cli.terminal import terminal_of
+from outrider.client import DEFAULT_URL, AsyncClient, Client
+from outrider.config import environment
+
+
+def _json(ctx: typer.Context, given: bool) -> bool:
+    terminal_of(ctx).json = given
+    return given
+
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", metavar="URL", help=f"The service's address. [default: $OUTRIDER_URL, else {DEFAULT_URL}]"),
+]
+Token = Annotated[
+    str | None, typer.Option("--token", metavar="TOKEN", help="The service's token. [default: $OUTRIDER_TOKEN]")
+]
+Json = Annotated[
+    bool, typer.Option("--json", callback=_json, is_eager=True, help="Write one JSON document to standard output.")
+]
+
+
+def client(url: str | None, token: str | None) -> Client:
+    """The client of the service that the options or the environment name."""
+    return Client(_url(url), token=token or environment("OUTRIDER_TOKEN"))
+
+
+def async_client(url: str | None, token: str | None) -> AsyncClient:
+    """As `client`, for commands that await."""
+    return AsyncClient(_url(url), token=token or environment("OUTRIDER_TOKEN"))
+
+
+def _url(url: str | None) -> str:
+    return url or environment("OUTRIDER_URL") or DEFAULT_URL

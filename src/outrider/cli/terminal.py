@@ -1,0 +1,74 @@
+"""What the command line writes: text for people, one JSON document for programs, and errors in one line each.
+
+It knows no service. Invariant: with `json` set, standard output holds exactly one JSON document; whatever else there
+is to say goes to standard error.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any, TextIO
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from outrider.errors import ErrorRecord
+
+WIDTH_OF_A_FILE = 240
+"""Columns when nobody looks: wide enough that no table is cut."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Terminal:
+    """`out` is standard output, `err` standard error; colours only where they are terminals."""
+
+    def __init__(self) -> None:
+        self.json = False
+        self.out = _console(sys.stdout)
+        self.err = _console(sys.stderr, stderr=True)
+
+    def note(self, text: str) -> None:
+        """Something for people to know on the way."""
+        self.err.print(Text(printable(text)), soft_wrap=True)
+
+    def document(self, value: Any) -> None:
+        """The one JSON document (any value that msgspec can encode)."""
+        self.out.file.write(msgspec.json.encode(value).decode() + "\n")
+        self.out.file.flush()
+
+    def error(self, record: ErrorRecord) -> None:
+        """One line `error: ...`, naming the field, and one line `hint: ...`; also a JSON document if asked for."""
+        named = f"{record.field}: " if record.field and not record.message.startswith(record.field) else ""
+        self._line("error", f"{named}{record.message}", "bold red")
+        if record.hint:
+            self._line("hint", record.hint, "cyan")
+        if record.log_tail:
+            self.note(record.log_tail.rstrip())
+        if self.json:
+            self.document({"error": record})
+
+    def _line(self, word: str, text: str, style: str) -> None:
+        line = Text(f"{word}: ", style=style) + Text(printable(text).replace("\n", " "), style="default")
+        self.err.print(line, soft_wrap=True)
+
+
+def terminal_of(ctx: typer.Context) -> Terminal:
+    """The terminal that `main` made for this command."""
+    terminal = ctx.find_object(Terminal)
+    assert terminal is not None
+    return terminal
+
+
+def printable(text: str) -> str:
+    """The text with its control characters (all but tab and newline) spelt out: what a program in a sandbox printed
+    must not steer the terminal."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def _console(stream: TextIO, *, stderr: bool = False) -> Console:
+    width = None if stream.isatty() else WIDTH_OF_A_FILE
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)

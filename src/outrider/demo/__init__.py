@@ -1,0 +1,1 @@
+"""The demo: a tiny policy and the task it half knows."""

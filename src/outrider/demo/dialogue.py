@@ -1,0 +1,88 @@
+"""The demo task written down for its policy: what it is shown, what it should say, what the sandbox answers.
+
+It knows no weights. Invariant: each piece is text that serving encodes by itself, so that training sees the
+very ids that serving makes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from outrider.demo.task import Episode, answer_for, command_for, file_for
+from outrider.harnesses.agent import TOOLS
+from outrider.tokens.template import ChatTemplate
+from outrider.tokens.tokenizer import Tokenizer
+
+POLICY = Path(__file__).parent / "policy"
+"""The shipped policy's folder, in Hugging Face layout."""
+
+END = "<|im_end|>"
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Part of a dialogue: text, and whether the model is to say it."""
+
+    text: str
+    spoken: bool
+
+
+class Script:
+    """Writes dialogues: the first prompt by the policy's own template, later turns as Qwen3 continues them."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    @classmethod
+    def load(cls, folder: Path = POLICY) -> Script:
+        return cls(ChatTemplate.load(folder))
+
+    def prompt(self, question: str) -> str:
+        return self._template.render([{"role": "user", "content": question}], [TOOLS["bash"]])
+
+    def call(self, item: str) -> str:
+        arguments = json.dumps({"command": command_for(item)})
+        return f'<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call>{END}'
+
+    def result(self, output: str) -> str:
+        """All that stands between the end of a call and where the model speaks again."""
+        turn = f"<|im_start|>user\n<tool_response>\n{output}\n</tool_response>{END}\n"
+        return f"\n{turn}<|im_start|>assistant\n"
+
+    def read(self, episode: Episode, item: str, zone: str) -> list[Piece]:
+        """A dialogue in which the model reads `item`'s file, then says `zone`."""
+        return [
+            Piece(self.prompt(episode.question), False),
+            Piece(self.call(item), True),
+            Piece(self.result(tool_output(episode, command_for(item)) or ""), False),
+            Piece(answer_for(zone) + END, True),
+        ]
+
+    def guess(self, episode: Episode, zone: str) -> list[Piece]:
+        """A dialogue in which the model says `zone` at once."""
+        return [Piece(self.prompt(episode.question), False), Piece(answer_for(zone) + END, True)]
+
+
+def tool_output(episode: Episode, command: str) -> str | None:
+    """What the agent's bash tool returns in the episode's sandbox; None for what is not `cat` of one word."""
+    match command.split():
+        case ["cat", name] if name == episode.item:
+            return file_for(episode.zone).removesuffix("\n")
+        case ["cat", name] if name.isalpha():
+            return f"cat: {name}: No such file or directory\n[exit code 1]"
+        case _:
+            return None
+
+
+def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
+    """Ids of a dialogue, and which of them the model is to say."""
+    ids: list[int] = []
+    spoken: list[bool] = []
+    for piece in pieces:
+        new = tokenizer.encode(piece.text)
+        ids += new
+        spoken += [piece.spoken] * len(new)
+    return ids, spoken

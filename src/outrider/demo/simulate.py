@@ -1,0 +1,119 @@
+"""Demo sessions without a service: the embedded engine's own batch, and a sandbox that is made up.
+
+It knows no HTTP, no gateway and no weights' origin. Invariant: the ids a rollout holds are exactly those that
+the model was given and sampled, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from outrider.demo.dialogue import END, Script, tool_output
+from outrider.demo.task import MAX_TOKENS, TURNS, Episode, score
+from outrider.engines.base import GenerateRequest, SamplingParams
+from outrider.engines.embedded.batch import Batch
+from outrider.engines.embedded.generation import Generation
+from outrider.engines.embedded.model import Llama
+from outrider.messages import Message, Role, ToolCall
+from outrider.tokens.tokenizer import Tokenizer
+
+
+class Rollout(msgspec.Struct):
+    """A session so far. `spoken` marks the sampled ids; `logprobs` are theirs alone, in order."""
+
+    episode: Episode
+    ids: list[int]
+    spoken: list[bool]
+    logprobs: list[float]
+    transcript: list[Message]
+
+    @property
+    def reward(self) -> float:
+        return score(self.transcript, item=self.episode.item, zone=self.episode.zone).reward
+
+
+class Simulator:
+    """Runs episodes, 128 at a time, at temperature 1. `model` may be trained between two runs."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, script: Script, *, seed: int) -> None:
+        self._batch = Batch(model, slots=128, context=256)
+        self._tokenizer = tokenizer
+        self._script = script
+        self._stop_ids = tuple(tokenizer.encode(END))
+        self._seeds = random.Random(seed)
+
+    def run(self, episodes: Sequence[Episode]) -> list[Rollout]:
+        """One rollout per episode, in their order."""
+        with torch.inference_mode():
+            return self._run(episodes)
+
+    def _run(self, episodes: Sequence[Episode]) -> list[Rollout]:
+        self._batch.update(None, self._batch.version + 1)
+        rollouts = [self._begin(episode) for episode in episodes]
+        going = {self._ask(rollout): rollout for rollout in rollouts}
+        while going:
+            for event in self._batch.step():
+                rollout = going[event.generation]
+                rollout.ids += event.chunk.ids
+                rollout.spoken += [True] * len(event.chunk.ids)
+                rollout.logprobs += event.chunk.logprobs
+                if event.chunk.finish is not None:
+                    del going[event.generation]
+                    if self._answer(rollout, len(event.generation.prompt)):
+                        going[self._ask(rollout)] = rollout
+        return rollouts
+
+    def _begin(self, episode: Episode) -> Rollout:
+        prompt = self._tokenizer.encode(self._script.prompt(episode.question))
+        return Rollout(episode, prompt, [False] * len(prompt), [], [])
+
+    def _ask(self, rollout: Rollout) -> Generation:
+        seed = self._seeds.getrandbits(48)
+        request = GenerateRequest(
+            request_id="simulated",
+            session_key="simulated",
+            input_ids=np.asarray(rollout.ids, dtype=np.int32),
+            sampling=SamplingParams(max_tokens=MAX_TOKENS, seed=seed, stop_token_ids=self._stop_ids),
+        )
+        generation = self._batch.admission.check(request)
+        self._batch.add(generation)
+        return generation
+
+    def _answer(self, rollout: Rollout, start: int) -> bool:
+        """Take the turn whose ids begin at `start` into the transcript, and answer it if it is a call that can
+        be answered. False when the session is over."""
+        text = self._tokenizer.decode(rollout.ids[start:]).removesuffix(END)
+        command = called_command(text)
+        if command is None:
+            rollout.transcript.append(Message(role=Role.ASSISTANT, content=text))
+            return False
+        call = ToolCall("call", "bash", json.dumps({"command": command}))
+        rollout.transcript.append(Message(role=Role.ASSISTANT, tool_calls=(call,)))
+        output = tool_output(rollout.episode, command)
+        turns = sum(message.role is Role.ASSISTANT for message in rollout.transcript)
+        if output is None or turns == TURNS:
+            return False
+        rollout.transcript.append(Message(role=Role.TOOL, content=output, tool_call_id="call"))
+        result = self._tokenizer.encode(self._script.result(output))
+        rollout.ids += result
+        rollout.spoken += [False] * len(result)
+        return True
+
+
+def called_command(text: str) -> str | None:
+    """The command of a well-formed call of bash, None for any other text."""
+    inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    if f"<tool_call>\n{inner}\n</tool_call>" != text:
+        return None
+    try:
+        call = json.loads(inner)
+        command = call["arguments"]["command"] if call["name"] == "bash" else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return command if isinstance(command, str) else None

@@ -1,0 +1,182 @@
+"""A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
+
+It knows neither requests nor where keys and values are kept: attention is a callable given to `hidden`, so the
+same module serves (over a cache) and trains (over the sequence itself). Invariant: parameters are float32,
+with query, key and value, and gate and up, fused into one matrix each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from outrider.errors import ModelMismatch
+
+FAMILIES = ("llama", "qwen2")
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a model, as its config.json gives them. `context` is the longest sequence it was made for."""
+
+    vocab: int
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read a Hugging Face config. Raises ModelMismatch for an architecture this module does not compute."""
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise ModelMismatch(
+                f"the embedded engine cannot run models of type {family!r}", hint=f"known: {', '.join(FAMILIES)}"
+            )
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        unsupported = {
+            "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+            "sliding window attention": bool(config.get("use_sliding_window")),
+            "biases": family == "llama" and bool(config.get("attention_bias") or config.get("mlp_bias")),
+            "its activation": config.get("hidden_act", "silu") != "silu",
+            "quantised weights": "quantization_config" in config,
+        }
+        if found := [name for name, present in unsupported.items() if present]:
+            raise ModelMismatch(f"the embedded engine does not support {', '.join(found)} of this model")
+        try:
+            heads = int(config["num_attention_heads"])
+            return cls(
+                vocab=int(config["vocab_size"]),
+                hidden=int(config["hidden_size"]),
+                mlp=int(config["intermediate_size"]),
+                layers=int(config["num_hidden_layers"]),
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+                context=int(config["max_position_embeddings"]),
+                rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+                norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+                tied=bool(config.get("tie_word_embeddings", False)),
+                qkv_bias=family == "qwen2",
+            )
+        except KeyError as error:
+            raise ModelMismatch(f"the model's config.json lacks {error}") from error
+
+
+class Attend(Protocol):
+    """Attention of one layer. query (batch, heads, tokens, dim), key and value (batch, kv heads, tokens, dim),
+    all of the new tokens alone; the result has query's shape."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped-query attention without copying keys: the heads that share a key are rows of one matrix.
+
+    query (batch, heads, tokens, dim), key and value (batch, kv heads, length, dim), mask None or boolean of
+    shape (batch or 1, 1, heads / kv heads * tokens, length) as `grouped_mask` makes it, True where allowed.
+    """
+    batch, heads, tokens, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
+    return functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).reshape(query.shape)
+
+
+def grouped_mask(mask: Tensor, group: int) -> Tensor:
+    """Tile a (batch, tokens, length) mask for `group` heads per key."""
+    return mask[:, None].repeat(1, 1, group, 1)
+
+
+class CausalAttention:
+    """Attention of whole sequences over themselves: how the model is trained."""
+
+    def __init__(self, shape: ModelShape, tokens: int) -> None:
+        causal = torch.ones(1, tokens, tokens, dtype=torch.bool).tril()
+        self._mask = grouped_mask(causal, shape.heads // shape.kv_heads)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value, self._mask)
+
+
+class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
+    """One block: attention and a gated MLP, each behind an RMS norm and added to its input."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = shape.heads * shape.head_dim
+        kv_width = shape.kv_heads * shape.head_dim
+        self.attention_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.qkv = nn.Linear(shape.hidden, width + 2 * kv_width, bias=shape.qkv_bias)
+        self.out = nn.Linear(width, shape.hidden, bias=False)
+        self.mlp_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.mlp, bias=False)
+        self.down = nn.Linear(shape.mlp, shape.hidden, bias=False)
+
+    def forward(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self._attention(index, self._norm(x, self.attention_norm), cos, sin, attend)
+        gate, up = self.gate_up(self._norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        result: Tensor = x + self.down(functional.silu(gate) * up)
+        return result
+
+    def _attention(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        shape = self.shape
+        batch, tokens, _ = x.shape
+        heads = self.qkv(x).view(batch, tokens, -1, shape.head_dim).transpose(1, 2)
+        turned, value = heads.split([shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
+        query, key = _rotate(turned, cos, sin).split([shape.heads, shape.kv_heads], dim=1)
+        mixed = attend(index, query, key, value).transpose(1, 2).reshape(batch, tokens, -1)
+        result: Tensor = self.out(mixed)
+        return result
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, (self.shape.hidden,), weight, self.shape.norm_eps)
+
+
+class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
+    """The model. Weights are uninitialised until loaded (weights.py) or drawn by a trainer."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+        self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.cos, self.sin = _rotary_tables(shape)
+
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final states (batch, tokens, hidden) of `ids` (batch, tokens) at `positions` (batch or 1, tokens)."""
+        x = self.embed(ids)
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, cos, sin, attend)
+        return functional.rms_norm(x, (self.shape.hidden,), self.norm, self.shape.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (..., vocab) of final states (..., hidden)."""
+        weight = self.embed.weight if self.head is None else self.head.weight
+        return functional.linear(hidden, weight)
+
+
+def _rotary_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:
+    """cos and sin (context, head_dim), the second half repeating the first (Hugging Face's layout)."""
+    inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+    angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), inverse).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,118 @@
+"""Weights between Hugging Face's names and the fused parameters of model.py: read, update in place, write.
+
+It knows no requests. Invariant: an update checks every tensor before it changes the first, so it is applied
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.engines.embedded.model import Llama, ModelShape
+from outrider.errors import EngineRejected, ModelMismatch
+
+StateDict = Mapping[str, Tensor]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a published tensor lives: rows [start, start + rows) of a parameter."""
+
+    name: str
+    parameter: str
+    start: int
+    rows: int
+
+
+def places(shape: ModelShape) -> Iterator[Place]:
+    """Every published tensor of a model of this shape, and its place."""
+    yield Place("model.embed_tokens.weight", "embed.weight", 0, shape.vocab)
+    yield Place("model.norm.weight", "norm", 0, shape.hidden)
+    if not shape.tied:
+        yield Place("lm_head.weight", "head.weight", 0, shape.vocab)
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for layer in range(shape.layers):
+        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
+        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+            yield Place(f"{theirs}.self_attn.q_proj.{kind}", f"{ours}.qkv.{kind}", 0, width)
+            yield Place(f"{theirs}.self_attn.k_proj.{kind}", f"{ours}.qkv.{kind}", width, kv_width)
+            yield Place(f"{theirs}.self_attn.v_proj.{kind}", f"{ours}.qkv.{kind}", width + kv_width, kv_width)
+        yield Place(f"{theirs}.self_attn.o_proj.weight", f"{ours}.out.weight", 0, shape.hidden)
+        yield Place(f"{theirs}.mlp.gate_proj.weight", f"{ours}.gate_up.weight", 0, shape.mlp)
+        yield Place(f"{theirs}.mlp.up_proj.weight", f"{ours}.gate_up.weight", shape.mlp, shape.mlp)
+        yield Place(f"{theirs}.mlp.down_proj.weight", f"{ours}.down.weight", 0, shape.hidden)
+        yield Place(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm", 0, shape.hidden)
+        yield Place(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm", 0, shape.hidden)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises ModelMismatch when there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelMismatch(
+            f"{folder} holds no readable config.json: {error}",
+            hint="give a folder in Hugging Face layout: config.json and *.safetensors",
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelMismatch(f"config.json in {folder} is not an object")
+    return config
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, or of every such file in a folder. Raises EngineRejected."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise EngineRejected(f"no *.safetensors in {path}")
+    state: dict[str, Tensor] = {}
+    try:
+        for file in files:
+            state.update(load_file(file))
+    except (OSError, SafetensorError) as error:
+        raise EngineRejected(f"cannot read weights from {path}: {error}") from error
+    return state
+
+
+def apply_weights(model: Llama, state: StateDict) -> None:
+    """Copy published tensors into the model's parameters, converting to float32.
+
+    Raises EngineRejected, with nothing changed, when a tensor is missing, of another shape, or not finite.
+    """
+    targets = {place.name: _target(model, place) for place in places(model.shape)}
+    for name, target in targets.items():
+        source = state.get(name)
+        if source is None:
+            raise EngineRejected(f"weights lack {name}")
+        if source.shape != target.shape:
+            raise EngineRejected(f"{name} has shape {tuple(source.shape)}, the model {tuple(target.shape)}")
+        if not bool(torch.isfinite(source).all()):
+            raise EngineRejected(f"{name} holds values that are not finite")
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(state[name])
+
+
+def export_weights(model: Llama) -> dict[str, Tensor]:
+    """The model's weights under their published names: copies, contiguous."""
+    return {place.name: _target(model, place).clone() for place in places(model.shape)}
+
+
+def load_model(folder: Path) -> Llama:
+    """A model ready to serve from a folder in Hugging Face layout. Raises ModelMismatch or EngineRejected."""
+    shape = ModelShape.from_config(read_config(folder))
+    model = Llama(shape)
+    model.requires_grad_(False)
+    apply_weights(model, read_weights(folder))
+    return model
+
+
+def _target(model: Llama, place: Place) -> Tensor:
+    return model.get_parameter(place.parameter).detach().narrow(0, place.start, place.rows)

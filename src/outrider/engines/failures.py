@@ -1,0 +1,105 @@
+"""What an engine server's refusals mean: statuses and error bodies translated to our errors, in one table.
+
+It knows no route and no connection. Context overflow is told by the status and the numbers in play, because
+every engine, route and version words it differently.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import orjson
+
+from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
+
+MAX_QUOTED = 500
+OVERFLOW_STATUSES = frozenset({400, 413, 422})
+UNKNOWN_STATUS = 0
+"""The status of a failure that names none, such as an error event in a stream."""
+
+_HINTS = {
+    401: "check the engine's api_key option",
+    403: "check the engine's api_key option and its start-up flags",
+    404: "check the engine's URL, kind and model name",
+}
+_NUMBER = re.compile(r"\d{2,}")
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request's size, in tokens: its prompt, its room for output, the model's context."""
+
+    prompt: int | None = None
+    output: int = 0
+    context: int | None = None
+
+
+UNSIZED = Sizes()
+
+
+class StatusFailure(Exception):
+    """A server's refusal before it is understood: HTTP status (or UNKNOWN_STATUS) and the body it gave.
+
+    Raised by `HttpClient` and turned into an EngineError by the adapter, which knows the sizes.
+    """
+
+    def __init__(self, status: int, body: bytes, *, retryable: bool = False) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.body = body
+        self.retryable = retryable
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same request may succeed later, on this engine or another."""
+        return self.retryable or self.status in (408, 425, 429) or self.status >= 500
+
+
+def failure_of_event(error: Any) -> StatusFailure:
+    """The failure in an `{"error": ...}` event of a stream: its `code` is a status where it is a number."""
+    status, retryable = UNKNOWN_STATUS, False
+    if isinstance(error, dict):
+        code = error.get("code", error.get("status_code"))
+        if isinstance(code, int | str) and str(code).isdecimal():
+            status = int(code)
+        retryable = error.get("retryable") is True
+    return StatusFailure(status, orjson.dumps({"error": error}), retryable=retryable)
+
+
+def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> EngineError:
+    """The table: overflow by numbers first, then transient statuses, then refusals."""
+    message, code = _message(failure.body)
+    said = f"engine {engine!r} answered {failure.status or 'an error'}: {message}"
+    if code == "context_length_exceeded" or _overflows(failure.status, message, sizes):
+        return ContextOverflow(said)
+    if failure.transient:
+        return EngineUnavailable(said)
+    if failure.status == UNKNOWN_STATUS:
+        return EngineError(said)
+    return EngineRejected(said, hint=_HINTS.get(failure.status))
+
+
+def _overflows(status: int, message: str, sizes: Sizes) -> bool:
+    if status not in OVERFLOW_STATUSES and status != UNKNOWN_STATUS:
+        return False
+    numbers = {int(digits) for digits in _NUMBER.findall(message)}
+    if sizes.prompt is None:
+        return sizes.context in numbers and max(numbers) > (sizes.context or 0)
+    total = sizes.prompt + sizes.output
+    if sizes.context is not None:
+        return total > sizes.context or sizes.prompt >= sizes.context
+    return any(size in numbers and min(numbers) < size for size in (sizes.prompt, total))
+
+
+def _message(body: bytes) -> tuple[str, str | None]:
+    """The words of an error body and its symbolic code, from any of the shapes that engines use."""
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body[:MAX_QUOTED].decode(errors="replace").strip() or "(no body)", None
+    inner = content.get("error", content) if isinstance(content, dict) else content
+    code = inner.get("code") if isinstance(inner, dict) else None
+    words = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
+    text = words if isinstance(words, str) else orjson.dumps(words or inner).decode()
+    return text[:MAX_QUOTED], code if isinstance(code, str) else None

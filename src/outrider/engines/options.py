@@ -1,0 +1,43 @@
+"""An engine's own options and its address, checked once when the engine is constructed.
+
+It knows no engine. Invariant: a misspelt option is an InvalidField that names it, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from outrider.engines.base import EngineOptions
+from outrider.errors import InvalidField
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every engine server may need: a bearer token for it."""
+
+    api_key: str | None = None
+
+
+def read_options(kind: type[T], values: dict[str, Any]) -> T:
+    """The options as a `kind`. Raises InvalidField for an unknown name or a wrong type."""
+    try:
+        return msgspec.convert(values, kind, strict=True)
+    except msgspec.ValidationError as error:
+        known = ", ".join(kind.__struct_fields__) or "none"
+        raise InvalidField(f"engine options: {error}", field="options", hint=f"known: {known}") from error
+
+
+def server_url(options: EngineOptions) -> str:
+    """The server's base URL without a trailing slash or `/v1`. Raises InvalidField."""
+    url = (options.url or "").rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidField(
+            f"engine {options.name!r} needs the http:// or https:// URL of its server, not {options.url!r}",
+            field="url",
+        )
+    return url.removesuffix("/v1")

@@ -1,0 +1,356 @@
+"""The engine pool: gives every session the least loaded engine, keeps it there, and moves it when that one dies.
+
+It knows no conversation and judges no token. Invariant: a generation is begun on another engine only while its
+consumer has been given nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
+from types import TracebackType
+from typing import Generic, Self, TypeVar, cast
+
+import msgspec
+
+from outrider import plugins
+from outrider.engines.backoff import Backoff
+from outrider.engines.base import (
+    ChatChunk,
+    ChatEngine,
+    ChatRequest,
+    Chunk,
+    Engine,
+    EngineHealth,
+    EngineOptions,
+    GenerateRequest,
+)
+from outrider.engines.member import Assignment, Member
+from outrider.engines.seats import Seats
+from outrider.errors import Conflict, EngineError, EngineUnavailable, NotFound
+from outrider.spec import EngineSpec
+from outrider.trajectory import LogprobKind, TokenMode
+from outrider.wire import EngineStatus
+
+AnyEngine = Engine | ChatEngine
+Check = Callable[[AnyEngine], Awaitable[None]]
+T = TypeVar("T", bound=Chunk | ChatChunk)
+
+REMOVAL_SECONDS = 30.0
+CHARACTERS_PER_TOKEN = 4
+"""A rough measure of a chat request's size, for balance only."""
+
+PROBING = Backoff(first=0.25, longest=15.0)
+
+
+class Generation(Generic[T]):
+    """The chunks of one generation, to be closed like a generator (`contextlib.aclosing`).
+
+    `served` is the engine that gave them: known with the first chunk, and final with the last, when a chat
+    reply without ids turns out to be text.
+    """
+
+    def __init__(self, drive: Callable[[Generation[T]], AsyncGenerator[T, None]]) -> None:
+        self._served: Assignment | None = None
+        self._chunks = drive(self)
+
+    @property
+    def served(self) -> Assignment:
+        """Raises EngineUnavailable while no engine has answered."""
+        if self._served is None:
+            raise EngineUnavailable("no engine has answered yet")
+        return self._served
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        return await self._chunks.__anext__()
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+
+    def serve(self, assignment: Assignment) -> None:
+        """For the pool: who serves from here on."""
+        self._served = assignment
+
+
+class EnginePool:
+    """The engines of a service; enter it with `async with`.
+
+    `tokenizer` is handed to engines made from a spec. `check` may refuse an engine (by raising an EngineError,
+    such as ModelMismatch) whenever it joins or comes back. `patience` is how many seconds a request waits for
+    an engine when there is none, so that an engine's restart fails no session.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: str | None = None,
+        check: Check | None = None,
+        patience: float = 60.0,
+        probing: Backoff = PROBING,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._check = check
+        self._patience = patience
+        self._probing = probing
+        self._members: dict[str, Member] = {}
+        self._joining: set[str] = set()
+        self._seats = Seats()
+        self._changed = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in self._members.values():
+            _stop_probe(member)
+        try:
+            # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.
+            cancelled = isinstance(error, asyncio.CancelledError)
+            await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
+        finally:
+            await asyncio.shield(self._close_all())
+
+    async def add(self, spec: EngineSpec) -> EngineStatus:
+        """Make, start and admit an engine. Raises InvalidField for a bad spec, Conflict for a name in use,
+        EngineUnavailable for a dead engine, and what `check` raises."""
+        name = spec.name or self._free_name(spec.kind)
+        make = plugins.resolve("engine", spec.kind, field="kind")
+        self._claim(name)
+        try:
+            engine: AnyEngine = make(
+                EngineOptions(
+                    name=name, url=spec.url, model=spec.model, tokenizer=self._tokenizer, options=spec.options
+                )
+            )
+            try:
+                await engine.start()
+                return self._admit(engine, await self._vet(engine), kind=spec.kind, url=spec.url, owned=True)
+            except BaseException:
+                await asyncio.shield(engine.close())
+                raise
+        finally:
+            self._joining.discard(name)
+
+    async def add_engine(self, engine: AnyEngine, *, kind: str = "in-process") -> EngineStatus:
+        """Admit an engine that its maker has started and will close."""
+        self._claim(engine.name)
+        try:
+            return self._admit(engine, await self._vet(engine), kind=kind, url=None, owned=False)
+        finally:
+            self._joining.discard(engine.name)
+
+    def drain(self, name: str) -> EngineStatus:
+        """Give it no new session; those that keep to it go on. Raises NotFound."""
+        member = self._member(name)
+        member.draining = True
+        self._seats.refresh(member)
+        return member.status()
+
+    async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
+        """Take it out: its sessions go on elsewhere with their next turn. Generations in flight have so many
+        seconds to end before they are cut. Raises NotFound."""
+        member = self._member(name)
+        member.removed = member.draining = True
+        self._seats.refresh(member)
+        _stop_probe(member)
+        try:
+            async with asyncio.timeout(seconds):
+                await member.idle.wait()
+        except TimeoutError:
+            member.detail = "removed with generations in flight"
+        finally:
+            self._members.pop(name, None)
+            if member.owned:
+                await asyncio.shield(member.engine.close())
+
+    def status(self) -> list[EngineStatus]:
+        """Every engine, in the order they were added."""
+        return [member.status() for member in self._members.values()]
+
+    async def select(self, session_key: str) -> Assignment:
+        """The session's engine, one that takes tokens where there is one. Its mode says which of `generate`
+        and `chat` to call next. Raises EngineUnavailable when none comes up in time."""
+        return (await self._engine_for(session_key, (True, False))).assignment()
+
+    def generate(self, request: GenerateRequest) -> Generation[Chunk]:
+        """Generate on the session's engine, or on another one should it die before the first chunk.
+
+        Raises what `Engine.generate` raises, and EngineUnavailable when no engine comes up in time.
+        """
+
+        def drive(generation: Generation[Chunk]) -> AsyncGenerator[Chunk, None]:
+            def start(engine: AnyEngine) -> AsyncGenerator[Chunk, None]:
+                return cast(Engine, engine).generate(request)
+
+            return self._drive(generation, request.session_key, len(request.input_ids), start, _generated)
+
+        return Generation(drive)
+
+    def chat(self, request: ChatRequest) -> Generation[ChatChunk]:
+        """As `generate`, on an engine that takes messages."""
+
+        def drive(generation: Generation[ChatChunk]) -> AsyncGenerator[ChatChunk, None]:
+            def start(engine: AnyEngine) -> AsyncGenerator[ChatChunk, None]:
+                return cast(ChatEngine, engine).chat(request)
+
+            def generated(chunk: ChatChunk) -> int:
+                if chunk.finish is not None and chunk.output_ids is None:
+                    generation.serve(_as_text(generation.served))
+                return _replied(chunk)
+
+            size = sum(len(message.content) for message in request.messages) // CHARACTERS_PER_TOKEN
+            return self._drive(generation, request.session_key, size, start, generated, takes_tokens=False)
+
+        return Generation(drive)
+
+    def release(self, session_key: str) -> None:
+        """The session is over: its engine's load no longer counts it. Idempotent."""
+        self._seats.release(session_key)
+
+    async def _drive(
+        self,
+        generation: Generation[T],
+        session_key: str,
+        prompt_tokens: int,
+        start: Callable[[AnyEngine], AsyncGenerator[T, None]],
+        count: Callable[[T], int],
+        *,
+        takes_tokens: bool = True,
+    ) -> AsyncGenerator[T, None]:
+        clock = asyncio.get_running_loop().time
+        give_up_at: float | None = None
+        while True:
+            member = await self._engine_for(session_key, (takes_tokens,))
+            generation.serve(member.assignment())
+            generated, begun = 0, False
+            member.enter()
+            self._seats.hold(session_key, member, prompt_tokens)
+            try:
+                async with aclosing(start(member.engine)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        generated += count(chunk)
+                        if chunk.versions:
+                            member.version = chunk.versions[-1].version
+                        yield chunk
+                member.strikes = 0
+                return
+            except EngineUnavailable as error:
+                self._fail(member, error)
+                give_up_at = give_up_at or clock() + self._patience
+                if begun or clock() >= give_up_at:
+                    raise
+            finally:
+                member.leave(generated)
+                self._seats.hold(session_key, member, prompt_tokens + generated)
+                self._seats.refresh(member)
+
+    async def _engine_for(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
+        member = self._seats.pick(session_key, kinds)
+        if member is not None:
+            return member
+        try:
+            async with asyncio.timeout(self._patience):
+                while (member := self._seats.pick(session_key, kinds)) is None:
+                    await self._changed.wait()
+                return member
+        except TimeoutError:
+            troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
+            raise EngineUnavailable(
+                f"no engine to serve this request within {self._patience:g} s" + (f" ({troubles})" if troubles else ""),
+                hint="attach an engine, or look at the state of those attached",
+            ) from None
+
+    async def _vet(self, engine: AnyEngine) -> EngineHealth:
+        health = await engine.health()
+        if not health.ok:
+            raise EngineUnavailable(f"engine {engine.name!r} is not healthy: {health.detail}", field="url")
+        if self._check is not None:
+            await self._check(engine)
+        return health
+
+    def _admit(
+        self, engine: AnyEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
+    ) -> EngineStatus:
+        member = Member(engine, health, kind=kind, url=url, owned=owned)
+        self._members[member.name] = member
+        self._seats.refresh(member)
+        self._notify()
+        return member.status()
+
+    def _fail(self, member: Member, error: EngineError) -> None:
+        """Give the engine no more work, and see when it is back."""
+        member.failures += 1
+        member.detail = error.message
+        if not member.serves:
+            return
+        member.ok = False
+        self._seats.refresh(member)
+        member.probe = self._tasks.create_task(self._probe(member), name=f"probe {member.name}")
+
+    async def _probe(self, member: Member) -> None:
+        while not member.ok:
+            await asyncio.sleep(self._probing.wait(member.strikes))
+            member.strikes += 1
+            try:
+                member.health = await self._vet(member.engine)
+            except EngineError as error:
+                member.detail = error.message
+            else:
+                member.ok, member.detail, member.version = True, "", member.health.version
+        self._seats.refresh(member)
+        self._notify()
+
+    def _member(self, name: str) -> Member:
+        if (member := self._members.get(name)) is None or member.removed:
+            raise NotFound(f"no engine {name!r}", field="name")
+        return member
+
+    def _claim(self, name: str) -> None:
+        if name in self._members or name in self._joining:
+            raise Conflict(f"there is an engine {name!r} already", field="name")
+        self._joining.add(name)
+
+    def _free_name(self, kind: str) -> str:
+        taken = self._members.keys() | self._joining
+        return next(name for n in range(len(taken) + 1) if (name := f"{kind}-{n}") not in taken)
+
+    def _notify(self) -> None:
+        """Wake every request that waits for an engine."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _close_all(self) -> None:
+        async with AsyncExitStack() as stack:
+            for member in self._members.values():
+                if member.owned:
+                    stack.push_async_callback(member.engine.close)
+        self._members.clear()
+
+
+def _stop_probe(member: Member) -> None:
+    if member.probe is not None:
+        member.probe.cancel()
+
+
+def _generated(chunk: Chunk) -> int:
+    return len(chunk.ids)
+
+
+def _replied(chunk: ChatChunk) -> int:
+    """A chat reply's tokens are known at its end, if at all."""
+    if chunk.output_ids is not None:
+        return len(chunk.output_ids)
+    return (chunk.usage or {}).get("completion_tokens", 0)
+
+
+def _as_text(assignment: Assignment) -> Assignment:
+    return msgspec.structs.replace(assignment, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE)

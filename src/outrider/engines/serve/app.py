@@ -1,0 +1,114 @@
+"""An engine as an ASGI application, and that application as a server.
+
+It knows neither protocol's routes. Invariant: every error, also one of ours, is answered in the protocol's
+own shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import uvicorn
+
+from outrider.engines.base import Engine
+from outrider.engines.serve.asgi import Call, Message, Receive, Send, Served, ServeSettings
+from outrider.engines.serve.sglang import ServedSGLang
+from outrider.engines.serve.vllm import ServedVLLM
+from outrider.errors import EngineError
+
+ASGIApp = Callable[[Message, Receive, Send], Awaitable[None]]
+EngineProtocol = Literal["vllm", "sglang"]
+
+PROTOCOLS: dict[EngineProtocol, Callable[[Engine, ServeSettings], Served]] = {
+    "vllm": ServedVLLM,
+    "sglang": ServedSGLang,
+}
+DEFAULT_SETTINGS = ServeSettings()
+
+
+def engine_app(
+    engine: Engine, protocol: EngineProtocol = "vllm", settings: ServeSettings = DEFAULT_SETTINGS
+) -> ASGIApp:
+    """The engine as an ASGI application. Whoever calls this starts and closes the engine.
+
+    The SGLang side is written from that server's documentation and sources, and was never compared with a
+    real one.
+    """
+    served = PROTOCOLS[protocol](engine, settings)
+
+    async def app(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _answer(served, Call(scope, receive, send))
+
+    return app
+
+
+async def _answer(served: Served, call: Call) -> None:
+    route = served.routes.get((call.method, call.path))
+    if route is None:
+        await call.answer(404, served.error_body("Not Found", 404))
+        return
+    try:
+        await route(call)
+    except EngineError as error:
+        await call.answer(error.http_status, served.error_body(error.message, error.http_status))
+
+
+def _config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=1,
+    )
+
+
+def run(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serve until SIGINT or SIGTERM, on uvloop where there is one."""
+    uvicorn.Server(_config(app, host, port)).run()
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str, None]:
+    """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free one.
+
+    Connections still open at the end of the block are cut.
+    """
+    config = _config(app, host, port)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    # Made by hand: asyncio turns Nagle's algorithm off only where a socket's protocol is spelt out, and with it
+    # every streamed answer would wait 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    await server.startup(sockets=[listener])
+    try:
+        yield f"http://{host}:{listener.getsockname()[1]}"
+    finally:
+        await asyncio.shield(_stop(server, listener))
+
+
+async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Like uvicorn's own shutdown, without its pauses: whoever is still connected is cut off."""
+    for listening in server.servers:
+        listening.close()
+    listener.close()
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+        if (transport := getattr(connection, "transport", None)) is not None:
+            transport.abort()
+    tasks = list(server.server_state.tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

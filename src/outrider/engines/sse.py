@@ -1,0 +1,51 @@
+"""Server-sent events read incrementally: bytes in as they arrive, `data:` payloads out.
+
+It knows no JSON and no engine. Event names, ids and comments are dropped: no engine we read uses them.
+Invariant: the payloads do not depend on how the bytes were cut.
+"""
+
+from __future__ import annotations
+
+
+class SseReader:
+    """Feed it the body of one `text/event-stream` response.
+
+    Lines may end in LF, CRLF or CR. Several data lines of one event are joined by a newline. An event that the
+    stream's end cuts off is dropped, as the HTML standard asks (section 9.2.6).
+    """
+
+    def __init__(self) -> None:
+        self._partial: list[bytes] = []
+        self._data: list[bytes] = []
+        self._after_cr = False
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The payloads of the events that this chunk completes."""
+        if self._after_cr and chunk:
+            self._after_cr = False
+            if chunk.startswith(b"\n"):
+                chunk = chunk[1:]
+        if not chunk:
+            return []
+        lines = chunk.splitlines()
+        ended = chunk.endswith((b"\n", b"\r"))
+        self._after_cr = chunk.endswith(b"\r")
+        if len(lines) == 1 and not ended:
+            self._partial.append(chunk)
+            return []
+        if self._partial:
+            lines[0] = b"".join((*self._partial, lines[0]))
+            self._partial = []
+        if not ended:
+            self._partial.append(lines.pop())
+        return self._events(lines)
+
+    def _events(self, lines: list[bytes]) -> list[bytes]:
+        found: list[bytes] = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif not line and self._data:
+                found.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+                self._data = []
+        return found

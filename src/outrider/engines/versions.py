@@ -1,0 +1,56 @@
+"""Policy versions as engines write them: text labels, and spans of a reply that carry one each.
+
+It knows no route. Invariant: the spans of a reply tile its output tokens, without gap or overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from outrider.errors import EngineError
+from outrider.trajectory import VersionSpan
+
+UNLABELLED = "default"
+"""What both vLLM and SGLang call weights that nobody has labelled: our version 0."""
+
+
+class LabelSpan(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) sampled by the weights labelled `version`, as on the wire."""
+
+    version: str
+    start: int
+    end: int
+
+
+def version_of(label: str) -> int:
+    """The policy version a label stands for. Raises EngineError when it is not a decimal number."""
+    if label == UNLABELLED:
+        return 0
+    if label.isascii() and label.isdecimal():
+        return int(label)
+    raise EngineError(
+        f"the engine's weights are labelled {label!r}, which is not a policy version",
+        hint="label them with the version's decimal digits",
+    )
+
+
+def label_of(version: int) -> str:
+    return str(version) if version else UNLABELLED
+
+
+def spans_of(labels: Sequence[LabelSpan] | None, *, length: int, version: int) -> tuple[VersionSpan, ...]:
+    """The spans of a reply of `length` tokens; one span of `version` where the engine gave none.
+
+    Raises EngineError when the engine's spans do not tile the reply.
+    """
+    if not length:
+        return ()
+    if not labels:
+        return (VersionSpan(version, 0, length),)
+    spans = tuple(VersionSpan(version_of(span.version), span.start, span.end) for span in labels)
+    edges = [0, *(span.end for span in spans)]
+    if edges[-1] != length or any(span.start != edge for span, edge in zip(spans, edges, strict=False)):
+        raise EngineError(f"the engine's weight versions {list(labels)} do not cover its {length} tokens")
+    return spans

@@ -1,0 +1,83 @@
+"""What the engine servers' answers have in common: finish reasons, log-probabilities, the list of models.
+
+It knows no route and no connection. Invariant: a log-probability that an engine does not really have never
+leaves this module as a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from outrider.errors import EngineError, EngineRejected
+from outrider.trajectory import FinishReason, LogprobKind
+
+T = TypeVar("T")
+
+MISSING_LOGPROB = -9999.0
+"""What vLLM writes for -inf, NaN and values it does not have."""
+
+LOGPROB_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.SAMPLING}
+"""What vLLM's `--logprobs-mode` makes of its log-probabilities."""
+
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "function_call": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One entry of `/v1/models`."""
+
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard] = []
+
+
+def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
+    """One event or reply. Raises EngineError when it is not what the engine's protocol says."""
+    try:
+        return decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        shown = payload[:200].decode(errors="replace")
+        raise EngineError(f"engine {engine!r} sent an event we cannot read ({error}): {shown}") from error
+
+
+def finish_of(reason: str, engine: str) -> FinishReason:
+    """Raises EngineError for a reason that is none of a generation's proper ends (such as `error`)."""
+    if (finish := FINISH_REASONS.get(reason)) is None:
+        raise EngineError(f"engine {engine!r} ended a generation with {reason!r}")
+    return finish
+
+
+def checked_logprobs(ids: Sequence[int], logprobs: Sequence[float | None], engine: str) -> list[float]:
+    """The log-probabilities of `ids`. Raises EngineError when one is missing."""
+    values = [value for value in logprobs if value is not None and value > MISSING_LOGPROB]
+    if len(values) != len(ids):
+        raise EngineError(
+            f"engine {engine!r} gave {len(values)} log-probabilities for {len(ids)} sampled tokens"
+            + (f" ({len(logprobs) - len(values)} marked as missing)" if len(logprobs) > len(values) else "")
+        )
+    return values
+
+
+def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
+    """The model a server serves: the wanted one, or its first. Raises EngineRejected when there is none."""
+    try:
+        cards = msgspec.convert(answer, ModelList).data
+    except msgspec.ValidationError as error:
+        raise EngineError(f"engine {engine!r}: /v1/models is not a list of models: {error}") from error
+    for card in cards:
+        if wanted in (None, card.id, card.root):
+            return card
+    served = ", ".join(card.id for card in cards) or "no model"
+    raise EngineRejected(f"engine {engine!r} does not serve {wanted!r}", hint=f"it serves {served}")

@@ -1,0 +1,23 @@
+"""From a task's evaluator spec to an evaluator. Used at submission, before anything is stored."""
+
+from __future__ import annotations
+
+from outrider.errors import InvalidField
+from outrider.evaluators.base import Evaluator
+from outrider.plugins import resolve
+from outrider.spec import EvaluatorSpec
+
+
+def make_evaluator(spec: EvaluatorSpec) -> Evaluator:
+    """The evaluator that a task asks for: its kind's class, constructed with the spec. Raises InvalidField."""
+    kind = resolve("evaluator", spec.kind, field="task.evaluator.kind")
+    if not callable(getattr(kind, "evaluate", None)):
+        raise InvalidField(f"{spec.kind!r} is not an evaluator class", field="task.evaluator.kind")
+    try:
+        evaluator: Evaluator = kind(spec)
+    except InvalidField:
+        raise
+    except Exception as error:  # it may be the user's own code: it may raise anything
+        message = f"{spec.kind!r} refuses its spec: {type(error).__name__}: {error}"
+        raise InvalidField(message, field="task.evaluator") from error
+    return evaluator

@@ -1,0 +1,99 @@
+"""The callable evaluator: a Python function of the outcome, in this process.
+
+It knows nothing of the function but its path. Invariant: a function that hangs costs its own thread, never one
+that the service needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from outrider.errors import EvaluatorError, InvalidField, OutriderError
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.verdict import read_verdict
+from outrider.harnesses.logtail import TAIL_BYTES
+from outrider.plugins import resolve
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+
+class CallableEvaluator:
+    """Calls `path` (an `outrider.reward` entry point, or `package.module:attribute`) with the Outcome, whose
+    `task.evaluator.options` are the task's. It may be async; if not, it runs in a thread.
+
+    It returns a finite number, a mapping with `reward` (and `metrics`, `reason`), or a Verdict. Outrider's own
+    errors pass through; anything else that it raises is an EvaluatorError with the end of the traceback.
+    """
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        if spec.run is not None:
+            raise InvalidField("evaluator kind 'callable' does not take it", field="task.evaluator.run")
+        self._path = spec.path or ""
+        self._function = resolve("reward", self._path, field="task.evaluator.path")
+        if not callable(self._function):
+            raise InvalidField(f"{self._path!r} is not callable", field="task.evaluator.path")
+        self._seconds = spec.seconds
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        limit = asyncio.timeout(self._seconds)
+        try:
+            async with limit:
+                value = await self._call(outcome)
+        except OutriderError:
+            raise
+        except Exception as error:
+            if limit.expired():
+                raise EvaluatorError(f"{self._path} did not end within {self._seconds:g} s") from error
+            tail = "".join(traceback.format_exception(error))[-TAIL_BYTES:]
+            message = f"{self._path} raised {type(error).__name__}: {error}"
+            raise EvaluatorError(message, log_tail=tail) from error
+        try:
+            return read_verdict(value)
+        except ValueError as error:
+            raise EvaluatorError(f"{self._path} returned no verdict: {error}") from error
+
+    async def _call(self, outcome: Outcome) -> Any:
+        function = self._function
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(outcome)
+        value = await _in_thread(lambda: function(outcome))
+        return await value if inspect.isawaitable(value) else value
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """The call's result, from a daemon thread of its own; on cancellation the thread is left to itself.
+
+    Not the loop's executor: its few threads would be lost one by one to graders that never return.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+            done.set_exception(error)
+        else:
+            # SystemExit and its like belong to the grader's thread, not to this loop.
+            done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = context.run(call)
+        except BaseException as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=work, name="outrider-evaluator", daemon=True).start()
+    return await done

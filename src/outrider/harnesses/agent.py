@@ -1,0 +1,156 @@
+"""The built-in tool-calling agent: asks the model, runs the tool calls it makes in the sandbox, until it answers.
+
+It knows no tokens and no reward. Invariant: every tool call gets exactly one result, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from outrider.errors import RuntimeFailure
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.messages import Message, Role, ToolCall, ToolSpec
+from outrider.runtimes.base import Runtime, Shell, ShellResult
+from outrider.spec import Seconds, Spec, Text
+
+ToolName = Literal["bash", "python"]
+
+MAX_RESULT = 16_384
+"""Characters of one tool result that the model is shown; the middle of a longer one is cut."""
+
+
+def _tool(name: str, description: str, argument: str) -> ToolSpec:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {argument: {"type": "string"}},
+                "required": [argument],
+            },
+        },
+    }
+
+
+ARGUMENTS: dict[ToolName, str] = {"bash": "command", "python": "code"}
+
+TOOLS: dict[ToolName, ToolSpec] = {
+    "bash": _tool("bash", "Run a command.", ARGUMENTS["bash"]),
+    "python": _tool("python", "Run Python code.", ARGUMENTS["python"]),
+}
+
+
+class ToolOptions(Spec):
+    """`tools` may be empty; `max_turns` bounds model calls, `tool_seconds` one tool call."""
+
+    tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ("bash", "python")
+    system: Text | None = None
+    max_turns: Annotated[int, Field(ge=1, le=100_000)] = 8
+    tool_seconds: Seconds = 60
+
+    @field_validator("tools")
+    @classmethod
+    def _distinct(cls, value: tuple[ToolName, ...]) -> tuple[ToolName, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("must not name a tool twice")
+        return value
+
+
+class ToolAgent:
+    """An `Agent`: a plain loop over model and tools. It answers with the first reply that calls no tool; when
+    `max_turns` is reached first, the last calls are still run and there is no answer."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = ToolOptions.model_validate(dict(options))
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing to prepare: the tools start with their first call."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        options = self._options
+        messages = [Message(role=Role.SYSTEM, content=options.system)] if options.system is not None else []
+        messages.append(Message(role=Role.USER, content=context.task.instruction))
+        specs = [TOOLS[name] for name in options.tools]
+        async with Toolbox(context.runtime, options.tools, options.tool_seconds) as toolbox:
+            for _ in range(options.max_turns):
+                reply = await context.model.chat(messages, tools=specs)
+                if not reply.tool_calls:
+                    return HarnessOutcome(answer=reply.content)
+                messages.append(reply)
+                for call in reply.tool_calls:
+                    result = await toolbox.call(call)
+                    messages.append(Message(role=Role.TOOL, content=result, tool_call_id=call.id))
+        return HarnessOutcome(log_tail=f"stopped after {options.max_turns} turns without an answer")
+
+
+class Toolbox:
+    """The tools of one run: shells that are opened with their first call and closed at the end."""
+
+    def __init__(self, runtime: Runtime, tools: Sequence[ToolName], seconds: float) -> None:
+        self._runtime = runtime
+        self._tools = tools
+        self._seconds = seconds
+        self._shells: dict[ToolName, Shell] = {}
+
+    async def __aenter__(self) -> Toolbox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        async with AsyncExitStack() as stack:
+            for shell in self._shells.values():
+                stack.push_async_callback(shell.close)
+            self._shells = {}
+
+    async def call(self, call: ToolCall) -> str:
+        """The text that the model is given back. Raises RuntimeFailure when the sandbox is broken."""
+        name = next((tool for tool in self._tools if tool == call.name), None)
+        if name is None:
+            return f"unknown tool {call.name!r}; known: {', '.join(self._tools) or 'none'}"
+        text = _argument(call.arguments, ARGUMENTS[name])
+        if text is None:
+            return f'malformed arguments: give a JSON object with a string "{ARGUMENTS[name]}"'
+        shell = await self._shell(name)
+        try:
+            result = await shell.run(text, seconds=self._seconds)
+        except RuntimeFailure:
+            # A model may end its own shell (`exit`); if it is the sandbox that broke, reopening will say so.
+            del self._shells[name]
+            await shell.close()
+            return f"[the {name} session ended; the next call starts a new one]"
+        return self._shown(result)
+
+    async def _shell(self, name: ToolName) -> Shell:
+        if name not in self._shells:
+            self._shells[name] = await self._runtime.open_shell(name)
+        return self._shells[name]
+
+    def _shown(self, result: ShellResult) -> str:
+        parts = [_shortened(result.output.removesuffix("\n"))]
+        if result.timed_out:
+            parts.append(f"[timed out after {self._seconds:g} s]")
+        elif result.exit_code:
+            parts.append(f"[exit code {result.exit_code}]")
+        return "\n".join(part for part in parts if part)
+
+
+def _argument(arguments: str, name: str) -> str | None:
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return None
+    text = value.get(name) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_RESULT:
+        return text
+    half = MAX_RESULT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"

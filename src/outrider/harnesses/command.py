@@ -1,0 +1,158 @@
+"""The command harness: any agent program, run headless in the sandbox and pointed at the session's model.
+
+It knows programs only as presets (data) and grades nothing. Invariant: the program sees the session's endpoint
+under every variable that agents read it from, and nothing in the task can point it elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from outrider.errors import HarnessError, InvalidField
+from outrider.harnesses.base import Endpoint, HarnessContext, HarnessOutcome
+from outrider.harnesses.install import installation, unavailable
+from outrider.harnesses.logtail import log_tail
+from outrider.harnesses.placeholders import fill, fill_file
+from outrider.harnesses.presets import OptionValue, Preset
+from outrider.runtimes.base import Availability, ExecResult
+
+SLACK_SECONDS = 60.0
+"""The caller ends a run on its own clock; this much later the sandbox does."""
+
+MAX_INSTRUCTION = 100_000
+"""Bytes. Linux takes no single argument or variable above 128 KiB, and the instruction may be one of several
+words in it."""
+
+FIND_HOME = 'printf %s "$HOME"'
+
+
+def endpoint_environment(endpoint: Endpoint, instruction: str) -> dict[str, str]:
+    """The variables through which programs find their model, whatever their vendor."""
+    base, key = endpoint.base_url, endpoint.api_key
+    return {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_BASE": f"{base}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "GOOGLE_GEMINI_BASE_URL": base,
+        "GEMINI_API_KEY": key,
+        "OUTRIDER_BASE_URL": base,
+        "OUTRIDER_API_KEY": key,
+        "OUTRIDER_MODEL": endpoint.model,
+        "OUTRIDER_INSTRUCTION": instruction,
+    }
+
+
+ENDPOINT_VARIABLES = frozenset(endpoint_environment(Endpoint(base_url="", api_key="", model=""), ""))
+
+
+class CommandHarness:
+    """Runs one preset. `options` are its checked options, `env` the task's own variables, which win over the
+    preset's but never over the endpoint's."""
+
+    def __init__(self, preset: Preset, options: Mapping[str, OptionValue], env: Mapping[str, str]) -> None:
+        self._preset = preset
+        self._options = dict(options)
+        self._env = dict(env)
+
+    def available(self) -> Availability:
+        if self._preset.install is None:
+            return Availability(ok=True, detail="needs no program of its own on the node")
+        found = installation(self._preset)
+        if found is None:
+            error = unavailable(self._preset)
+            return Availability(ok=False, detail=error.message, hint=error.hint)
+        return Availability(ok=True, detail=f"{self._preset.install.version} in {found.prefix}")
+
+    def mounts(self) -> tuple[Path, ...]:
+        found = installation(self._preset)
+        return found.mounts if found else ()
+
+    async def install(self, context: HarnessContext) -> None:
+        """Write the preset's config files. Raises InvalidField for an instruction that no program can be given,
+        HarnessUnavailable when the program is not installed."""
+        _check_instruction(context.task.instruction)
+        words = self._words(context)
+        if not self._preset.files:
+            return
+        home = await self._home(context, words)
+        for file in self._preset.files:
+            await context.runtime.write(str(home / file.path), fill_file(file.path, file.text, words).encode())
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        words = self._words(context)
+        result = await context.runtime.exec(
+            [fill(part, words) for part in self._preset.command],
+            env=self._environment(context, words),
+            stdin=fill(self._preset.stdin, words).encode(),
+            seconds=context.task.limits.agent_seconds + SLACK_SECONDS,
+        )
+        if result.exit_code != 0:
+            raise HarnessError(
+                f"{self._preset.name} {_ending(result)}",
+                hint="the log tail is the end of the program's output",
+                log_tail=log_tail(result),
+            )
+        answer = result.stdout.decode("utf-8", errors="replace").strip() if self._preset.answer else None
+        return HarnessOutcome(log_tail=log_tail(result), answer=answer)
+
+    def _words(self, context: HarnessContext) -> dict[str, str]:
+        endpoint = context.endpoint
+        words = {
+            "base_url": endpoint.base_url,
+            "api_key": endpoint.api_key,
+            "model": endpoint.model,
+            "instruction": context.task.instruction,
+        }
+        options = {f"option.{name}": self._option(name, words) for name in self._options}
+        return words | options | self._places()
+
+    def _option(self, name: str, words: Mapping[str, str]) -> str:
+        value = self._options[name]
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        text = str(value)
+        return fill(text, words) if self._preset.options[name].type == "template" else text
+
+    def _places(self) -> dict[str, str]:
+        if self._preset.install is None:
+            return {}
+        found = installation(self._preset)
+        if found is None:
+            raise unavailable(self._preset)
+        return found.words()
+
+    def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
+        own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
+        return own | endpoint_environment(context.endpoint, context.task.instruction)
+
+    async def _home(self, context: HarnessContext, words: Mapping[str, str]) -> PurePosixPath:
+        env = self._environment(context, words)
+        result = await context.runtime.exec(FIND_HOME, env=env, seconds=SLACK_SECONDS)
+        home = PurePosixPath(result.stdout.decode("utf-8", errors="replace"))
+        if result.exit_code != 0 or not home.is_absolute():
+            raise HarnessError(
+                f"the sandbox has no HOME for {self._preset.name}'s config files", log_tail=log_tail(result)
+            )
+        return home
+
+
+def _check_instruction(instruction: str) -> None:
+    if "\0" in instruction:
+        raise InvalidField("must not contain NUL: a program is given it", field="task.instruction")
+    if (size := len(instruction.encode())) > MAX_INSTRUCTION:
+        raise InvalidField(
+            f"is {size} bytes; a program can be given {MAX_INSTRUCTION}",
+            field="task.instruction",
+            hint="put the long part into a file with a prepare step",
+        )
+
+
+def _ending(result: ExecResult) -> str:
+    if result.exit_code is None:
+        return f"was killed after {result.seconds:.0f} s"
+    if result.exit_code > 128:
+        return f"was killed by signal {result.exit_code - 128}"
+    return f"exited with code {result.exit_code}"

@@ -1,0 +1,86 @@
+"""From a task's harness spec to a harness. Used at submission, before anything is stored, and once per session.
+
+It reads the node's presets and imports agents, but starts nothing. Invariant: whatever is wrong in the spec is
+an InvalidField with the full path of the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from outrider.errors import InvalidField
+from outrider.harnesses.base import Harness
+from outrider.harnesses.command import ENDPOINT_VARIABLES, CommandHarness
+from outrider.harnesses.inprocess import Agent, InProcessHarness
+from outrider.harnesses.placeholders import options_in
+from outrider.harnesses.presets import Option, Preset, checked_options, load_preset
+from outrider.plugins import resolve
+from outrider.spec import HarnessSpec
+
+FIELD = "task.harness"
+
+
+def make_harness(spec: HarnessSpec) -> Harness:
+    """The harness that a task asks for. Raises InvalidField."""
+    if spec.agent is not None:
+        return InProcessHarness(_agent(spec))
+    preset = load_preset(spec.preset) if spec.preset is not None else _own(spec)
+    _check_environment(spec.env)
+    return CommandHarness(preset, checked_options(preset, spec.options, field=f"{FIELD}.options"), spec.env)
+
+
+def _own(spec: HarnessSpec) -> Preset:
+    """The task's own command as a preset; its options are those that it mentions."""
+    command = tuple(spec.command or ())
+    for index, part in enumerate(command):
+        if "\0" in part:
+            raise InvalidField("must not contain NUL", field=f"{FIELD}.command.{index}")
+    if not command[0]:
+        raise InvalidField("names no program", field=f"{FIELD}.command.0")
+    options = {name: _option(spec.options.get(name)) for name in options_in((*command, *spec.env.values()))}
+    return Preset(name="command", summary="the task's own command", command=command, options=options)
+
+
+def _option(value: Any) -> Option:
+    match value:
+        case bool():
+            return Option(type="boolean")
+        case int() | float():
+            return Option(type="number")
+        case _:
+            return Option(type="string")
+
+
+def _check_environment(env: Mapping[str, str]) -> None:
+    for name, value in env.items():
+        if name in ENDPOINT_VARIABLES:
+            raise InvalidField(
+                f"{name} is set to the session's own model endpoint and cannot be given",
+                field=f"{FIELD}.env.{name}",
+            )
+        if "\0" in value:
+            raise InvalidField("must not contain NUL", field=f"{FIELD}.env.{name}")
+
+
+def _agent(spec: HarnessSpec) -> Agent:
+    field = f"{FIELD}.agent"
+    if spec.env:
+        raise InvalidField("an in-process agent has no environment of its own", field=f"{FIELD}.env")
+    made = resolve("agent", str(spec.agent), field=field)
+    if not all(callable(getattr(made, hook, None)) for hook in ("__call__", "init", "run")):
+        raise InvalidField(f"{spec.agent!r} is not an agent class with init and run", field=field)
+    try:
+        agent: Agent = made(dict(spec.options))
+    except InvalidField:
+        raise
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in (f"{FIELD}.options", *first["loc"]))
+        raise InvalidField(first["msg"], field=path) from error
+    except Exception as error:  # it is the user's own code: it may raise anything
+        message = f"{spec.agent!r} refuses its options: {type(error).__name__}: {error}"
+        raise InvalidField(message, field=f"{FIELD}.options") from error
+    return agent

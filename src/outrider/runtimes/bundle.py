@@ -1,0 +1,97 @@
+"""The tool server's code in the form that a bare interpreter starts fastest: bytecode of its own making.
+
+Compiling the source costs more than starting the interpreter, so each interpreter compiles it once and every later
+start reads the result from its standard input: nothing of ours needs to exist in the sandbox's file system.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.resources
+import subprocess
+from collections.abc import Sequence
+
+from outrider.errors import RuntimeUnavailable
+
+BOOT = (
+    "import marshal,posix\n"
+    "def take(n):\n"
+    " b=b''\n"
+    " while len(b)<n:\n"
+    "  c=posix.read(0,n-len(b))\n"
+    "  if not c: posix._exit(1)\n"
+    "  b+=c\n"
+    " return b\n"
+    "scope={'__name__':'outrider_toolserver'}\n"
+    "exec(marshal.loads(take(int.from_bytes(take(4),'big'))),scope)\n"
+    "scope['main']()\n"
+)
+COMPILE = (
+    "import sys,marshal,__future__\n"
+    "if sys.version_info<(3,8): sys.exit('Python %d.%d is older than 3.8'%sys.version_info[:2])\n"
+    "flag=__future__.annotations.compiler_flag\n"
+    "code=compile(sys.stdin.buffer.read(),'toolserver','exec',flag)\n"
+    "sys.stdout.buffer.write(marshal.dumps(code))\n"
+)
+FLAGS = ("-I", "-S")
+
+
+INSIDE = "outrider.runtimes.inside"
+MODULES = (
+    *("wire", "processes", "loop", "connection", "calls", "capture"),
+    *("job", "shell", "bridge", "files", "server"),
+)
+"""In the order in which they build on each other."""
+
+
+def source(name: str) -> str:
+    """The text of a module that runs inside."""
+    return (importlib.resources.files(INSIDE) / f"{name}.py").read_text(encoding="utf-8")
+
+
+def program() -> str:
+    """The tool server as one file: its modules in a row, without their imports of each other and of type names."""
+    tree = ast.Module(body=[], type_ignores=[])
+    for name in MODULES:
+        for node in ast.parse(source(name)).body:
+            tree.body += _kept(node)
+    return ast.unparse(tree)
+
+
+def _kept(node: ast.stmt) -> list[ast.stmt]:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith((INSIDE, "__future__", "typing")):
+        return []
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return node.orelse
+    return [node]
+
+
+def server_command(interpreter: str) -> list[str]:
+    """How to start the tool server; `delivery` of its bytecode must come first on its standard input."""
+    return [interpreter, *FLAGS, "-c", BOOT]
+
+
+def delivery(bytecode: bytes) -> bytes:
+    return len(bytecode).to_bytes(4, "big") + bytecode
+
+
+@functools.lru_cache(maxsize=64)  # pure, given `stamp`
+def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
+    """The tool server as `interpreter`, run below `enter` (the sandbox's arguments), compiles it.
+
+    `stamp` tells one state of the interpreter's file system from another. Raises RuntimeUnavailable when there is no
+    Python of 3.8 or newer. Blocks for about 50 ms the first time.
+    """
+    command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
+    try:
+        done = subprocess.run(command, input=program().encode(), capture_output=True, env={}, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeUnavailable(f"cannot run {interpreter} in the sandbox: {error}") from error
+    if done.returncode != 0:
+        raise RuntimeUnavailable(
+            f"no usable Python in the sandbox at {interpreter}",
+            hint="the root file system needs Python 3.8 or newer",
+            log_tail=done.stderr.decode(errors="replace")[-2000:],
+        )
+    return done.stdout

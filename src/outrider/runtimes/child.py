@@ -1,0 +1,95 @@
+"""A child process of the service: spawned without copying the service's memory, watched by pidfd.
+
+It knows nothing of sandboxes. Invariant: after `gone` returned, the process is dead and reaped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+
+from outrider.errors import RuntimeFailure
+
+LOG_TAIL = 4096
+
+
+class Child:
+    """Standard input and output are one end of a socket pair; standard error goes to memory.
+
+    `posix_spawn` is used because it neither copies page tables nor starts a watcher thread, and because the death
+    signal that a sandbox asks for is tied to the thread that spawned it: here the event loop's own.
+    """
+
+    def __init__(self, pid: int, pidfd: int, log: int) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self._log = log
+
+    @classmethod
+    def spawn(
+        cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
+    ) -> Child:
+        """Start `argv[0]` in a session of its own; `extra` maps its descriptors (> 2) to ours.
+
+        Raises RuntimeFailure when it cannot be executed.
+        """
+        log = os.memfd_create("stderr")
+        actions = [(os.POSIX_SPAWN_DUP2, end.fileno(), target) for target in (0, 1)]
+        actions.append((os.POSIX_SPAWN_DUP2, log, 2))
+        actions += [(os.POSIX_SPAWN_DUP2, source, target) for target, source in extra.items()]
+        try:
+            pid = os.posix_spawn(
+                argv[0],
+                list(argv),
+                env,
+                file_actions=actions,
+                setsid=True,
+                setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ],
+                setsigmask=[],
+            )
+        except OSError as error:
+            os.close(log)
+            raise RuntimeFailure(f"cannot start {argv[0]}: {error.strerror}") from error
+        return cls(pid, os.pidfd_open(pid), log)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    async def gone(self) -> None:
+        """Wait for its death and reap it. Call once."""
+        await readable(self.pidfd)
+        self._reap()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)
+
+    def log_tail(self) -> str:
+        """The end of what it wrote to standard error; empty after `close`."""
+        if self._log < 0:
+            return ""
+        size = os.fstat(self._log).st_size
+        return os.pread(self._log, LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Give the descriptors back. Idempotent."""
+        if self._log >= 0:
+            os.close(self._log)
+            os.close(self.pidfd)
+            self._log = -1
+
+
+async def readable(fd: int) -> None:
+    """Wait until `fd` is readable: for a pidfd, until its process is dead."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)

@@ -1,0 +1,206 @@
+"""The host's end of a tool server: many calls at once over one connection.
+
+It knows frames and replies, not how the server was started. What comes back is decoded into closed types, because
+the program that sends it shares a sandbox with an agent. Invariant: a cancelled call is cancelled inside too, and its
+processes are dead, before the cancellation goes on (for as long as the server answers at all).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from outrider.errors import RuntimeFailure
+
+FRAME_MAX = 64 << 20
+GRACE_SECONDS = 30.0
+"""How much longer than its own time limit a call may take before the server counts as stuck."""
+CANCEL_SECONDS = 5.0
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    call: int
+    status: Literal["ok", "error", "part"]
+    fields: msgspec.Raw
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The reply of a call that returns nothing."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    code: Literal["missing", "directory", "failed"]
+    text: str
+
+
+class Part(msgspec.Struct, frozen=True):
+    data: bytes
+
+
+class ExecDone(msgspec.Struct, frozen=True):
+    code: int | None
+    out: bytes
+    err: bytes
+    timed_out: bool
+    us: int
+
+
+class ShellOpened(msgspec.Struct, frozen=True):
+    shell: int
+
+
+class ShellDone(msgspec.Struct, frozen=True):
+    out: bytes
+    code: int | None
+    timed_out: bool
+
+
+class Call:
+    """A call under way: its outcome, and where partial replies go."""
+
+    __slots__ = ("on_part", "outcome")
+
+    def __init__(self, outcome: asyncio.Future[msgspec.Raw], on_part: Callable[[bytes], None] | None) -> None:
+        self.outcome = outcome
+        self.on_part = on_part
+
+
+class ToolClient(asyncio.Protocol):
+    """One connection. `log_tail` gives the end of the server's standard error for the failure's record."""
+
+    def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
+        """`end` is one end of a Unix stream connection to the server; it is ours from now on."""
+        self._end = end
+        self._log_tail = log_tail
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._calls: dict[int, Call] = {}
+        self._number = 0
+        self._received = bytearray()
+        self._lost: str | None = None
+
+    async def open(self) -> None:
+        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=self._end)
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        while len(received) >= 4:
+            size = int.from_bytes(received[:4], "big")
+            if size > FRAME_MAX:
+                return self._lose("the tool server sent an oversized frame")
+            if len(received) < 4 + size:
+                return None
+            frame = bytes(memoryview(received)[4 : 4 + size])
+            del received[: 4 + size]
+            try:
+                self._take(msgspec.msgpack.decode(frame, type=Reply))
+            except msgspec.MsgspecError:
+                return self._lose("the tool server sent something unreadable")
+        return None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lose("the sandbox's tool server is gone")
+
+    def send_raw(self, data: bytes) -> None:
+        """Bytes ahead of the first frame: the server's own code."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    async def call(
+        self,
+        method: str,
+        args: Mapping[str, Any],
+        reply: type[T],
+        *,
+        seconds: float = 60.0,
+        on_part: Callable[[bytes], None] | None = None,
+    ) -> T:
+        """Call and wait for the reply. Raises FileNotFoundError, IsADirectoryError, RuntimeFailure.
+
+        `seconds` is the call's own limit inside; past it by GRACE_SECONDS the server counts as stuck.
+        """
+        if self._lost is not None:
+            raise self._failure(self._lost)
+        self._number += 1
+        number = self._number
+        outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+        self._calls[number] = Call(outcome, on_part)
+        self._send(number, method, args)
+        alarm = self._loop.call_later(seconds + GRACE_SECONDS, self._lose, f"the tool server is stuck in {method}")
+        try:
+            return self._decoded(await outcome, reply)
+        except asyncio.CancelledError:
+            await self._cancel(number)
+            raise
+        finally:
+            alarm.cancel()
+            self._calls.pop(number, None)
+
+    def close(self) -> None:
+        """Drop the connection; the server ends by itself. Calls under way fail."""
+        self._lose("the sandbox was stopped")
+
+    async def _cancel(self, number: int) -> None:
+        if self._lost is not None:
+            return
+        ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+        self._calls[number] = Call(ended, None)
+        self._send(0, "cancel", {"call": number})
+        with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
+            async with asyncio.timeout(CANCEL_SECONDS):
+                await ended
+
+    def _send(self, number: int, method: str, args: Mapping[str, Any]) -> None:
+        body = msgspec.msgpack.encode([number, method, args])
+        assert self._transport is not None
+        self._transport.write(len(body).to_bytes(4, "big") + body)
+
+    def _take(self, reply: Reply) -> None:
+        call = self._calls.get(reply.call)
+        if call is None or call.outcome.done():
+            return
+        if reply.status == "ok":
+            call.outcome.set_result(reply.fields)
+        elif reply.status == "error":
+            call.outcome.set_exception(self._refused(msgspec.msgpack.decode(reply.fields, type=Refusal)))
+        elif call.on_part is not None:
+            call.on_part(msgspec.msgpack.decode(reply.fields, type=Part).data)
+
+    def _refused(self, refusal: Refusal) -> Exception:
+        if refusal.code == "missing":
+            return FileNotFoundError(refusal.text)
+        if refusal.code == "directory":
+            return IsADirectoryError(refusal.text)
+        return self._failure(refusal.text)
+
+    def _decoded(self, fields: msgspec.Raw, reply: type[T]) -> T:
+        try:
+            return msgspec.msgpack.decode(fields, type=reply)
+        except msgspec.MsgspecError as error:
+            raise self._failure(f"the tool server sent a wrong reply: {error}") from error
+
+    def _failure(self, message: str) -> RuntimeFailure:
+        return RuntimeFailure(message, log_tail=self._log_tail() or None)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is not None:
+            return
+        self._lost = reason
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._end.close()
+        failure = self._failure(reason)
+        for call in self._calls.values():
+            if not call.outcome.done():
+                call.outcome.set_exception(failure)
+                # A caller that was cancelled at this very moment does not look at it any more.
+                call.outcome.exception()

@@ -1,0 +1,135 @@
+"""Training samples as files: JSON lines, and Parquet where pyarrow is installed.
+
+It knows no service. Invariant: both formats hold the same rows, one a sample, with the fields of
+`trajectory.Sample`; a file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+
+from outrider.errors import InvalidField
+from outrider.trajectory import Sample
+
+
+class SampleFormat(StrEnum):
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+
+
+class SampleWriter(Protocol):
+    def write(self, samples: Sequence[Sample]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._file.write(self._encoder.encode(sample) + b"\n")
+
+    def close(self) -> None:
+        self._file.flush()
+
+
+class Parquet:
+    """One row group a call of `write`. Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of
+    int8, `logprobs` of float64. `metrics` and `labels` are JSON text, as readers disagree about Arrow maps.
+
+    Raises InvalidField when pyarrow is not installed.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        try:
+            self._arrow = importlib.import_module("pyarrow")
+            parquet = importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise InvalidField(
+                "Parquet files need pyarrow", field="format", hint="pip install 'outrider[parquet]', or use jsonl"
+            ) from error
+        self._schema = _schema(self._arrow)
+        self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        if samples:
+            self._writer.write_table(self._arrow.Table.from_pylist(list(map(_row, samples)), schema=self._schema))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+WRITERS: dict[SampleFormat, type[JsonLines] | type[Parquet]] = {
+    SampleFormat.JSONL: JsonLines,
+    SampleFormat.PARQUET: Parquet,
+}
+
+
+@contextmanager
+def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
+    """A writer whose rows are in `path` once the block ends well; a block that fails changes nothing there.
+
+    Raises InvalidField when the file cannot be made.
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = draft.open("wb")
+    except OSError as error:
+        raise InvalidField(f"cannot write {path}: {error.strerror}", field="output") from error
+    try:
+        with file:
+            writer = WRITERS[kind](file)
+            yield writer
+            writer.close()
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _schema(arrow: Any) -> Any:
+    tokens = {
+        "ids": arrow.large_list(arrow.int32()),
+        "loss_mask": arrow.large_list(arrow.int8()),
+        "logprobs": arrow.large_list(arrow.float64()),
+        "versions": arrow.large_list(arrow.int32()),
+    }
+    columns = {
+        "group_id": arrow.string(),
+        "session_id": arrow.string(),
+        "attempt": arrow.int32(),
+        "sample_index": arrow.int32(),
+        "row": arrow.int32(),
+        "rows": arrow.int32(),
+        "kind": arrow.string(),
+        "turns": arrow.list_(arrow.int32()),
+        **tokens,
+        "prompt_length": arrow.int32(),
+        "reward": arrow.float64(),
+        "metrics": arrow.string(),
+        "mode": arrow.string(),
+        "logprob_kind": arrow.string(),
+        "stop_reason": arrow.string(),
+        "min_version": arrow.int32(),
+        "max_version": arrow.int32(),
+        "labels": arrow.string(),
+    }
+    return arrow.schema(list(columns.items()))
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    row: dict[str, Any] = msgspec.to_builtins(sample)
+    for name in ("metrics", "labels"):
+        row[name] = msgspec.json.encode(row[name]).decode()
+    return row

@@ -1,0 +1,99 @@
+"""The schema, as numbered steps that only ever grow.
+
+It knows no query. Words in braces are column types that each database spells its own way (`Database.types`).
+Invariant: a database's recorded version counts the steps it has been through, in order, each exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from outrider.errors import ServiceError
+from outrider.store.database import Connection
+
+Migrations = Sequence[Sequence[str]]
+
+MIGRATIONS: Migrations = (
+    (
+        # `open_sessions` counts those not done; `cursor` orders the done groups.
+        """CREATE TABLE groups (
+            id TEXT PRIMARY KEY,
+            spec {blob} NOT NULL,
+            n INTEGER NOT NULL,
+            priority INTEGER NOT NULL,
+            idempotency_key TEXT UNIQUE,
+            callback_url TEXT,
+            state TEXT NOT NULL,
+            cancelled INTEGER NOT NULL,
+            open_sessions INTEGER NOT NULL,
+            created DOUBLE PRECISION NOT NULL,
+            finished DOUBLE PRECISION,
+            cursor BIGINT UNIQUE
+        )""",
+        "CREATE INDEX groups_by_age ON groups (created, id)",
+        "CREATE INDEX groups_by_state ON groups (state, created, id)",
+        # `waiting` is 1 exactly while the session may be started, `lease_until` is set exactly while an attempt
+        # is under way; `priority` and `created` are the group's, so that the queue is one index.
+        """CREATE TABLE sessions (
+            id TEXT PRIMARY KEY,
+            group_id TEXT NOT NULL REFERENCES groups (id),
+            sample_index INTEGER NOT NULL,
+            state TEXT NOT NULL,
+            attempt INTEGER NOT NULL,
+            node TEXT,
+            lease_until DOUBLE PRECISION,
+            priority INTEGER NOT NULL,
+            created DOUBLE PRECISION NOT NULL,
+            updated DOUBLE PRECISION NOT NULL,
+            waiting INTEGER NOT NULL,
+            last_error {blob},
+            result {blob},
+            UNIQUE (group_id, sample_index)
+        )""",
+        """CREATE INDEX sessions_queue ON sessions (priority DESC, created, group_id, sample_index)
+            WHERE waiting = 1""",
+        "CREATE INDEX sessions_leased ON sessions (lease_until) WHERE lease_until IS NOT NULL",
+        "CREATE INDEX sessions_by_state ON sessions (state)",
+        """CREATE TABLE turns (
+            session_id TEXT NOT NULL REFERENCES sessions (id),
+            attempt INTEGER NOT NULL,
+            turn_index INTEGER NOT NULL,
+            turn {blob} NOT NULL,
+            PRIMARY KEY (session_id, attempt, turn_index)
+        )""",
+        """CREATE TABLE events (
+            cursor {serial},
+            at DOUBLE PRECISION NOT NULL,
+            kind TEXT NOT NULL,
+            group_id TEXT NOT NULL,
+            session_id TEXT,
+            data TEXT NOT NULL
+        )""",
+        """CREATE TABLE outbox (
+            group_id TEXT PRIMARY KEY REFERENCES groups (id),
+            url TEXT NOT NULL,
+            tries INTEGER NOT NULL,
+            next_try DOUBLE PRECISION NOT NULL
+        )""",
+        "CREATE INDEX outbox_due ON outbox (next_try)",
+    ),
+)
+
+
+def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:
+    """Bring the schema up to date inside one transaction; how many steps that took.
+
+    Raises ServiceError when the database is newer than this program.
+    """
+    tx.execute("CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, applied DOUBLE PRECISION)")
+    version: int = tx.fetch("SELECT COALESCE(MAX(version), 0) FROM migrations")[0][0]
+    if version > len(migrations):
+        raise ServiceError(
+            f"the database has schema version {version}, this Outrider knows versions up to {len(migrations)}",
+            hint="upgrade Outrider to the version that wrote the database, or give it another data folder",
+        )
+    for number, statements in enumerate(migrations[version:], start=version + 1):
+        for statement in statements:
+            tx.execute(statement.format_map(types))
+        tx.execute("INSERT INTO migrations (version, applied) VALUES (?, ?)", (number, now))
+    return len(migrations) - version

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.upstream import Answer, upstream
+from engines.worlds import HASTY
+from outrider.engines.base import ChatChunk, ChatRequest, EngineOptions, SamplingParams
+from outrider.engines.openai import OpenAIEngine
+from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
+from outrider.messages import Message, Role, ToolCall
+from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
+
+TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+REQUEST = ChatRequest(
+    request_id="r1",
+    session_key="s1",
+    messages=(
+        Message(role=Role.USER, content="hi"),
+        Message(role=Role.ASSISTANT, reasoning="hm", tool_calls=(ToolCall("c1", "bash", '{"x":  1}'),)),
+        Message(role=Role.TOOL, content="out", tool_call_id="c1"),
+    ),
+    tools=(TOOL,),
+    sampling=SamplingParams(max_tokens=9, top_k=3, seed=4, stop=("x",)),
+)
+PAGES = {"/v1/models": {"data": [{"id": "m", "max_model_len": 64}]}}
+
+
+def event(delta: dict[str, Any], finish: str | None = None, **choice: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish} | choice]}
+
+
+def call(index: int, **function: str) -> dict[str, Any]:
+    call_id = {"id": f"call{index}"} if "name" in function else {}
+    return {"tool_calls": [{"index": index, "function": function} | call_id]}
+
+
+async def chat(url: str, **options: Any) -> list[ChatChunk]:
+    engine = OpenAIEngine(EngineOptions(name="e", url=f"{url}/v1", options=options), retry=HASTY)
+    await engine.start()
+    try:
+        assert (await engine.health()).model == "m"
+        return [chunk async for chunk in engine.chat(REQUEST)]
+    finally:
+        await engine.close()
+
+
+def logprobs(*values: float) -> dict[str, Any]:
+    return {"content": [{"token": "t", "logprob": value} for value in values]}
+
+
+async def test_a_captured_reply_is_put_together() -> None:
+    events = [
+        event({"role": "assistant", "content": ""}) | {"prompt_token_ids": [1, 2]},
+        event({"reasoning_content": "think"}, token_ids=[3], logprobs=logprobs(-0.5)),
+        event({"content": "I "}, token_ids=[4], logprobs=logprobs(-0.25)),
+        event({"content": "do"}, token_ids=[5, 6], logprobs=logprobs(-1.0, -2.0)),
+        event({}, token_ids=[7], logprobs=logprobs(-3.0)),
+        event(call(0, name="bash", arguments="")),
+        event(call(0, arguments='{"a":')),
+        event(call(1, name="other", arguments="{}")),
+        event(call(0, arguments=" 1}")),
+        event({}, "tool_calls", weight_versions=[{"version": "4", "start": 0, "end": 5}]),
+        {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 5, "details": None}},
+    ]
+    async with upstream(Answer(events=events), pages=PAGES) as (url, server):
+        chunks = await chat(url)
+    assert [(chunk.text, chunk.reasoning) for chunk in chunks[:-1]] == [("", "think"), ("I ", ""), ("do", "")]
+    last = chunks[-1]
+    assert last.reply == Message(
+        role=Role.ASSISTANT,
+        content="I do",
+        reasoning="think",
+        tool_calls=(ToolCall("call0", "bash", '{"a": 1}'), ToolCall("call1", "other", "{}")),
+    )
+    assert last.finish is FinishReason.STOP
+    assert (last.prompt_ids, last.output_ids) == ([1, 2], [3, 4, 5, 6, 7])
+    assert last.logprobs == [-0.5, -0.25, -1.0, -2.0, -3.0]
+    assert last.versions == (VersionSpan(4, 0, 5),)
+    assert last.usage == {"prompt_tokens": 2, "completion_tokens": 5}
+    path, body = server.posts[0]
+    assert path == "/v1/chat/completions"
+    assert body["messages"][1]["tool_calls"][0]["function"] == {"name": "bash", "arguments": '{"x":  1}'}
+    assert body["messages"][1]["reasoning_content"] == "hm"
+    assert body["messages"][2] == {"role": "tool", "content": "out", "tool_call_id": "c1"}
+    assert body["tools"] == [TOOL]
+    assert (body["return_token_ids"], body["logprobs"], body["top_k"], body["seed"]) == (True, True, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [{"token_ids": None}, {"logprobs": None}],
+    ids=["no ids", "no log-probabilities"],
+)
+async def test_a_reply_without_ids_or_logprobs_is_text(missing: dict[str, Any]) -> None:
+    choice = {"token_ids": [3], "logprobs": logprobs(-0.5)} | missing
+    events = [event({"content": "yes"}, "stop", **choice) | {"prompt_token_ids": [1]}]
+    async with upstream(Answer(events=events), pages=PAGES) as (url, _):
+        last = (await chat(url))[-1]
+    assert last.output_ids is None
+    assert last.logprobs is None
+    assert last.reply == Message(role=Role.ASSISTANT, content="yes")
+
+
+async def test_a_text_server_is_asked_for_nothing_unusual() -> None:
+    events = [event({"content": "yes"}, "length", token_ids=[3], logprobs=logprobs(-1.0)) | {"prompt_token_ids": [1]}]
+    async with upstream(Answer(events=events), pages=PAGES) as (url, server):
+        last = (await chat(url, ids=False))[-1]
+    assert last.output_ids is None
+    assert last.finish is FinishReason.LENGTH
+    body = server.posts[0][1]
+    assert set(body) == {
+        *("model", "messages", "max_tokens", "temperature", "top_p", "stream", "stream_options", "tools", "stop"),
+        "seed",
+    }
+    assert "reasoning_content" not in body["messages"][1]
+
+
+@pytest.mark.parametrize("values", [(-0.5,), (-0.5, -9999.0), (-0.5, -1.0, -1.0)])
+async def test_logprobs_must_match_the_ids(values: tuple[float, ...]) -> None:
+    events = [event({"content": "x"}, "stop", token_ids=[3, 4], logprobs=logprobs(*values)) | {"prompt_token_ids": [1]}]
+    async with upstream(Answer(events=events), pages=PAGES) as (url, _):
+        with pytest.raises(EngineError, match="log-probabilities for 2"):
+            await chat(url)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (Answer(503), EngineUnavailable),
+        (Answer(400), EngineRejected),
+        (Answer(events=[event({"content": "x"})]), EngineUnavailable),
+        (Answer(events=[event({"content": "x"})], cut=True), EngineUnavailable),
+        (Answer(events=[event({}, "content_filter")]), EngineError),
+        (Answer(events=[{"error": {"message": "asked 99 of 64", "code": 400}}]), ContextOverflow),
+    ],
+)
+async def test_failures_are_typed(answer: Answer, expected: type[EngineError]) -> None:
+    async with upstream(answer, pages=PAGES) as (url, _):
+        with pytest.raises(expected):
+            await chat(url)
+
+
+def test_the_mode_says_what_is_asked_for() -> None:
+    capture = OpenAIEngine(EngineOptions(name="e", url="http://h"))
+    text = OpenAIEngine(EngineOptions(name="e", url="http://h", options={"ids": False}))
+    assert (capture.mode, capture.logprob_kind) == (TokenMode.CAPTURE, LogprobKind.RAW)
+    assert (text.mode, text.logprob_kind) == (TokenMode.TEXT, LogprobKind.NONE)

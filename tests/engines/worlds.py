@@ -1,0 +1,98 @@
+"""The scripted engine in the worlds it is tested in: by itself, and behind each protocol it is served in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from engines.contract import Factory, Rig
+from outrider.engines.backoff import Backoff
+from outrider.engines.base import Engine, EngineOptions, GenerateRequest
+from outrider.engines.http import RetryPolicy
+from outrider.engines.scripted import ScriptedEngine, scripted_logprob
+from outrider.engines.serve import ServeSettings, engine_app, serving
+from outrider.engines.sglang import SGLangEngine
+from outrider.engines.vllm import VLLMEngine
+from outrider.tokens.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 512
+REPLY = (
+    "First the file is written, then é is run.\n<tool_call>\n"
+    '{"name": "locate", "arguments": {"item": "maple"}}\n</tool_call><|im_end|>'
+)
+STALL = 3
+HASTY = RetryPolicy(attempts=2, backoff=Backoff(first=0.0, longest=0.0))
+
+World = Literal["direct", "vllm", "vllm-0.31", "vllm-completions", "sglang", "sglang-incremental"]
+
+SETTINGS: dict[World, tuple[Literal["vllm", "sglang"], dict[str, Any]]] = {
+    "vllm": ("vllm", {}),
+    "vllm-0.31": ("vllm", {"text_token_ids": True}),
+    "vllm-completions": ("vllm", {"generate_route": False}),
+    "sglang": ("sglang", {}),
+    "sglang-incremental": ("sglang", {"incremental": True}),
+}
+ADAPTERS: dict[str, type[VLLMEngine] | type[SGLangEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
+
+
+def scripted(folder: Path, name: str = "scripted", **options: Any) -> ScriptedEngine:
+    options = {"replies": [REPLY], "context_tokens": CONTEXT_TOKENS} | options
+    return ScriptedEngine(EngineOptions(name=name, tokenizer=str(folder), options=options))
+
+
+def factory_of(world: World, folder: Path) -> Factory:
+    """A contract factory; `folder` holds a tokenizer.json."""
+
+    @asynccontextmanager
+    async def factory(*, slow: bool = False) -> AsyncGenerator[Rig, None]:
+        replies = [{"reply": REPLY, "stall": STALL}] if slow else [REPLY]
+        fake = scripted(folder, replies=replies)
+        async with reached(world, fake, folder) as engine:
+            yield _rig(engine, fake, Tokenizer.load(folder))
+
+    return factory
+
+
+@asynccontextmanager
+async def reached(world: World, fake: ScriptedEngine, folder: Path) -> AsyncGenerator[Engine, None]:
+    """The engine through which the fake is reached in this world, started."""
+    if world == "direct":
+        yield fake
+        return
+    protocol, settings = SETTINGS[world]
+    app = engine_app(fake, protocol, ServeSettings(tokenizer=Tokenizer.load(folder), **settings))
+    async with serving(app) as url:
+        engine = ADAPTERS[protocol](EngineOptions(name=world, url=url), retry=HASTY)
+        await engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+def _rig(engine: Engine, fake: ScriptedEngine, tokenizer: Tokenizer) -> Rig:
+    ids = tokenizer.encode(REPLY)
+
+    def oracle(request: GenerateRequest) -> tuple[list[int], list[float]]:
+        start = len(request.input_ids)
+        return ids, [scripted_logprob(start + offset, token_id) for offset, token_id in enumerate(ids)]
+
+    async def aborted() -> None:
+        await fake.abort_seen.wait()
+
+    return Rig(
+        engine=engine,
+        prompt=np.array(tokenizer.encode("<|im_start|>user\nWhere is it?<|im_end|>\n"), dtype=np.int32),
+        max_tokens=200,
+        context_tokens=CONTEXT_TOKENS,
+        decode=tokenizer.decode,
+        encode=tokenizer.encode,
+        aborted=aborted,
+        kill=fake.kill,
+        finish=fake.release,
+        oracle=oracle,
+    )

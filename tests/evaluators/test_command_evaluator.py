@@ -1,0 +1,78 @@
+import pytest
+
+from outrider.errors import EvaluatorError
+from outrider.evaluators.factory import make_evaluator
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+
+@pytest.fixture
+def grade(outcome):
+    async def of(run: str, seconds: float = 20) -> Verdict:
+        spec = EvaluatorSpec(run=run, seconds=seconds)
+        return await make_evaluator(spec).evaluate(outcome(spec))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("run", "reward"),
+    [
+        ("true", 1.0),
+        ("exit 1", 0.0),
+        ("test -f out.txt", 1.0),
+        ("test -f nothing.txt", 0.0),
+        ('echo 0.25 > "$OUTRIDER_VERDICT"', 0.25),
+        ('echo 0.25 > "$OUTRIDER_VERDICT"; exit 1', 0.25),
+        ('printf %s -3 > "$OUTRIDER_VERDICT"; echo noise; echo noise >&2', -3.0),
+        ("cat", 1.0),
+    ],
+)
+async def test_exit_codes_and_written_numbers(grade, sandbox, run, reward):
+    await sandbox.write("out.txt", b"")
+    assert await grade(run) == Verdict(reward=reward)
+
+
+async def test_a_json_verdict(grade):
+    verdict = await grade(
+        """echo '{"reward": 0.5, "metrics": {"passed": 2}, "reason": "half"}' > "$OUTRIDER_VERDICT" """
+    )
+    assert verdict == Verdict(reward=0.5, metrics={"passed": 2.0}, reason="half")
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("echo why >&2; exit 2", "exited with code 2"),
+        ("echo why; no-such-program", "exited with code 127"),
+        ('echo why; echo 1 > "$OUTRIDER_VERDICT"; exit 3', "exited with code 3"),
+        ("echo why; kill -9 $$", "exited with code 137"),
+        ('echo why; echo NaN > "$OUTRIDER_VERDICT"', "NaN is not a number"),
+        ('echo why; echo 1e999 > "$OUTRIDER_VERDICT"', "must be finite"),
+        ('echo why; echo true > "$OUTRIDER_VERDICT"', "must be a number, not bool"),
+        ('echo why; echo passed > "$OUTRIDER_VERDICT"', "neither a number nor JSON"),
+        ('echo why; false > "$OUTRIDER_VERDICT"', "the verdict is empty"),
+        ('echo why; head -c 2000000 /dev/zero > "$OUTRIDER_VERDICT"', "larger than"),
+    ],
+)
+async def test_a_grader_that_fails_is_an_error_with_its_output(grade, run, message):
+    with pytest.raises(EvaluatorError, match=message) as caught:
+        await grade(run)
+    assert "why" in (caught.value.log_tail or "")
+
+
+async def test_a_grader_that_hangs_is_an_error(grade):
+    with pytest.raises(EvaluatorError, match=r"did not end within 0\.3 s"):
+        await grade("sleep 60", seconds=0.3)
+
+
+async def test_the_verdict_file_is_fresh_and_outside_of_the_working_directory(grade, sandbox):
+    run = 'test ! -e "$OUTRIDER_VERDICT" && case "$OUTRIDER_VERDICT" in "$PWD"*) exit 9;; esac'
+    run += '; echo "$OUTRIDER_VERDICT" >> paths'
+    await grade(run)
+    await grade(run)
+    first, second = (await sandbox.read("paths")).split()
+    assert first != second
+    for path in (first, second):
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read(path.decode())

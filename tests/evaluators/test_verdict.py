@@ -1,0 +1,59 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from outrider.evaluators.verdict import parse_verdict, read_verdict
+from outrider.trajectory import Verdict
+
+
+@pytest.mark.parametrize("value", [0.5, Fraction(1, 2), np.float32(0.5), {"reward": 0.5}, Verdict(reward=0.5)])
+def test_numbers_of_any_kind(value):
+    assert read_verdict(value) == Verdict(reward=0.5)
+
+
+def test_a_whole_verdict():
+    verdict = read_verdict({"reward": 1, "metrics": {"passed": 3}, "reason": "3 of 4"})
+    assert verdict == Verdict(reward=1.0, metrics={"passed": 3.0}, reason="3 of 4")
+    assert type(verdict.reward) is float
+    assert parse_verdict(b' {"reward": -2e3, "metrics": null, "reason": null}\n') == Verdict(reward=-2000.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        None,
+        "1.0",
+        [1.0],
+        float("nan"),
+        float("-inf"),
+        10**400,
+        1 + 0j,
+        np.bool_(True),
+        {},
+        {"reward": None},
+        {"reward": False},
+        {"reward": 1, "score": 2},
+        {"reward": 1, "metrics": {"a": float("nan")}},
+        {"reward": 1, "metrics": {"a": True}},
+        {"reward": 1, "metrics": [1]},
+        {"reward": 1, "metrics": {1: 1}},
+        {"reward": 1, "reason": 3},
+        Verdict(reward=float("inf")),
+        Verdict(reward=True),
+        Verdict(reward=0.0, metrics={"a": float("inf")}),
+    ],
+)
+def test_what_is_no_verdict_is_refused(value):
+    with pytest.raises(ValueError, match=r"."):
+        read_verdict(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b" \n", b"NaN", b"-Infinity", b"1e999", b"true", b"pass", b"1 2", b"\xff", b"9" * 5000, b"[" * 100_000],
+)
+def test_text_that_is_no_verdict_is_refused(text):
+    with pytest.raises(ValueError, match=r"."):
+        parse_verdict(text)

@@ -1,0 +1,73 @@
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from outrider.harnesses.base import Endpoint, HarnessContext
+from outrider.messages import Message, Role, ToolCall
+from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.runtimes.process import ProcessRuntime
+from outrider.spec import EvaluatorSpec, HarnessSpec, Limits, RuntimeSpec, TaskSpec
+
+ENDPOINT = Endpoint(base_url="http://127.0.0.1:9/s/key-1", api_key="key-1", model="policy")
+
+
+class ScriptedModel:
+    """Gives its replies one by one, and keeps what it was asked."""
+
+    def __init__(self, *replies: Message | Exception) -> None:
+        self.replies = list(replies)
+        self.asked: list[list[Message]] = []
+        self.tools: list[list[str]] = []
+
+    async def chat(self, messages, *, tools=(), max_tokens=None, stop=()) -> Message:
+        self.asked.append(list(messages))
+        self.tools.append([tool["function"]["name"] for tool in tools])
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+def says(text: str) -> Message:
+    return Message(role=Role.ASSISTANT, content=text)
+
+
+def calls(*pairs: tuple[str, str]) -> Message:
+    made = tuple(ToolCall(f"call_{index}", name, arguments) for index, (name, arguments) in enumerate(pairs))
+    return Message(role=Role.ASSISTANT, tool_calls=made)
+
+
+def results(messages: Sequence[Message]) -> list[str]:
+    return [message.content for message in messages if message.role is Role.TOOL]
+
+
+def context(runtime: Runtime, harness: HarnessSpec, *replies: Message | Exception, **task) -> HarnessContext:
+    spec = TaskSpec(
+        instruction=task.pop("instruction", "do it"),
+        harness=harness,
+        evaluator=EvaluatorSpec(run="true"),
+        limits=Limits(agent_seconds=30),
+    )
+    return HarnessContext(task=spec, runtime=runtime, endpoint=ENDPOINT, model=ScriptedModel(*replies))
+
+
+@pytest.fixture
+async def sandbox(tmp_path: Path) -> AsyncIterator[ProcessRuntime]:
+    directory = tmp_path / "sandbox"
+    directory.mkdir()
+    runtime = ProcessRuntime.create(
+        RuntimeSpec(kind="process"),
+        SandboxContext(
+            session_id="session-1",
+            attempt=1,
+            directory=directory,
+            gateway_url="http://127.0.0.1:9",
+            gateway_socket=tmp_path / "gateway.sock",
+        ),
+    )
+    await runtime.start()
+    try:
+        yield runtime
+    finally:
+        await runtime.stop()

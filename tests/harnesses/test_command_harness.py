@@ -1,0 +1,131 @@
+import json
+
+import pytest
+
+from outrider.errors import HarnessError, HarnessUnavailable, InvalidField
+from outrider.harnesses.command import MAX_INSTRUCTION, CommandHarness
+from outrider.harnesses.factory import make_harness
+from outrider.harnesses.presets import ConfigFile, Option, Preset
+from outrider.spec import HarnessSpec
+
+from .conftest import context
+
+
+async def outcome_of(sandbox, spec, **task):
+    harness, given = make_harness(spec), context(sandbox, spec, **task)
+    await harness.install(given)
+    return await harness.run(given)
+
+
+async def test_the_words_are_filled_into_command_and_environment(sandbox):
+    spec = HarnessSpec(
+        command=[
+            "bash",
+            "-c",
+            'printf "%s|" "$@" "$MINE"',
+            "x",
+            "{base_url}/v1",
+            "{model}",
+            "{instruction}",
+            "{option.a}",
+        ],
+        env={"MINE": "<{api_key}>"},
+        options={"a": 3},
+    )
+    outcome = await outcome_of(sandbox, spec, instruction="say {model}")
+    assert outcome.log_tail == "http://127.0.0.1:9/s/key-1/v1|policy|say {model}|3|<key-1>|"
+    assert outcome.answer is None
+
+
+async def test_every_vendors_variables_point_at_the_session(sandbox):
+    outcome = await outcome_of(sandbox, HarnessSpec(command=["env"]), instruction="two\nlines")
+    base = "http://127.0.0.1:9/s/key-1"
+    for line in (
+        f"OPENAI_BASE_URL={base}/v1",
+        f"OPENAI_API_BASE={base}/v1",
+        "OPENAI_API_KEY=key-1",
+        f"ANTHROPIC_BASE_URL={base}",
+        "ANTHROPIC_API_KEY=key-1",
+        f"GOOGLE_GEMINI_BASE_URL={base}",
+        "GEMINI_API_KEY=key-1",
+        f"OUTRIDER_BASE_URL={base}",
+        "OUTRIDER_API_KEY=key-1",
+        "OUTRIDER_MODEL=policy",
+        "OUTRIDER_INSTRUCTION=two\nlines",
+    ):
+        assert f"{line}\n" in outcome.log_tail + "\n"
+
+
+async def test_the_shell_preset(sandbox):
+    script = 'echo "$OUTRIDER_INSTRUCTION to {model}" > out.txt; cat; echo \'{"a": {"b": 1}}\''
+    spec = HarnessSpec(preset="shell", options={"script": script})
+    outcome = await outcome_of(sandbox, spec, instruction="say {api_key}")
+    assert await sandbox.read("out.txt") == b"say {api_key} to policy\n"
+    assert outcome.log_tail == '{"a": {"b": 1}}'
+
+
+async def test_a_program_that_fails_is_an_error_with_the_end_of_its_output(sandbox):
+    script = "head -c 100000 /dev/zero | tr '\\0' x; echo; echo the end; echo the reason >&2; exit 3"
+    with pytest.raises(HarnessError, match=r"shell exited with code 3") as caught:
+        await outcome_of(sandbox, HarnessSpec(preset="shell", options={"script": script}))
+    tail = caught.value.log_tail or ""
+    assert tail.endswith("xxx\nthe end\nthe reason")
+    assert len(tail) <= 4097
+
+
+async def test_a_program_that_is_killed_is_an_error(sandbox):
+    with pytest.raises(HarnessError, match="was killed by signal 9"):
+        await outcome_of(sandbox, HarnessSpec(command=["bash", "-c", "kill -9 $$"]))
+
+
+async def test_config_files_are_written_into_home_with_the_words_escaped(sandbox):
+    preset = Preset(
+        name="p",
+        summary="s",
+        command=("bash", "-c", 'cat "$HOME/.p/config.json"'),
+        files=(ConfigFile(path=".p/config.json", text='{"key": "{option.a}", "url": "{base_url}"}'),),
+        options={"a": Option(type="string")},
+        answer="stdout",
+    )
+    harness = CommandHarness(preset, {"a": 'quote " and {model}'}, {})
+    given = context(sandbox, HarnessSpec(command=["unused"]))
+    await harness.install(given)
+    outcome = await harness.run(given)
+    assert json.loads(outcome.answer) == {"key": 'quote " and {model}', "url": "http://127.0.0.1:9/s/key-1"}
+
+
+async def test_the_tasks_variables_win_over_the_presets(sandbox):
+    preset = Preset(name="p", summary="s", command=("bash", "-c", "echo $A $B"), env={"A": "1", "B": "1"})
+    given = context(sandbox, HarnessSpec(command=["unused"]))
+    assert (await CommandHarness(preset, {}, {"B": "2"}).run(given)).log_tail == "1 2"
+
+
+@pytest.mark.parametrize("instruction", ["a\0b", "é" * (MAX_INSTRUCTION // 2 + 1)])
+async def test_an_instruction_that_no_program_can_be_given(sandbox, instruction):
+    with pytest.raises(InvalidField) as caught:
+        await outcome_of(sandbox, HarnessSpec(command=["true"]), instruction=instruction)
+    assert caught.value.field == "task.instruction"
+
+
+async def test_the_longest_instruction_reaches_the_program(sandbox):
+    spec = HarnessSpec(command=["bash", "-c", 'printf %s "$1$OUTRIDER_INSTRUCTION" | wc -c', "x", "{instruction}"])
+    outcome = await outcome_of(sandbox, spec, instruction="x" * MAX_INSTRUCTION)
+    assert int(outcome.log_tail) == 2 * MAX_INSTRUCTION
+
+
+async def test_a_program_that_is_not_installed_is_said_so_before_anything_starts(sandbox, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "empty"))
+    spec = HarnessSpec(preset="pi")
+    harness = make_harness(spec)
+    found = harness.available()
+    assert not found.ok
+    assert found.hint == "run: outrider harness install pi"
+    assert harness.mounts() == ()
+    with pytest.raises(HarnessUnavailable, match="is not installed on this node"):
+        await harness.install(context(sandbox, spec))
+
+
+def test_a_command_of_the_tasks_own_is_always_available():
+    harness = make_harness(HarnessSpec(command=["true"]))
+    assert harness.available().ok
+    assert harness.mounts() == ()

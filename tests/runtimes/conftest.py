@@ -1,0 +1,26 @@
+"""Fixtures of the runtime tests."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from .world import World
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: a Unix socket's is at most 107 bytes long."""
+    with tempfile.TemporaryDirectory(prefix="or-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+async def world(folder: Path) -> AsyncIterator[World]:
+    here = World(folder)
+    yield here
+    for runtime in here.made:
+        await runtime.stop()

@@ -1,0 +1,369 @@
+"""What every runtime does, on all of them. `real` tests need real processes, so the fake is not asked."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import MAX_OUTPUT, Runtime
+
+from .world import World
+
+ALL = ("process", "namespace", "memory")
+REAL = ("process", "namespace")
+
+
+@pytest.fixture(params=ALL)
+async def sandbox(request: pytest.FixtureRequest, world: World) -> Runtime:
+    return await world.start(request.param, env={"COLOUR": "blue"})
+
+
+@pytest.fixture(params=REAL)
+async def real(request: pytest.FixtureRequest, world: World) -> Runtime:
+    return await world.start(request.param, env={"COLOUR": "blue"})
+
+
+async def text(sandbox: Runtime, command: str, **options: object) -> str:
+    result = await sandbox.exec(command, seconds=10, **options)  # type: ignore[arg-type]
+    return result.stdout.decode()
+
+
+async def alive(sandbox: Runtime, needle: str) -> bool:
+    """Whether a process whose command line holds `needle` lives, as seen from inside."""
+    probe = (
+        "import glob,sys\n"
+        "for p in glob.glob('/proc/[0-9]*/cmdline'):\n"
+        "  try: c=open(p,'rb').read().split(b'\\0')\n"
+        "  except OSError: continue\n"
+        f"  if c[:2]==[b'sleep',b'{needle}']: sys.exit(0)\n"
+        "sys.exit(1)"
+    )
+    return (await sandbox.exec(["python3", "-c", probe], seconds=10)).exit_code == 0
+
+
+async def test_exit_code_and_streams(sandbox: Runtime) -> None:
+    result = await sandbox.exec("echo out; echo err >&2; exit 7", seconds=10)
+    assert (result.exit_code, result.stdout, result.stderr) == (7, b"out\n", b"err\n")
+    assert not result.timed_out
+    assert result.seconds > 0
+
+
+async def test_a_sequence_is_not_parsed_by_a_shell(sandbox: Runtime) -> None:
+    result = await sandbox.exec(["echo", "$COLOUR; exit 3"], seconds=10)
+    assert (result.exit_code, result.stdout) == (0, b"$COLOUR; exit 3\n")
+
+
+async def test_unknown_command_is_127(sandbox: Runtime) -> None:
+    by_shell = await sandbox.exec("no-such-program-x", seconds=10)
+    direct = await sandbox.exec(["no-such-program-x"], seconds=10)
+    assert by_shell.exit_code == direct.exit_code == 127
+    assert b"no-such-program-x" in direct.stderr
+
+
+async def test_environment(sandbox: Runtime) -> None:
+    assert await text(sandbox, "echo $COLOUR $SIZE", env={"SIZE": "big"}) == "blue big\n"
+    assert await text(sandbox, "echo $COLOUR", env={"COLOUR": "red"}) == "red\n"
+
+
+async def test_working_directory(sandbox: Runtime) -> None:
+    await sandbox.exec("mkdir -p a/b", seconds=10)
+    await sandbox.exec("echo here > mark", cwd="a/b", seconds=10)
+    assert await sandbox.read("a/b/mark") == b"here\n"
+    assert await sandbox.read("/work/a/b/mark") == b"here\n"
+    assert await text(sandbox, "cat mark", cwd="/work/a/b") == "here\n"
+    assert (await sandbox.exec("true", cwd="missing", seconds=10)).exit_code == 127
+
+
+async def test_stdin_reaches_the_command_and_ends(sandbox: Runtime) -> None:
+    data = bytes(range(256)) * 1000
+    assert (await sandbox.exec("cat", stdin=data, seconds=10)).stdout == data
+    assert (await sandbox.exec("cat", seconds=10)).stdout == b""
+
+
+async def test_time_limit(sandbox: Runtime) -> None:
+    result = await sandbox.exec("sleep 30", seconds=0.1)
+    assert result.timed_out
+    assert result.exit_code is None
+    assert result.seconds < 5
+    assert await text(sandbox, "echo fine") == "fine\n"
+
+
+async def test_cancelled_exec_leaves_the_sandbox_usable(sandbox: Runtime) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await sandbox.exec("sleep 30", seconds=60)
+    assert await text(sandbox, "echo fine") == "fine\n"
+
+
+async def test_many_calls_at_once(sandbox: Runtime) -> None:
+    async with asyncio.TaskGroup() as group:
+        slow = group.create_task(sandbox.exec("sleep 0.2; echo slow", seconds=10))
+        quick = [group.create_task(sandbox.exec(f"echo {n}", seconds=10)) for n in range(8)]
+    assert [task.result().stdout for task in quick] == [b"%d\n" % n for n in range(8)]
+    assert slow.result().stdout == b"slow\n"
+
+
+async def test_missing_file_reads_like_cat_says(sandbox: Runtime) -> None:
+    result = await sandbox.exec("cat x", seconds=10)
+    assert (result.exit_code, result.stderr) == (1, b"cat: x: No such file or directory\n")
+
+
+async def test_write_makes_folders_and_replaces(sandbox: Runtime) -> None:
+    data = bytes(range(256))
+    await sandbox.write("new/folder/file", b"longer than what follows" * 100)
+    await sandbox.write("new/folder/file", data)
+    assert await sandbox.read("new/folder/file") == data
+    await sandbox.write("empty", b"")
+    assert await sandbox.read("empty") == b""
+
+
+async def test_read_says_what_is_wrong(sandbox: Runtime) -> None:
+    await sandbox.write("folder/file", b"12345")
+    with pytest.raises(FileNotFoundError):
+        await sandbox.read("missing")
+    with pytest.raises(IsADirectoryError):
+        await sandbox.read("folder")
+    assert await sandbox.read("folder/file", limit=5) == b"12345"
+    with pytest.raises(RuntimeFailure, match="larger"):
+        await sandbox.read("folder/file", limit=4)
+
+
+async def test_writing_over_a_folder_fails(sandbox: Runtime) -> None:
+    await sandbox.write("folder/file", b"")
+    with pytest.raises(RuntimeFailure):
+        await sandbox.write("folder", b"")
+
+
+async def test_upload_of_a_file_and_of_a_tree(sandbox: Runtime, tmp_path: Path) -> None:
+    (tmp_path / "tree/deep").mkdir(parents=True)
+    (tmp_path / "tree/deep/data").write_bytes(b"\0\xff")
+    (tmp_path / "tree/link").symlink_to("deep/data")
+    await sandbox.upload(tmp_path / "tree/deep/data", "one")
+    await sandbox.upload(tmp_path / "tree", "all")
+    assert await sandbox.read("one") == b"\0\xff"
+    assert await sandbox.read("all/deep/data") == b"\0\xff"
+    assert await sandbox.read("all/link") == b"\0\xff"
+
+
+async def test_upload_refuses_links_that_leave(sandbox: Runtime, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/up").symlink_to("../secret")
+    (tmp_path / "itself").symlink_to("secret")
+    for source in ("tree", "itself", "missing"):
+        with pytest.raises(RuntimeFailure, match="cannot upload"):
+            await sandbox.upload(tmp_path / source, "x")
+
+
+async def test_snapshot(sandbox: Runtime) -> None:
+    await sandbox.write("out/a.bin", b"\1\2")
+    await sandbox.write("out/sub/b.txt", b"b")
+    data = await sandbox.snapshot(["out", "/work/out/a.bin", "not-there", "out/../out/sub"])
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        files = {m.name: archive.extractfile(m).read() for m in archive if m.isreg()}  # type: ignore[union-attr]
+    assert files == {"work/out/a.bin": b"\1\2", "work/out/sub/b.txt": b"b"}
+
+
+async def test_shell_keeps_its_state(sandbox: Runtime) -> None:
+    shell = await sandbox.open_shell()
+    assert (await shell.run("mkdir d; cd d; export X='a b'; Y=2", seconds=10)).exit_code == 0
+    result = await shell.run('echo "$X" $Y; pwd', seconds=10)
+    assert result.output.splitlines()[0] == "a b 2"
+    assert result.output.splitlines()[1].endswith("/work/d")
+    failed = await shell.run("cat nothing", seconds=10)
+    assert (failed.exit_code, failed.output) == (1, "cat: nothing: No such file or directory\n")
+    assert (await shell.run("echo $?", seconds=10)).output == "1\n"
+    await shell.close()
+    with pytest.raises(RuntimeFailure):
+        await shell.run("true", seconds=10)
+
+
+async def test_shell_survives_bad_syntax_and_time_limits(sandbox: Runtime) -> None:
+    shell = await sandbox.open_shell()
+    await shell.run("X=kept", seconds=10)
+    assert (await shell.run("echo 'open", seconds=10)).exit_code == 2
+    late = await shell.run("echo before; sleep 30; echo after", seconds=0.2)
+    assert late.timed_out
+    assert late.exit_code is None
+    assert late.output.splitlines()[0] == "before"
+    assert "after" not in late.output
+    assert (await shell.run("echo $X", seconds=10)).output == "kept\n"
+
+
+async def test_shell_that_exits_is_gone(sandbox: Runtime) -> None:
+    shell = await sandbox.open_shell()
+    assert (await shell.run("exit 4", seconds=10)).exit_code == 4
+    with pytest.raises(RuntimeFailure):
+        await shell.run("true", seconds=10)
+
+
+async def test_python_shell(sandbox: Runtime) -> None:
+    shell = await sandbox.open_shell("python")
+    assert (await shell.run("x = 20\nprint('hi')\nx + 1", seconds=10)).output == "hi\n21\n"
+    failed = await shell.run("def f():\n    return 1 / 0\nf()", seconds=10)
+    assert failed.exit_code == 1
+    assert "ZeroDivisionError" in failed.output
+    assert (await shell.run("while True: pass", seconds=0.3)).timed_out
+    assert (await shell.run("x", seconds=10)).output == "20\n"
+    assert (await shell.run("if", seconds=10)).exit_code == 1
+
+
+async def test_stop_twice_and_calls_afterwards(sandbox: Runtime) -> None:
+    shell = await sandbox.open_shell()
+    await sandbox.stop()
+    await sandbox.stop()
+    for call in (sandbox.exec("true", seconds=1), sandbox.read("x"), shell.run("true", seconds=1), sandbox.start()):
+        with pytest.raises(RuntimeFailure):
+            await call
+
+
+async def test_stop_while_a_command_runs(sandbox: Runtime) -> None:
+    async def run() -> None:
+        with pytest.raises(RuntimeFailure):
+            await sandbox.exec("sleep 30", seconds=60)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        group.create_task(run())
+        await sandbox.exec("true", seconds=10)
+        await sandbox.stop()
+
+
+async def test_stop_without_start(world: World) -> None:
+    for kind in ALL:
+        runtime = world.create(kind)
+        await runtime.stop()
+        with pytest.raises(RuntimeFailure):
+            await runtime.start()
+
+
+async def test_stop_survives_cancellation(world: World) -> None:
+    for kind in REAL:
+        runtime = await world.start(kind)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(runtime.stop())
+            await asyncio.sleep(0)
+            task.cancel()
+        with pytest.raises(RuntimeFailure):
+            await runtime.exec("true", seconds=1)
+
+
+# Real processes only.
+
+
+async def test_signals(real: Runtime) -> None:
+    assert (await real.exec("kill -TERM $$", seconds=10)).exit_code == 128 + 15
+    assert (await real.exec(["sleep", "x"], seconds=10)).exit_code == 1
+
+
+async def test_clean_environment(real: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_SECRET", "s3cret")
+    assert "s3cret" not in await text(real, "env; cat /proc/self/environ")
+
+
+async def test_limit_kills_all_descendants(real: Runtime) -> None:
+    command = "sleep 3001 & setsid sleep 3001 & (setsid sleep 3001 &); (nohup setsid sleep 3001 & ) ; sleep 3001"
+    result = await real.exec(f"echo begun; {command}", seconds=0.3)
+    assert result.timed_out
+    assert result.stdout == b"begun\n"
+    assert not await alive(real, "3001")
+
+
+async def test_cancel_kills_all_descendants(real: Runtime) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await real.exec("(setsid sleep 3002 &); sleep 3002", seconds=60)
+    assert not await alive(real, "3002")
+
+
+async def test_background_child_does_not_hang_the_call(real: Runtime) -> None:
+    started = time.monotonic()
+    result = await real.exec("sleep 3003 & echo done", seconds=20)
+    assert (result.exit_code, result.stdout) == (0, b"done\n")
+    assert time.monotonic() - started < 10
+    assert await alive(real, "3003")
+
+
+async def test_huge_output_is_cut_in_the_middle(real: Runtime) -> None:
+    command = f"echo first; head -c {3 * MAX_OUTPUT} /dev/zero; echo last"
+    out = (await real.exec(command, seconds=30)).stdout
+    assert out.startswith(b"first\n")
+    assert out.endswith(b"last\n")
+    assert b"bytes cut" in out
+    assert len(out) < MAX_OUTPUT + 100
+
+
+async def test_large_files_travel_in_pieces(real: Runtime) -> None:
+    data = bytes(range(251)) * 40_000
+    await real.write("large", data)
+    assert await real.read("large", limit=len(data)) == data
+    await real.write("run", b"#!/bin/sh\necho ran\n", executable=True)
+    assert await text(real, "./run") == "ran\n"
+
+
+async def test_devices_and_pipes_are_not_read(real: Runtime) -> None:
+    await real.exec("mkfifo pipe", seconds=10)
+    for path in ("pipe", "/dev/zero"):
+        with pytest.raises(RuntimeFailure, match="regular"):
+            await real.read(path)
+
+
+async def test_shell_limit_kills_the_foreground_job_only(real: Runtime) -> None:
+    shell = await real.open_shell()
+    await shell.run("sleep 3004 &", seconds=10)
+    late = await shell.run("bash -c 'setsid sleep 3005 & sleep 3005; wait'", seconds=0.3)
+    assert late.timed_out
+    assert await alive(real, "3004")
+    assert not await alive(real, "3005")
+    assert (await shell.run("while :; do :; done", seconds=0.2)).timed_out
+    assert (await shell.run("echo fine", seconds=10)).output == "fine\n"
+    await shell.close()
+    assert not await alive(real, "3004")
+
+
+async def test_shell_that_ignores_interrupts_is_started_anew(real: Runtime) -> None:
+    shell = await real.open_shell()
+    late = await shell.run("X=lost; trap '' INT; while :; do sleep 1; done", seconds=0.1)
+    assert late.timed_out
+    assert "state is lost" in late.output
+    assert (await shell.run("echo .$X.", seconds=10)).output == "..\n"
+
+
+async def test_shell_takes_long_and_binary_text(real: Runtime) -> None:
+    shell = await real.open_shell()
+    long = "x" * 100_000
+    assert (await shell.run(f"echo {long}", seconds=20)).output == long + "\n"
+    assert (await shell.run("cat <<'END'\na 'quote' \\ \x1e é\nEND", seconds=10)).output == "a 'quote' \\ \x1e é\n"
+    assert (await shell.run("printf '\\377'", seconds=10)).output == "\ufffd"
+    assert (await shell.run("read line; echo $?", seconds=10)).output == "1\n"
+
+
+async def test_python_shell_interrupts_children_and_can_exit(real: Runtime) -> None:
+    shell = await real.open_shell("python")
+    late = await shell.run("import subprocess\nsubprocess.run(['sleep', '3006'])", seconds=0.5)
+    assert late.timed_out
+    assert "KeyboardInterrupt" in late.output
+    assert not await alive(real, "3006")
+    assert (await shell.run("exit(3)", seconds=10)).exit_code == 3
+    assert (await shell.run("import sys; print('e', file=sys.stderr); print('o')", seconds=10)).output == "e\no\n"
+
+
+async def test_cancelled_shell_input_is_interrupted(real: Runtime) -> None:
+    shell = await real.open_shell()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await shell.run("sleep 3007", seconds=60)
+    assert not await alive(real, "3007")
+    assert (await shell.run("echo fine", seconds=10)).output == "fine\n"
+
+
+async def test_snapshot_keeps_links_and_leaves_out_sockets(real: Runtime) -> None:
+    make = "import socket; s = socket.socket(socket.AF_UNIX); s.bind('d/sock')"
+    await real.exec(["bash", "-c", f'mkdir d; ln -s /etc/passwd d/link; python3 -c "{make}"'], seconds=10)
+    with tarfile.open(fileobj=io.BytesIO(await real.snapshot(["d"]))) as archive:
+        assert {m.name: m.type for m in archive} == {"work/d": tarfile.DIRTYPE, "work/d/link": tarfile.SYMTYPE}

@@ -1,0 +1,75 @@
+"""A tiny world for sandboxes: a private folder, a gateway on a Unix socket and a port, and runtimes made in it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.spec import RuntimeSpec
+
+KINDS = {
+    "process": "outrider.runtimes.process:ProcessRuntime",
+    "namespace": "outrider.runtimes.namespace:NamespaceRuntime",
+    "memory": "outrider.runtimes.memory:MemoryRuntime",
+}
+
+
+class World:
+    """Where sandboxes live. `made` are all that were created; the fixture stops them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = folder / "gateway.sock"
+        self.socket.touch()
+        self.url = "http://127.0.0.1:1"
+        self.made: list[Runtime] = []
+
+    def create(self, kind: str, **fields: Any) -> Runtime:
+        """A sandbox that has not started."""
+        module, name = KINDS[kind].split(":")
+        cls = getattr(importlib.import_module(module), name)
+        if not cls.available().ok:
+            pytest.skip(f"{kind}: {cls.available().detail}")
+        directory = self.folder / f"s{len(self.made)}"
+        directory.mkdir()
+        context = SandboxContext(
+            session_id=directory.name,
+            attempt=1,
+            directory=directory,
+            gateway_url=self.url,
+            gateway_socket=self.socket,
+            mounts=fields.pop("mounts", ()),
+        )
+        runtime: Runtime = cls.create(RuntimeSpec(kind=kind, **fields), context)
+        self.made.append(runtime)
+        return runtime
+
+    async def start(self, kind: str, **fields: Any) -> Runtime:
+        runtime = self.create(kind, **fields)
+        await runtime.start()
+        return runtime
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, handler: Callable[[web.Request], Any]) -> AsyncIterator[None]:
+        """Serve `handler` at every path, on the socket and on a port of this host."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        self.socket.unlink()
+        await web.UnixSite(runner, str(self.socket)).start()
+        port = web.TCPSite(runner, "127.0.0.1", 0)
+        await port.start()
+        assert port._server is not None
+        self.url = f"http://127.0.0.1:{port._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            await runner.cleanup()

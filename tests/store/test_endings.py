@@ -1,0 +1,142 @@
+"""What a store promises about the end of sessions and groups, cancelled ones too."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from outrider.errors import Conflict
+from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.store.base import Delivery, EventKind, Store
+
+from .conftest import NOW
+from .world import FAILURE, STARTED, advance, group_row, kinds, result, start, submit, turn
+
+
+async def test_the_last_session_ends_its_group(store: Store) -> None:
+    await submit(store, group_row(callback_url="http://c/"))
+    await start(store, "g.0")
+    first = result("g.0", 1, reward=0.5)
+    assert await store.finish("g.0", 1, first) is False
+    assert (await store.group("g")).state is GroupState.ACTIVE
+    assert await store.results(after=0, limit=10) == []
+    assert await store.deliveries(now=math.inf, limit=10) == []
+
+    await start(store, "g.1")
+    assert await store.finish("g.1", 1, result("g.1", 1)) is True
+    done = await store.group("g")
+    assert (done.state, done.finished, done.cursor, done.cancelled) == (GroupState.DONE, NOW, 1, False)
+    assert await store.results(after=0, limit=10) == [done]
+    assert (await store.session("g.0")).result == first
+    assert await store.deliveries(now=NOW, limit=10) == [Delivery(group_id="g", url="http://c/", tries=0, next_try=NOW)]
+    assert (await kinds(store))[-2:] == [EventKind.SESSION_DONE, EventKind.GROUP_DONE]
+
+
+async def test_a_result_is_read_back_whole_and_ends_the_lease(store: Store) -> None:
+    await submit(store, group_row(n=1))
+    await start(store, "g.0")
+    ended = msgspec.structs.replace(
+        result("g.0", 1, reason=StopReason.ERROR, reward=None), error=FAILURE, turns=4, samples=2
+    )
+    await store.finish("g.0", 1, ended)
+    row = await store.session("g.0")
+    assert (row.state, row.lease_until, row.result) == (SessionState.DONE, None, ended)
+    assert await store.recover(now=math.inf) == []
+
+
+@pytest.mark.parametrize("reached", range(len(STARTED)))
+async def test_a_session_can_end_in_every_started_state(store: Store, reached: int) -> None:
+    await submit(store, group_row(n=1))
+    await start(store, "g.0")
+    await advance(store, "g.0", 1, STARTED[1 : reached + 1])
+    assert await store.finish("g.0", 1, result("g.0", 1))
+
+
+async def test_a_queued_session_can_be_finished_and_is_not_queued_then(store: Store) -> None:
+    await submit(store, group_row(n=2))
+    await start(store, "g.0")
+    await store.requeue("g.0", 1, FAILURE)
+    with pytest.raises(Conflict):
+        await store.finish("g.0", 0, result("g.0", 0))
+    await store.finish("g.0", 1, result("g.0", 1, reason=StopReason.CANCELLED, reward=None))
+    assert [row.id for row in await store.queued(10)] == ["g.1"]
+    assert await store.finish("g.1", 0, result("g.1", 0))
+    assert await store.queued(10) == []
+
+
+async def test_cursors_order_groups_by_their_end(store: Store) -> None:
+    for name in "abc":
+        await submit(store, group_row(name, n=1))
+    for name in "bca":
+        await store.finish(f"{name}.0", 0, result(f"{name}.0", 0))
+    ended = await store.results(after=0, limit=10)
+    assert [(group.id, group.cursor) for group in ended] == [("b", 1), ("c", 2), ("a", 3)]
+    assert await store.results(after=1, limit=1) == ended[1:2]
+    assert await store.results(after=3, limit=10) == []
+
+
+async def test_a_cancelled_group_leaves_the_queue_at_once(store: Store) -> None:
+    await submit(store, group_row(n=3))
+    await start(store, "g.0")
+    await store.finish("g.1", 0, result("g.1", 0))
+    left = await store.cancel_group("g")
+    assert [(row.id, row.state) for row in left] == [
+        ("g.0", SessionState.INITIALIZING),
+        ("g.2", SessionState.QUEUED),
+    ]
+    assert (await store.group("g")).cancelled
+    assert await store.queued(10) == []
+    with pytest.raises(Conflict, match="cancelled"):
+        await start(store, "g.2")
+
+
+async def test_a_cancelled_group_ends_when_its_sessions_are_finished(store: Store) -> None:
+    await submit(store, group_row(n=2))
+    await start(store, "g.0")
+    left = await store.cancel_group("g")
+    ends = [
+        await store.finish(row.id, row.attempt, result(row.id, row.attempt, reason=StopReason.CANCELLED))
+        for row in left
+    ]
+    assert ends == [False, True]
+    group = await store.group("g")
+    assert (group.state, group.cancelled, group.cursor) == (GroupState.DONE, True, 1)
+    assert (await store.events(after=0, limit=100))[-1].data == {"cursor": 1, "cancelled": True}
+
+
+async def test_sessions_of_a_cancelled_group_never_come_back_to_the_queue(store: Store) -> None:
+    await submit(store, group_row(n=2))
+    await start(store, "g.0")
+    await start(store, "g.1", lease_until=5.0)
+    await store.cancel_group("g")
+    await store.requeue("g.0", 1, FAILURE)
+    assert [row.id for row in await store.recover(now=6.0)] == ["g.1"]
+    assert await store.queued(10) == []
+    for index in (0, 1):
+        with pytest.raises(Conflict, match="cancelled"):
+            await start(store, f"g.{index}")
+    again = await store.cancel_group("g")
+    assert [(row.id, row.state, row.attempt) for row in again] == [
+        ("g.0", SessionState.QUEUED, 1),
+        ("g.1", SessionState.QUEUED, 1),
+    ]
+    assert (await kinds(store)).count(EventKind.GROUP_CANCELLED) == 1
+
+
+async def test_an_attempt_of_a_cancelled_group_may_still_finish_its_turn(store: Store) -> None:
+    await submit(store, group_row())
+    await start(store, "g.0")
+    await store.cancel_group("g")
+    await store.add_turn("g.0", 1, turn())
+    assert await store.turns("g.0") == [turn()]
+
+
+async def test_cancelling_a_done_group_changes_nothing(store: Store) -> None:
+    await submit(store, group_row(n=1))
+    await store.finish("g.0", 0, result("g.0", 0))
+    done, before = await store.group("g"), await kinds(store)
+    assert await store.cancel_group("g") == []
+    assert await store.group("g") == done
+    assert await kinds(store) == before

@@ -1,0 +1,106 @@
+"""What a store promises about submitting, reading and listing groups."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from outrider.errors import Conflict, NotFound
+from outrider.lifecycle import GroupState, SessionState
+from outrider.store.base import EventKind, Store
+
+from .world import FAILURE, group_row, kinds, result, start, submit, turn
+
+
+async def test_a_group_and_its_sessions_come_back_as_stored(store: Store) -> None:
+    group = group_row(n=3, spec=b'{"n":3,"x":"\xc3\xa9"}', priority=5, key="k", callback_url="http://c/")
+    assert await submit(store, group) == group
+    assert await store.group("g") == group
+    sessions = await store.sessions("g")
+    assert [row.id for row in sessions] == ["g.0", "g.1", "g.2"]
+    assert [row.sample_index for row in sessions] == [0, 1, 2]
+    first = await store.session("g.0")
+    assert first == sessions[0]
+    assert (first.state, first.attempt, first.priority, first.created) == (SessionState.QUEUED, 0, 5, 100.0)
+    assert first.node is first.lease_until is first.last_error is first.result is None
+
+
+async def test_a_new_group_is_active_whatever_its_row_says(store: Store) -> None:
+    row = msgspec.structs.replace(group_row(), state=GroupState.DONE, cancelled=True, finished=1.0, cursor=9)
+    assert await submit(store, row) == group_row()
+
+
+async def test_the_same_key_and_spec_return_the_first_group(store: Store) -> None:
+    first = await submit(store, group_row("a", key="k", spec=b"s"))
+    assert await submit(store, group_row("b", key="k", spec=b"s", created=200.0)) == first
+    assert [group.id for group in await store.groups()] == ["a"]
+    assert await kinds(store) == [EventKind.GROUP_CREATED]
+    with pytest.raises(NotFound):
+        await store.session("b.0")
+
+
+async def test_the_same_key_with_another_spec_is_a_conflict(store: Store) -> None:
+    await submit(store, group_row("a", key="k", spec=b"s"))
+    with pytest.raises(Conflict, match="group a") as caught:
+        await submit(store, group_row("b", key="k", spec=b"s "))
+    assert caught.value.field == "idempotency_key"
+
+
+async def test_groups_without_a_key_never_meet(store: Store) -> None:
+    await submit(store, group_row("a"))
+    await submit(store, group_row("b"))
+    assert len(await store.groups()) == 2
+
+
+async def test_simultaneous_submits_of_one_key_make_one_group(store: Store) -> None:
+    rows = await asyncio.gather(*(submit(store, group_row(f"g{n}", key="k")) for n in range(20)))
+    assert len({row.id for row in rows}) == 1
+    assert len(await store.groups()) == 1
+
+
+async def test_ids_are_used_once_and_a_refused_group_leaves_nothing(store: Store) -> None:
+    await submit(store, group_row("a"))
+    with pytest.raises(Conflict, match="'a'"):
+        await submit(store, group_row("a", n=1))
+    with pytest.raises(Conflict, match="session ids"):
+        await store.create_group(group_row("b"), ["b.0", "a.0"])
+    with pytest.raises(NotFound):
+        await store.group("b")
+    assert await kinds(store) == [EventKind.GROUP_CREATED]
+
+
+@pytest.mark.parametrize(("n", "ids"), [(2, ["x"]), (0, [])])
+async def test_a_group_has_as_many_sessions_as_it_says(store: Store, n: int, ids: list[str]) -> None:
+    with pytest.raises(ValueError, match="sessions"):
+        await store.create_group(group_row("g", n), ids)
+
+
+async def test_groups_are_listed_newest_first_and_by_state(store: Store) -> None:
+    for number in range(4):
+        await submit(store, group_row(f"g{number}", n=1, created=100.0 + number))
+    await store.finish("g1.0", 0, result("g1.0", 0))
+    assert [group.id for group in await store.groups()] == ["g3", "g2", "g1", "g0"]
+    assert [group.id for group in await store.groups(limit=2)] == ["g3", "g2"]
+    assert [group.id for group in await store.groups(state=GroupState.ACTIVE)] == ["g3", "g2", "g0"]
+    assert [group.id for group in await store.groups(state=GroupState.DONE)] == ["g1"]
+
+
+async def test_unknown_ids_are_not_found(store: Store) -> None:
+    for call in (
+        store.group("?"),
+        store.session("?"),
+        store.sessions("?"),
+        start(store, "?"),
+        store.set_state("?", 1, SessionState.READY),
+        store.add_turn("?", 1, turn()),
+        store.turns("?"),
+        store.requeue("?", 1, FAILURE),
+        store.finish("?", 1, result("?.0", 1)),
+        store.cancel_group("?"),
+        store.delivered("?"),
+        store.delivery_failed("?", next_try=1.0),
+    ):
+        with pytest.raises(NotFound, match="'\\?'"):
+            await call

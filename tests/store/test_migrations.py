@@ -1,0 +1,67 @@
+"""How a database comes to the newest schema, and when it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import ServiceError
+from outrider.store.migrations import MIGRATIONS
+from outrider.store.sql import SqlStore
+from outrider.store.sqlite import SqliteDatabase, sqlite_store
+
+from .world import group_row, submit
+
+NEXT = (*MIGRATIONS, ("ALTER TABLE groups ADD COLUMN colour TEXT", "CREATE TABLE extra (data {blob})"))
+BROKEN = (*MIGRATIONS, ("CREATE TABLE extra (data {blob})", "ALTER TABLE nowhere ADD COLUMN colour TEXT"))
+
+
+async def versions(path: Path) -> list[int]:
+    database = SqliteDatabase(path)
+    await database.open()
+    try:
+        found = await database.read(lambda tx: tx.fetch("SELECT version FROM migrations ORDER BY version"))
+        return [row[0] for row in found]
+    finally:
+        await database.close()
+
+
+async def test_each_step_is_taken_once_and_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    for _ in range(2):
+        async with sqlite_store(path):
+            pass
+        assert await versions(path) == [1]
+
+
+async def test_an_older_database_is_brought_up_to_date_with_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    async with sqlite_store(path) as store:
+        await submit(store, group_row())
+    async with SqlStore(SqliteDatabase(path), migrations=NEXT) as store:
+        assert await store.group("g") == group_row()
+    assert await versions(path) == [1, 2]
+
+
+async def test_a_failing_step_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    async with sqlite_store(path) as store:
+        await submit(store, group_row())
+    with pytest.raises(ServiceError, match="nowhere"):
+        await SqlStore(SqliteDatabase(path), migrations=BROKEN).open()
+    assert await versions(path) == [1]
+    async with SqlStore(SqliteDatabase(path), migrations=NEXT) as store:
+        assert await store.group("g") == group_row()
+
+
+async def test_a_newer_database_is_refused_with_advice(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    async with SqlStore(SqliteDatabase(path), migrations=NEXT):
+        pass
+    store = sqlite_store(path)
+    with pytest.raises(ServiceError, match="version 2") as caught:
+        await store.open()
+    assert "upgrade" in str(caught.value.hint)
+    with pytest.raises(ServiceError, match="not open"):
+        await store.groups()

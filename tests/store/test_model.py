@@ -1,0 +1,244 @@
+"""The store against a model of it in a few dictionaries, over random sequences of calls, legal and not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from outrider.errors import Conflict
+from outrider.lifecycle import GroupState, SessionState, can_move
+from outrider.store.base import EventKind
+from outrider.store.sqlite import sqlite_store
+
+from .world import FAILURE, group_row, result, start, submit, turn
+
+T = TypeVar("T")
+
+NODES = ("n0", "n1")
+WITH_A_METHOD = (SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE)
+
+
+@dataclass
+class ModelSession:
+    id: str
+    group: ModelGroup
+    state: SessionState = SessionState.QUEUED
+    attempt: int = 0
+    node: str | None = None
+    lease: float | None = None
+    turns: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass
+class ModelGroup:
+    id: str
+    priority: int
+    key: str | None
+    spec: bytes
+    cancelled: bool = False
+    sessions: list[ModelSession] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return all(session.state is SessionState.DONE for session in self.sessions)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Each rule does one call on both; the refusals must agree too."""
+
+    @initialize()
+    def open(self) -> None:
+        self.runner = asyncio.Runner()
+        self.store = sqlite_store(None)
+        self.groups: list[ModelGroup] = []
+        self.done: list[ModelGroup] = []
+        self.counted: dict[EventKind, int] = dict.fromkeys(EventKind, 0)
+        self.run(self.store.open())
+
+    def teardown(self) -> None:
+        self.run(self.store.close())
+        self.runner.close()
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(call)
+
+    def expect(self, allowed: bool, call: Coroutine[Any, Any, T]) -> T | None:
+        """The call's value; a Conflict exactly when it is not allowed."""
+        if allowed:
+            return self.run(call)
+        with pytest.raises(Conflict):
+            self.run(call)
+        return None
+
+    @property
+    def sessions(self) -> list[ModelSession]:
+        return [session for group in self.groups for session in group.sessions]
+
+    def pick(self, number: int) -> ModelSession:
+        return self.sessions[number % len(self.sessions)]
+
+    @rule(
+        n=st.integers(1, 3),
+        priority=st.integers(-1, 1),
+        key=st.sampled_from([None, "k1", "k2"]),
+        spec=st.sampled_from([b"a", b"b"]),
+    )
+    def submit(self, n: int, priority: int, key: str | None, spec: bytes) -> None:
+        id = f"g{len(self.groups):03}"
+        row = group_row(id, n, priority=priority, key=key, spec=spec, created=float(len(self.groups)))
+        known = next((group for group in self.groups if key is not None and group.key == key), None)
+        stored = self.expect(known is None or known.spec == spec, submit(self.store, row))
+        if known is not None:
+            assert stored is None or stored.id == known.id
+            return
+        group = ModelGroup(id, priority, key, spec)
+        group.sessions = [ModelSession(f"{id}.{index}", group) for index in range(n)]
+        self.groups.append(group)
+        self.counted[EventKind.GROUP_CREATED] += 1
+
+    @precondition(lambda self: self.groups)
+    @rule(number=st.integers(0, 99), node=st.sampled_from(NODES), lease=st.integers(0, 9))
+    def start(self, number: int, node: str, lease: int) -> None:
+        session = self.pick(number)
+        allowed = session.state is SessionState.QUEUED and not session.group.cancelled
+        attempt = self.expect(allowed, start(self.store, session.id, node=node, lease_until=lease))
+        if allowed:
+            session.attempt += 1
+            session.state, session.node, session.lease = SessionState.INITIALIZING, node, lease
+            self.counted[EventKind.SESSION_STATE] += 1
+            assert attempt == session.attempt
+
+    @precondition(lambda self: self.groups)
+    @rule(number=st.integers(0, 99), behind=st.sampled_from([0, 0, 0, 1]), state=st.sampled_from(SessionState))
+    def move(self, number: int, behind: int, state: SessionState) -> None:
+        session = self.pick(number)
+        allowed = behind == 0 and state not in WITH_A_METHOD and can_move(session.state, state)
+        self.expect(allowed, self.store.set_state(session.id, session.attempt - behind, state))
+        if allowed:
+            session.state = state
+            self.counted[EventKind.SESSION_STATE] += 1
+
+    @precondition(lambda self: self.groups)
+    @rule(number=st.integers(0, 99), behind=st.sampled_from([0, 0, 0, 1]), index=st.integers(0, 3))
+    def add_turn(self, number: int, behind: int, index: int) -> None:
+        session = self.pick(number)
+        stored = session.turns.setdefault(session.attempt, [])
+        allowed = behind == 0 and session.lease is not None and index not in stored
+        self.expect(allowed, self.store.add_turn(session.id, session.attempt - behind, turn(index)))
+        if allowed:
+            stored.append(index)
+
+    @precondition(lambda self: self.groups)
+    @rule(number=st.integers(0, 99), behind=st.sampled_from([0, 0, 0, 1]))
+    def requeue(self, number: int, behind: int) -> None:
+        session = self.pick(number)
+        allowed = behind == 0 and session.lease is not None
+        self.expect(allowed, self.store.requeue(session.id, session.attempt - behind, FAILURE))
+        if allowed:
+            self._requeued(session)
+
+    @precondition(lambda self: self.groups)
+    @rule(number=st.integers(0, 99), behind=st.sampled_from([0, 0, 0, 1]))
+    def finish(self, number: int, behind: int) -> None:
+        session = self.pick(number)
+        attempt = session.attempt - behind
+        allowed = behind == 0 and session.state is not SessionState.DONE
+        last = self.expect(allowed, self.store.finish(session.id, attempt, result(session.id, attempt)))
+        if allowed:
+            session.state, session.lease = SessionState.DONE, None
+            self.counted[EventKind.SESSION_DONE] += 1
+            assert last is session.group.done
+            if last:
+                self.done.append(session.group)
+                self.counted[EventKind.GROUP_DONE] += 1
+
+    @precondition(lambda self: self.groups)
+    @rule(number=st.integers(0, 99))
+    def cancel(self, number: int) -> None:
+        group = self.groups[number % len(self.groups)]
+        left = self.run(self.store.cancel_group(group.id))
+        open_ids = [session.id for session in group.sessions if session.state is not SessionState.DONE]
+        assert [row.id for row in left] == open_ids
+        if not group.cancelled and not group.done:
+            group.cancelled = True
+            self.counted[EventKind.GROUP_CANCELLED] += 1
+
+    @rule(node=st.sampled_from(NODES), lease=st.integers(0, 9))
+    def renew(self, node: str, lease: int) -> None:
+        self.run(self.store.renew_leases(node, lease))
+        for session in self.sessions:
+            if session.lease is not None and session.node == node:
+                session.lease = lease
+
+    @rule(now=st.integers(0, 10))
+    def recover(self, now: int) -> None:
+        lost = [session for session in self.sessions if session.lease is not None and session.lease < now]
+        recovered = self.run(self.store.recover(now=now))
+        assert {row.id for row in recovered} == {session.id for session in lost}
+        for session in lost:
+            self._requeued(session)
+
+    def _requeued(self, session: ModelSession) -> None:
+        session.state, session.lease = SessionState.QUEUED, None
+        self.counted[EventKind.SESSION_RETRY] += 1
+
+    @invariant()
+    def same_sessions(self) -> None:
+        for group in self.groups:
+            rows = self.run(self.store.sessions(group.id))
+            assert [(row.id, row.state, row.attempt, row.node, row.lease_until) for row in rows] == [
+                (session.id, session.state, session.attempt, session.node, session.lease) for session in group.sessions
+            ]
+            assert [row.result is not None for row in rows] == [
+                session.state is SessionState.DONE for session in group.sessions
+            ]
+        for session in self.sessions:
+            for attempt, indexes in session.turns.items():
+                turns = self.run(self.store.turns(session.id, attempt))
+                assert [stored.index for stored in turns] == sorted(indexes)
+
+    @invariant()
+    def same_groups(self) -> None:
+        rows = self.run(self.store.groups(limit=1000))
+        assert [(row.id, row.cancelled, row.state is GroupState.DONE) for row in rows] == [
+            (group.id, group.cancelled, group.done) for group in reversed(self.groups)
+        ]
+        ended = self.run(self.store.results(after=0, limit=1000))
+        assert [(row.id, row.cursor) for row in ended] == [
+            (group.id, place) for place, group in enumerate(self.done, start=1)
+        ]
+
+    @invariant()
+    def same_queue(self) -> None:
+        waiting = [
+            session
+            for group in sorted(self.groups, key=lambda group: (-group.priority, group.id))
+            for session in group.sessions
+            if session.state is SessionState.QUEUED and not group.cancelled
+        ]
+        assert [row.id for row in self.run(self.store.queued(1000))] == [session.id for session in waiting]
+        counts = {state: sum(session.state is state for session in self.sessions) for state in SessionState}
+        assert self.run(self.store.counts()) == counts
+
+    @invariant()
+    def same_events(self) -> None:
+        events = self.run(self.store.events(after=0, limit=10_000))
+        assert [event.cursor for event in events] == list(range(1, len(events) + 1))
+        assert {kind: sum(event.kind is kind for event in events) for kind in EventKind} == self.counted
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=25,
+    stateful_step_count=40,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),  # explaining takes minutes here
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestStoreAgainstModel = StoreMachine.TestCase

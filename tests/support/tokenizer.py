@@ -1,0 +1,60 @@
+"""A small byte-level BPE with Qwen's special tokens, trained on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXT = (
+    "system user assistant tool",
+    "You are a helpful assistant. You may call one or more functions to help with the query.",
+    'Where is "maple"? Please find "maple". In which zone is "maple"? It is in "jade".',
+    '{"name": "locate", "arguments": {"item": "maple"}} {"zone": "jade"}',
+    '{"type": "function", "function": {"name": "bash", "description": "Run a command", "parameters": '
+    '{"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}',
+    "First the file is written, then the test is run; the answer is hello, world.",
+)
+
+
+def make_tokenizer() -> tokenizers.Tokenizer:
+    """Every byte is a token, so any text encodes; special tokens have ids 0 to 8 in the order above."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [
+            pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        show_progress=False,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Write tokenizer.json into `folder`, which is made where missing; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder

@@ -1,0 +1,197 @@
+"""The rules of the code's shape, checked on its syntax trees: nothing of the package is imported here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
+MAX_LINES = 400
+
+LAYERS = (
+    ("errors", "lifecycle", "messages", "trajectory", "spec", "config", "plugins", "wire"),
+    ("tokens", "dialects"),
+    ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling"),
+    ("sessions", "service"),
+    ("api",),
+    ("cli", "doctor", "bridges", "demo", "outrider"),
+)
+LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
+SIDEWAYS = {("service", "sessions"), ("cli", "doctor"), ("cli", "bridges"), ("cli", "demo"), ("outrider", "cli")}
+INSIDE_SANDBOXES = "outrider.runtimes.inside"  # a program of its own: it has no configuration but its environment
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: str
+    source: str
+
+    @property
+    def unit(self) -> str:
+        """The file or folder of the package that it belongs to; `cli_x` belongs to `cli`."""
+        unit = self.name.split(".")[1] if "." in self.name else self.name
+        return "cli" if unit.startswith("cli_") else unit
+
+    @property
+    def tree(self) -> ast.Module:
+        return _parsed(self)
+
+    def at(self, node: ast.AST, what: str) -> str:
+        return f"{self.path}:{getattr(node, 'lineno', 1)}: {what}"
+
+
+@cache
+def _parsed(module: Module) -> ast.Module:
+    return ast.parse(module.source, module.path)
+
+
+@cache
+def package() -> dict[str, Module]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = Module(name, str(path.relative_to(PACKAGE.parent.parent)), path.read_text())
+    return found
+
+
+def imports(module: Module) -> Iterator[tuple[ast.AST, str]]:
+    """Every module of ours that it imports, early or late."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in package() else str(node.module) for name in inner]
+        else:
+            continue
+        yield from ((node, name) for name in dict.fromkeys(names) if name.split(".")[0] == "outrider")
+
+
+def dotted(node: ast.expr) -> str:
+    """`asyncio.get_running_loop().create_task` as it reads, without calls."""
+    if isinstance(node, ast.Call):
+        return dotted(node.func)
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            yield node, dotted(node.func)
+
+
+def imports_go_down(module: Module) -> Iterator[str]:
+    if module.unit not in LAYER:
+        yield module.at(module.tree, f"{module.unit} has no layer: give it one in LAYERS")
+        return
+    here = LAYER[module.unit]
+    for node, name in imports(module):
+        unit = Module(name, "", "").unit
+        there = LAYER.get(unit, len(LAYERS))
+        beside = unit == module.unit or here == 0 or name.endswith(".base") or (module.unit, unit) in SIDEWAYS
+        if there > here or (there == here and not beside):
+            yield module.at(node, f"{module.unit} (layer {here}) imports {name} (layer {there})")
+
+
+def imports_are_absolute(module: Module) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield module.at(node, "a relative import")
+
+
+def no_global(module: Module) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Global):
+            yield module.at(node, f"global {', '.join(node.names)}")
+
+
+def tasks_have_an_owner(module: Module) -> Iterator[str]:
+    for node, name in calls(module):
+        owner, _, method = name.rpartition(".")
+        bare = owner.rpartition(".")[2].lstrip("_") in ("", "asyncio", "loop", "get_running_loop", "get_event_loop")
+        if method == "ensure_future" or (method == "create_task" and bare):
+            yield module.at(node, f"{name}: only a task group's create_task gives a task an owner")
+
+
+def environment_is_read_in_config(module: Module) -> Iterator[str]:
+    if module.name == "outrider.config" or module.name.startswith(INSIDE_SANDBOXES):
+        return
+    for node in ast.walk(module.tree):
+        words = [node.attr] if isinstance(node, ast.Attribute) and dotted(node.value) == "os" else []
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            words = [alias.name for alias in node.names]
+        for word in words:
+            if word.removesuffix("b") in ("environ", "getenv"):
+                yield module.at(node, f"os.{word}: the environment is read in config.py")
+
+
+def only_the_cli_prints(module: Module) -> Iterator[str]:
+    if module.unit == "cli" or module.name.startswith(INSIDE_SANDBOXES):
+        return
+    for node, name in calls(module):
+        if name == "print" or name.rpartition(".")[2] in ("basicConfig", "addHandler", "dictConfig", "fileConfig"):
+            yield module.at(node, f"{name}: only the command line prints and configures logging")
+
+
+def files_are_short(module: Module) -> Iterator[str]:
+    length = len(module.source.splitlines())
+    if length > MAX_LINES:
+        yield f"{module.path}:{MAX_LINES + 1}: the file has {length} lines, more than {MAX_LINES}"
+
+
+def modules_say_what_they_are(module: Module) -> Iterator[str]:
+    if module.source and not ast.get_docstring(module.tree):
+        yield module.at(module.tree, "the module has no docstring")
+
+
+RULES: dict[Callable[[Module], Iterator[str]], str] = {
+    imports_go_down: "'x'\nfrom outrider.api import app",
+    imports_are_absolute: "'x'\nfrom . import sql",
+    no_global: "'x'\ndef f():\n    global a",
+    tasks_have_an_owner: "'x'\nself._loop.create_task(f())",
+    environment_is_read_in_config: "'x'\nfrom os import environ",
+    only_the_cli_prints: "'x'\nlogging.getLogger().addHandler(h)",
+    files_are_short: "'x'" + "\n" * (MAX_LINES + 1),
+    modules_say_what_they_are: "x = 1",
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule: Callable[[Module], Iterator[str]]) -> None:
+    broken = [line for module in package().values() for line in rule(module)]
+    assert not broken, "\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize(("rule", "source"), RULES.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_rule_is_seen_where_it_is_broken(rule: Callable[[Module], Iterator[str]], source: str) -> None:
+    [line] = list(rule(Module("outrider.store.x", "store/x.py", source)))
+    assert line.startswith("store/x.py:")
+
+
+def test_folders_of_a_layer_meet_in_their_base_modules() -> None:
+    def broken(target: str) -> list[str]:
+        return list(imports_go_down(Module("outrider.harnesses.x", "x.py", f"'x'\nimport {target}")))
+
+    assert not broken("outrider.runtimes.base")
+    assert not broken("outrider.harnesses.command")
+    assert not broken("outrider.trajectory")
+    assert broken("outrider.runtimes.process")
+    assert broken("outrider")
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    graph = {name: {target for _, target in imports(module)} for name, module in package().items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(f"{package()[name].path}:1" for name in error.args[1]))

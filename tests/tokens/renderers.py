@@ -1,0 +1,25 @@
+"""Renderers of the streamed Qwen families over one small tokenizer."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from support.tokenizer import make_tokenizer
+
+from outrider.tokens.renderer import FamilyRenderer
+from outrider.tokens.tokenizer import Tokenizer
+
+FAMILIES = ("qwen3", "qwen3.5", "qwen3.6")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+@cache
+def small_tokenizer() -> Tokenizer:
+    backend = make_tokenizer()
+    backend.add_special_tokens(list(VISION))
+    return Tokenizer(backend, name_or_path="small-qwen", settings={"eos_token": "<|im_end|>"})
+
+
+@cache
+def family_renderer(family: str = "qwen3") -> FamilyRenderer:
+    return FamilyRenderer(small_tokenizer(), family)

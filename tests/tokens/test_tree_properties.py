@@ -1,0 +1,148 @@
+"""Any client behaviour we know of, in any order: the ids given to the engine are the ids that are trained on."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.messages import Message, Role, ToolSpec
+from outrider.tokens.renderer import History
+from outrider.tokens.tree import Joined
+from outrider.trajectory import FinishReason, ForkCause, JoinKind
+
+from .clients import echoed, news, rewritten, sampled
+from .renderers import FAMILIES, family_renderer
+from .rollout import Rollout, says
+from .strategies import TOOLS
+
+SYSTEMS = ("You are a helpful assistant.", "Write a title.")
+QUESTIONS = ("Where is it?", "Read the file.")
+ACTIONS = ("begin", "go on", "go on", "go on", "rewrite", "retry")
+
+steps = st.tuples(
+    st.sampled_from(ACTIONS),
+    st.integers(0, 3),  # which of the newest conversations
+    st.sampled_from(["answer", "answer", "answer", "abort", "wait"]),
+    st.integers(0, 2**32),  # what is said
+)
+
+
+class Request(msgspec.Struct, frozen=True):
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+
+
+class Clients:
+    """The clients of one session; `finished` holds conversations that end with a reply, `open` the calls in
+    flight."""
+
+    def __init__(self, family: str, history: History) -> None:
+        self.rollout = Rollout(family_renderer(family), history)
+        self.sent: list[Request] = []
+        self.finished: list[Request] = []
+        self.open: list[tuple[Request, Joined, Random, bool]] = []
+
+    def act(self, action: str, pick: int, fate: str, seed: int) -> None:
+        rng = Random(seed)
+        if action == "retry" and self.sent:
+            request = self.sent[-1 - pick % len(self.sent)]
+            joined = self.ask(request := Request(echoed(rng, request.messages), request.tools))
+        elif action == "rewrite" and self.finished:
+            old = self.finished[-1 - pick % len(self.finished)]
+            messages = (*rewritten(rng, old.messages), *news(rng, old.messages[-1]))
+            joined = self.ask(request := Request(messages, old.tools))
+        elif action == "go on" and self.finished:
+            old = self.finished[-1 - pick % len(self.finished)]
+            added = news(rng, old.messages[-1])
+            joined = self.ask(request := Request((*echoed(rng, old.messages), *added), old.tools))
+            self.check_going_on(joined, request, added)
+        else:
+            opening = Message(role=Role.SYSTEM, content=rng.choice(SYSTEMS))
+            user = Message(role=Role.USER, content=rng.choice(QUESTIONS))
+            messages = (opening, user) if rng.random() < 0.7 else (user,)
+            joined = self.ask(request := Request(messages, rng.choice([TOOLS, ()])))
+        self.open.append((request, joined, rng, fate == "abort"))
+        if fate != "wait":
+            self.finish(-1)
+
+    def ask(self, request: Request) -> Joined:
+        self.sent.append(request)
+        return self.rollout.join(request.messages, request.tools)
+
+    def check_going_on(self, joined: Joined, request: Request, added: tuple[Message, ...]) -> None:
+        """Nothing but new messages: the sampled ids are kept wherever the family can go on from them."""
+        if joined.prompt.parent is not None or joined.kind is JoinKind.RETRY:
+            return
+        assert joined.cause in (ForkCause.BRIDGE_REFUSED, ForkCause.TEMPLATE_HISTORY)
+        matched = joined.prompt.matched
+        assert matched is not None
+        run = self.rollout
+        ids = run.given[matched.index], run.gave[matched.index]
+        assert run.renderer.bridge(*ids, added, request.tools, run.history) is None
+        if joined.cause is ForkCause.TEMPLATE_HISTORY:
+            assert run.history == "template"
+            assert any(message.role is Role.USER for message in added)
+
+    def finish(self, which: int) -> None:
+        request, joined, rng, abort = self.open.pop(which)
+        finish = FinishReason.ABORT if abort else FinishReason.STOP
+        reply = self.rollout.answer(joined, sampled(rng), tools=request.tools, finish=finish)
+        if not abort:
+            self.finished.append(Request((*request.messages, reply), request.tools))
+
+
+@pytest.mark.parametrize("history", ["recorded", "template"])
+@given(st.lists(steps, min_size=3, max_size=16), st.sampled_from(FAMILIES))
+@settings(max_examples=120)
+def test_any_session_is_recorded_exactly(
+    history: History, moves: list[tuple[str, int, str, int]], family: str
+) -> None:
+    clients = Clients(family, history)
+    for number, move in enumerate(moves):
+        clients.act(*move)
+        if clients.open and number % 4 == 3:
+            clients.finish(0)
+    while clients.open:
+        clients.finish(-1)
+    clients.rollout.check_samples()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 8))
+@settings(max_examples=80)
+def test_a_straight_session_is_one_sample(seed: int, length: int) -> None:
+    """Appends only, with every invisible change a client makes: one row that trains on every sampled id."""
+    rng = Random(seed)
+    rollout = Rollout(family_renderer("qwen3"))
+    messages: tuple[Message, ...] = (Message(role=Role.USER, content="Read the file."),)
+    for index in range(length):
+        joined = rollout.join(messages, TOOLS)
+        assert joined.kind is (JoinKind.APPEND if index else JoinKind.ROOT)
+        ids = sampled(rng)
+        while not can_go_on(ids):
+            ids = sampled(rng)
+        reply = rollout.answer(joined, ids, tools=TOOLS)
+        messages = (*echoed(rng, (*messages, reply)), *news(rng, reply))
+    assert len(rollout.check_samples()) == (1 if any(rollout.gave) else 0)
+    assert not rollout.causes
+
+
+def can_go_on(ids: list[int]) -> bool:
+    """Whether the family can append to these ids."""
+    renderer = family_renderer("qwen3")
+    user = Message(role=Role.USER, content="")
+    return renderer.bridge(renderer.render([user], ()), ids, [user], (), "recorded") is not None
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=100)
+def test_the_clients_echo_says_the_same(seed: int) -> None:
+    """The clients' notion of "unchanged" agrees with the second opinion's."""
+    rng = Random(seed)
+    rollout = Rollout(family_renderer("qwen3"))
+    joined = rollout.join([Message(role=Role.USER, content="x")], TOOLS)
+    reply = rollout.answer(joined, sampled(rng), tools=TOOLS)
+    assert all(map(says, echoed(rng, [reply]), [reply]))
