@@ -63,7 +63,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=POLICY, help="the policy's folder (default: the package's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--threads", type=int, default=1, help="torch threads (default 1: more spin-wait on a busy machine)"
+        "--threads",
+        type=int,
+        default=1,
+        help="torch threads (default 1: several busy-wait for each other where cores are shared)",
     )
     parser.add_argument("--grpo", action="store_true", help="train the policy in --out on the task instead")
     return parser.parse_args()

@@ -17,7 +17,7 @@ MAX_LINES = 400
 LAYERS = (
     ("errors", "lifecycle", "messages", "trajectory", "spec", "config", "plugins", "wire"),
     ("tokens", "dialects"),
-    ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling"),
+    ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling", "sample_files"),
     ("sessions", "service"),
     ("api",),
     ("cli", "doctor", "bridges", "demo", "outrider"),

@@ -12,8 +12,9 @@ ServiceError when the service cannot be reached. It retries nothing but reads.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,6 +22,7 @@ import aiohttp
 import msgspec
 
 from outrider.errors import ErrorRecord, OutriderError, ServiceError, error_from
+from outrider.lifecycle import GroupState
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import Sample
 from outrider.wire import (
@@ -38,9 +40,11 @@ from outrider.wire import (
 )
 
 T = TypeVar("T")
+Watch = Callable[[Sequence[GroupView]], None]
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 LONG_POLL = 30.0
+WATCH_PAUSE = 0.2
 
 
 class AsyncClient:
@@ -88,6 +92,20 @@ class AsyncClient:
             for group in page.groups:
                 yield group
             after = page.cursor
+
+    async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
+        """These groups once all of them are done, in the order given. `watch` is told how they stand, at first and
+        every 0.2 seconds."""
+        groups = {group_id: await self.group(group_id) for group_id in group_ids}
+        while True:
+            if watch is not None:
+                watch(list(groups.values()))
+            active = [group.id for group in groups.values() if group.state is not GroupState.DONE]
+            if not active:
+                return list(groups.values())
+            await asyncio.sleep(WATCH_PAUSE)
+            for group_id in active:
+                groups[group_id] = await self.group(group_id)
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
         """Every change past a cursor, without end."""
@@ -147,8 +165,10 @@ class AsyncClient:
         return msgspec.json.decode(data, type=shape)
 
     def _unreachable(self, error: Exception) -> ServiceError:
+        number = getattr(getattr(error, "os_error", None), "errno", None)
+        reason = os.strerror(number) if number else str(error) or type(error).__name__
         return ServiceError(
-            f"cannot reach the service at {self.url}: {error or type(error).__name__}",
+            f"cannot reach the service at {self.url}: {reason}",
             hint="start one with `outrider serve`, or name its address with --url",
         )
 
@@ -192,6 +212,9 @@ class Client:
 
     def follow(self, *, after: int = 0, samples: bool = False) -> Iterator[GroupView]:
         return self._each(self._client.follow(after=after, samples=samples))
+
+    def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
+        return self._wait(self._client.wait(group_ids, watch))
 
     def events(self, *, after: int = 0) -> Iterator[EventView]:
         return self._each(self._client.events(after=after))

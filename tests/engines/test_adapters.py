@@ -119,7 +119,7 @@ async def test_a_stream_cut_behind_its_end_is_whole(kind: Adapter, event: Any) -
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        ({"message": "maximum is 2 but 12 asked: 10 > 2", "code": 400}, EngineRejected),
+        ({"message": "sampling parameters are odd, see page 64", "code": 400}, EngineRejected),
         ({"message": "prompt 3 + 9 = 12 tokens, over 10", "code": 400}, ContextOverflow),
         ({"message": "paused", "code": 503, "retryable": True}, EngineUnavailable),
     ],

@@ -100,7 +100,7 @@ async def test_a_finished_stream_gives_its_connection_back() -> None:
             assert [payload async for payload in client.events("/x", lambda _: b"{}")] == [b"1"]
         assert client._session is not None
         assert client._session.connector is not None
-        idle = client._session.connector._conns.values()  # type: ignore[attr-defined]
+        idle = client._session.connector._conns.values()
         assert sum(len(connections) for connections in idle) == 1
         await client.close()
 

@@ -43,7 +43,7 @@ class Upstream:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        self.posts.append((scope["path"], orjson.loads(body)))
+        self.posts.append((scope["path"], orjson.loads(body or b"null")))
         self.headers.append(dict(scope["headers"]))
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         await _send(send, answer)

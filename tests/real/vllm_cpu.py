@@ -33,11 +33,13 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 @dataclass(frozen=True)
 class VllmServer:
-    """A ready server: its root URL, the model's served name, and the folder that it serves."""
+    """A ready server: its root URL, the model's served name, the folder that it serves, and whether
+    `/inference/v1/generate` is open."""
 
     url: str
     model: str
     model_folder: Path
+    token_route: bool
 
 
 @asynccontextmanager
@@ -50,12 +52,12 @@ async def vllm_server(
     log if it is not ready in time.
     """
     port = _free_port()
-    server = VllmServer(url=f"http://127.0.0.1:{port}", model=model, model_folder=model_folder)
+    server = VllmServer(url=f"http://127.0.0.1:{port}", model=model, model_folder=model_folder, token_route=token_route)
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         log = Path(folder) / "server.log"
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *_command(prefix, server, port, token_route=token_route),
+                *_command(prefix, server, port),
                 env=_environment(prefix, folder),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -69,7 +71,7 @@ async def vllm_server(
             await asyncio.shield(_stop(process))
 
 
-def _command(prefix: Path, server: VllmServer, port: int, *, token_route: bool) -> list[str]:
+def _command(prefix: Path, server: VllmServer, port: int) -> list[str]:
     # The `vllm` program of this wheel does not start: it looks for a distribution of that very name.
     flags = {
         "--model": str(server.model_folder),
@@ -83,7 +85,7 @@ def _command(prefix: Path, server: VllmServer, port: int, *, token_route: bool) 
         "--tool-call-parser": "hermes",
     }
     switches = ["--enforce-eager", "--enable-auto-tool-choice"]
-    if token_route:
+    if server.token_route:
         switches.append("--enable-scale-out")
     valued = [part for flag in flags.items() for part in flag]
     module = ["-m", "vllm.entrypoints.openai.api_server"]

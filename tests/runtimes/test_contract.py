@@ -196,6 +196,13 @@ async def test_shell_survives_bad_syntax_and_time_limits(sandbox: Runtime) -> No
     assert (await shell.run("echo $X", seconds=10)).output == "kept\n"
 
 
+async def test_inputs_given_at_once_run_one_after_another(sandbox: Runtime) -> None:
+    shell = await sandbox.open_shell()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(shell.run(f"sleep 0.01; echo {n}", seconds=10)) for n in range(3)]
+    assert [task.result().output for task in tasks] == ["0\n", "1\n", "2\n"]
+
+
 async def test_shell_that_exits_is_gone(sandbox: Runtime) -> None:
     shell = await sandbox.open_shell()
     assert (await shell.run("exit 4", seconds=10)).exit_code == 4

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
-KILLS = 6
+KILLS = 4
 MAX_LINES = 300
 
 

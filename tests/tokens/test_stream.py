@@ -12,7 +12,7 @@ from outrider.messages import Message, Role, ToolSpec
 from outrider.tokens.stream import Reply, ReplyPart, ReplyStream
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
-from .strategies import TOOLS, bad_calls, hermes_call, plain, replies, solid, spellings, xml_call
+from .strategies import TOOLS, bad_calls, byte_id, hermes_call, plain, replies, solid, spellings, xml_call
 
 TOKENIZER = small_tokenizer()
 IM_END = 2
@@ -213,6 +213,14 @@ def test_a_call_inside_closed_reasoning_is_reasoning() -> None:
 def test_a_call_closes_reasoning_that_is_never_closed() -> None:
     reply = said(f"<think>\nI must read. {hermes_call('read_file', {'path': 'a'})}").message
     assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("I must read.", "", 1)
+    after = said(f"<think>\nI must read. {hermes_call('read_file', {'path': 'a'})} Wait.").message
+    assert (after.reasoning, after.content, len(after.tool_calls)) == ("I must read.", "Wait.", 1)
+
+
+def test_a_reply_that_ends_inside_a_character_shows_that_it_does() -> None:
+    cut = byte_id(TOKENIZER, "é".encode()[0])
+    assert read([TOKENIZER.encode("caf"), [cut]]).message.content == "caf\ufffd"
+    assert read([TOKENIZER.encode("caf"), [cut, IM_END]]).message.content == "caf\ufffd"
 
 
 def test_without_tools_markup_is_text() -> None:

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from outrider.api.engines import engine_routes
-from outrider.api.gateway import PREFIX, Gateway, Receive, Scope, Send
+from outrider.api.gateway import Gateway, Receive, Scope, Send
 from outrider.api.groups import group_routes
 from outrider.api.openapi import describe
 from outrider.api.replies import bad_query, json_reply, outrider_error, unknown_route
@@ -26,14 +26,14 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
 
 class RootApp:
-    """`/s/...` goes to the gateway, everything else to the control application."""
+    """Model calls go to the gateway, everything else to the control application."""
 
-    def __init__(self, control: Application, gateway: Application) -> None:
+    def __init__(self, control: Application, gateway: Gateway) -> None:
         self._control = control
         self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(PREFIX):
+        if scope["type"] == "http" and self._gateway.serves(scope):
             await self._gateway(scope, receive, send)
         else:
             await self._control(scope, receive, send)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening
 from outrider.dialects.chat import ChatDialect
 from outrider.errors import NotFound, OutriderError, TooLarge, Unauthorized
 from outrider.messages import Delta
 from outrider.sessions.conversation import Conversation
-from outrider.sessions.node import LocalNode
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -27,42 +26,54 @@ PREFIX = "/s/"
 MAX_BODY = 64 << 20
 PING_SECONDS = 15.0
 JSON = b"application/json"
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
+
+
+class Sessions(Protocol):
+    """Whoever knows which conversation a credential belongs to."""
+
+    def conversation(self, key: str) -> Conversation | None: ...
 
 
 class Gateway:
-    """The ASGI application. Dialects are told apart by route alone."""
+    """The ASGI application. Dialects are told apart by route alone. The session's key is in the path, or, for
+    clients whose base URL cannot carry it, the API key."""
 
-    def __init__(self, node: LocalNode) -> None:
-        self._node = node
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
         chat = ChatDialect()
         self._fallback: Dialect = chat
         self._generate: dict[tuple[str, str], Dialect] = {("POST", "/v1/chat/completions"): chat}
         self._models: dict[tuple[str, str], Dialect] = {("GET", "/v1/models"): chat}
 
+    def serves(self, scope: Scope) -> bool:
+        """Whether a call is for the gateway, be it to refuse it."""
+        path: str = scope["path"]
+        route = (scope["method"], path)
+        return path.startswith(PREFIX) or route in self._generate or route in self._models
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path: str = scope["path"]
-        key, slash, rest = path.removeprefix(PREFIX).partition("/")
-        route = (scope["method"], slash + rest)
+        key, path = _split(scope["path"])
+        route = (scope["method"], path)
         dialect = self._generate.get(route) or self._models.get(route)
         reply = _Reply(send)
         try:
             if dialect is None:
                 raise NotFound(f"{scope['method']} {path} is not served here")
-            conversation = self._conversation(scope, key)
+            conversation = self._conversation(_api_key(scope) if key is None else key)
             if route in self._models:
-                endpoint = conversation.endpoint
-                await reply.whole(200, dialect.models([endpoint.model], endpoint.context_tokens))
+                names = [conversation.endpoint.model]
+                await reply.whole(200, dialect.models(names, await conversation.context_tokens()))
                 return
             request = dialect.parse(await _body(receive))
             await _until_hung_up(receive, self._answer(dialect, request, conversation, reply))
         except OutriderError as error:
             await reply.failed(dialect or self._fallback, error)
 
-    def _conversation(self, scope: Scope, key: str) -> Conversation:
-        """By the key in the path; a key given as the API key too must be the same one."""
-        conversation = self._node.conversation(key)
+    def _conversation(self, key: str) -> Conversation:
+        conversation = self._sessions.conversation(key)
         if conversation is None:
             raise Unauthorized("this session key is unknown, or its run is over")
         return conversation
@@ -123,6 +134,23 @@ class _Reply:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _split(path: str) -> tuple[str | None, str]:
+    """The session key in a path, if it has one, and the dialect's own path."""
+    if not path.startswith(PREFIX):
+        return None, path
+    key, slash, rest = path.removeprefix(PREFIX).partition("/")
+    return key, slash + rest
+
+
+def _api_key(scope: Scope) -> str:
+    """The API key of any dialect: a bearer token, x-api-key or x-goog-api-key."""
+    for name, value in scope["headers"]:
+        if name in KEY_HEADERS:
+            text: str = value.decode("latin-1")
+            return text.removeprefix("Bearer ").strip()
+    return ""
 
 
 async def _body(receive: Receive) -> bytes:

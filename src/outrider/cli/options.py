@@ -18,10 +18,13 @@ def _json(ctx: typer.Context, given: bool) -> bool:
 
 Url = Annotated[
     str | None,
-    typer.Option("--url", metavar="URL", help=f"The service's address. [default: $OUTRIDER_URL, else {DEFAULT_URL}]"),
+    typer.Option(
+        "--url", metavar="URL", help="The service's address.", show_default=f"$OUTRIDER_URL, else {DEFAULT_URL}"
+    ),
 ]
 Token = Annotated[
-    str | None, typer.Option("--token", metavar="TOKEN", help="The service's token. [default: $OUTRIDER_TOKEN]")
+    str | None,
+    typer.Option("--token", metavar="TOKEN", help="The service's token.", show_default="$OUTRIDER_TOKEN"),
 ]
 Json = Annotated[
     bool, typer.Option("--json", callback=_json, is_eager=True, help="Write one JSON document to standard output.")

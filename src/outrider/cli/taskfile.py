@@ -68,7 +68,9 @@ def _folder(source: Path, target: str, root: Path, field: str) -> Iterator[Step]
         place = f"{target.rstrip('/')}/{entry.relative_to(source).as_posix()}"
         if entry.is_file():
             yield _write(entry, place, root, field)
-        elif entry.is_dir() and not any(entry.iterdir()):
+        elif not entry.is_dir() or entry.is_symlink():
+            raise InvalidField(f"{entry} is no file or folder: it cannot be sent with the task", field=field)
+        elif not any(entry.iterdir()):
             yield {"run": f"mkdir -p {shlex.quote(place)}"}
     if not entries:
         yield {"run": f"mkdir -p {shlex.quote(target)}"}

@@ -79,9 +79,9 @@ class HttpClient:
 
     async def close(self) -> None:
         """Ends every exchange in flight; each of them raises EngineUnavailable."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def get(self, path: str) -> Any:
         """The JSON answer to a GET (None for an empty one), tried once."""
@@ -112,6 +112,10 @@ class HttpClient:
             except CONNECTION_ERRORS as error:
                 if begun or last or self._session is None:
                     raise self._unavailable(error) from error
+            except RuntimeError as error:  # how aiohttp ends a read when its session is closed
+                if self._session is not None:
+                    raise
+                raise self._unavailable(error) from error
             except _Refused as refused:
                 if last or not refused.failure.transient:
                     raise refused.failure from None

@@ -110,6 +110,8 @@ class EnginePool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for member in self._members.values():
+            member.removed = True
+            self._seats.refresh(member)
             _stop_probe(member)
         try:
             # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.

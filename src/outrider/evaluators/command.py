@@ -13,7 +13,6 @@ import msgspec
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import parse_verdict
-from outrider.harnesses.logtail import log_tail
 from outrider.runtimes.base import ExecResult
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
@@ -79,5 +78,5 @@ def _failure(message: str, result: ExecResult) -> EvaluatorError:
     return EvaluatorError(
         message,
         hint="exit 0 or 1, or write a number or a JSON object with 'reward' to $OUTRIDER_VERDICT",
-        log_tail=log_tail(result),
+        log_tail=result.log_tail(),
     )

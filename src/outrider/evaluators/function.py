@@ -17,8 +17,8 @@ from typing import Any
 from outrider.errors import EvaluatorError, InvalidField, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import read_verdict
-from outrider.harnesses.logtail import TAIL_BYTES
 from outrider.plugins import resolve
+from outrider.runtimes.base import LOG_TAIL
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
@@ -50,7 +50,7 @@ class CallableEvaluator:
         except Exception as error:
             if limit.expired():
                 raise EvaluatorError(f"{self._path} did not end within {self._seconds:g} s") from error
-            tail = "".join(traceback.format_exception(error))[-TAIL_BYTES:]
+            tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
             message = f"{self._path} raised {type(error).__name__}: {error}"
             raise EvaluatorError(message, log_tail=tail) from error
         try:

@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from outrider.errors import HarnessError, InvalidField
 from outrider.harnesses.base import Endpoint, HarnessContext, HarnessOutcome
 from outrider.harnesses.install import installation, unavailable
-from outrider.harnesses.logtail import log_tail
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import OptionValue, Preset
 from outrider.runtimes.base import Availability, ExecResult
@@ -93,10 +92,10 @@ class CommandHarness:
             raise HarnessError(
                 f"{self._preset.name} {_ending(result)}",
                 hint="the log tail is the end of the program's output",
-                log_tail=log_tail(result),
+                log_tail=result.log_tail(),
             )
         answer = result.stdout.decode("utf-8", errors="replace").strip() if self._preset.answer else None
-        return HarnessOutcome(log_tail=log_tail(result), answer=answer)
+        return HarnessOutcome(log_tail=result.log_tail(), answer=answer)
 
     def _words(self, context: HarnessContext) -> dict[str, str]:
         endpoint = context.endpoint
@@ -134,7 +133,7 @@ class CommandHarness:
         home = PurePosixPath(result.stdout.decode("utf-8", errors="replace"))
         if result.exit_code != 0 or not home.is_absolute():
             raise HarnessError(
-                f"the sandbox has no HOME for {self._preset.name}'s config files", log_tail=log_tail(result)
+                f"the sandbox has no HOME for {self._preset.name}'s config files", log_tail=result.log_tail()
             )
         return home
 

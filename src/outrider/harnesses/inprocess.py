@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from outrider.errors import HarnessError, OutriderError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.harnesses.logtail import TAIL_BYTES
-from outrider.runtimes.base import Availability
+from outrider.runtimes.base import LOG_TAIL, Availability
 
 
 class Agent(Protocol):
@@ -63,5 +62,5 @@ class InProcessHarness:
         except Exception as error:
             raise HarnessError(
                 f"{self._name}.{hook} raised {type(error).__name__}: {error}",
-                log_tail=traceback.format_exc()[-TAIL_BYTES:],
+                log_tail=traceback.format_exc()[-LOG_TAIL:],
             ) from error

@@ -18,6 +18,9 @@ from outrider.spec import RuntimeSpec
 MAX_OUTPUT = 10 << 20
 """Bytes kept of one output stream; the middle of a longer one is replaced by a note of how much was cut."""
 
+LOG_TAIL = 4096
+"""Bytes of a failed program's output that its error carries."""
+
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a node gives a sandbox: its identity, a private host directory of its own that exists and is
@@ -43,6 +46,14 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     stderr: bytes
     timed_out: bool = False
     seconds: float = 0.0
+
+    def log_tail(self, *, limit: int = LOG_TAIL) -> str:
+        """The last `limit` bytes of stdout and stderr, stdout first; each may use what the other leaves free."""
+        out, err = self.stdout.rstrip(), self.stderr.rstrip()
+        err = err[-max(limit // 2, limit - len(out)) :]
+        room = limit - len(err)
+        out = out[-room:] if room else b""
+        return b"\n".join(part for part in (out, err) if part).decode("utf-8", errors="replace")
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):

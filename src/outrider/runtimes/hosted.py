@@ -108,7 +108,7 @@ class HostedServer:
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             await readable(self._init)
             os.close(self._init)
-            self.tools.close()
+            await self.tools.close()
             self._child.kill()
             await self._child.gone()
         else:
@@ -116,18 +116,22 @@ class HostedServer:
         self._child.close()
 
     async def _stop_politely(self) -> None:
-        """Without a pid namespace the server itself kills what is below it, and we look for what it left."""
+        """Without a pid namespace the server itself kills what is below it; if it died, we do."""
+        self.tools.fail_all("the sandbox was stopped")
+        answered = False
         with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
             async with asyncio.timeout(STOP_SECONDS):
                 await self.tools.call("stop", {}, Done)
-        self.tools.close()
+                answered = True
+        await self.tools.close()
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await readable(self._child.pidfd)
         except TimeoutError:
             self._child.kill()
         await self._child.gone()
-        await asyncio.to_thread(kill_marked, self._mark)
+        if not answered:
+            await asyncio.to_thread(kill_marked, self._mark)
 
 
 def kill_marked(mark: str) -> None:
@@ -165,7 +169,7 @@ async def shielded(teardown: Callable[[], Coroutine[None, None, None]]) -> None:
         raise cancelled
 
 
-def inherited(env: Mapping[str, str], workdir: str) -> dict[str, str]:
+def clean_environment(env: Mapping[str, str], workdir: str) -> dict[str, str]:
     """The clean environment of a sandbox, the spec's own on top."""
     clean = {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

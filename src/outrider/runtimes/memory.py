@@ -204,20 +204,22 @@ class MemoryBash:
     def __init__(self, runtime: MemoryRuntime, shell: MemoryShell) -> None:
         self._runtime = runtime
         self._shell = shell
+        self._turn = asyncio.Lock()
 
     async def run(self, text: str, *, seconds: float) -> ShellResult:
         self._runtime.check("shell")
         if self._shell.ended:
             raise RuntimeFailure("the shell is gone")
-        self._shell.out.clear()
         code: int | None = None
         timed_out = False
-        try:
-            async with asyncio.timeout(seconds):
-                code = await self._runtime.until_stopped(self._shell.run(text))
-        except TimeoutError:
-            timed_out = True
-        output = truncated(self._shell.out).decode(errors="replace")
+        async with self._turn:
+            self._shell.out.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    code = await self._runtime.until_stopped(self._shell.run(text))
+            except TimeoutError:
+                timed_out = True
+            output = truncated(self._shell.out).decode(errors="replace")
         return ShellResult(output=output, exit_code=code, timed_out=timed_out)
 
     async def close(self) -> None:

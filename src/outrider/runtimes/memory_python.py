@@ -86,6 +86,7 @@ def clock(deadline: float) -> Callable[[FrameType, str, Any], Any]:
             return None
         if time.monotonic() > deadline:
             raise Expired
+        frame.f_trace_opcodes = True  # a loop on one line has no line events
         return look
 
     return look

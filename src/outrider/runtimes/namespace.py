@@ -18,13 +18,13 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes import bubblewrap
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command
-from outrider.runtimes.hosted import INFO_FD, HostedServer, Setup, inherited, shielded
+from outrider.runtimes.hosted import INFO_FD, HostedServer, Setup, clean_environment, shielded
 from outrider.runtimes.served import ServedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
 
 BRIDGE_PORT = 61080
-"""Where the gateway listens inside: below the dynamic ports' end, above what programs commonly choose."""
+"""Where the gateway listens inside: above Linux's dynamic ports and what programs commonly choose."""
 BRIDGE_SOCKET = "/run/outrider/gateway.sock"
 SYSTEM_PYTHON = "/usr/bin/python3"
 
@@ -99,7 +99,7 @@ class NamespaceRuntime(ServedRuntime):
     def _setup(self, rootfs: str | None) -> Setup:
         workdir = self._spec.workdir
         return Setup(
-            env=inherited(self._spec.env, "/root"),
+            env=clean_environment(self._spec.env, "/root"),
             workdir=workdir,
             files=bubblewrap.host_etc() if rootfs is None else {},
             folders=["/root", "/var/tmp", workdir],

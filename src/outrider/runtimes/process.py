@@ -14,7 +14,7 @@ from typing import Self
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command
-from outrider.runtimes.hosted import HostedServer, Setup, inherited, shielded
+from outrider.runtimes.hosted import HostedServer, Setup, clean_environment, shielded
 from outrider.runtimes.served import ServedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
@@ -67,7 +67,7 @@ class ProcessRuntime(ServedRuntime):
             raise RuntimeFailure("the process runtime has no rootfs", hint="use runtime kind 'namespace'")
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
         setup = Setup(
-            env=inherited(self._spec.env, self._work), workdir=self._work, folders=[self._work], subreaper=True
+            env=clean_environment(self._spec.env, self._work), workdir=self._work, folders=[self._work], subreaper=True
         )
         command = server_command(sys.executable)
         self._server = await HostedServer.start(command, bytecode, setup, namespace=False)

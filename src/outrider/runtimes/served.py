@@ -137,11 +137,12 @@ class ServedRuntime(ABC):
 
 
 class ServedShell:
-    """A shell that lives in the tool server. One input at a time."""
+    """A shell that lives in the tool server. Inputs given at the same time run one after another."""
 
     def __init__(self, tools: ToolClient, number: int) -> None:
         self._tools = tools
         self._number = number
+        self._turn = asyncio.Lock()
 
     async def run(self, text: str, *, seconds: float) -> ShellResult:
         args = {
@@ -150,7 +151,8 @@ class ServedShell:
             "ms": round(seconds * 1000),
             "cap": MAX_OUTPUT,
         }
-        done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
+        async with self._turn:
+            done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
         return ShellResult(output=done.out.decode("utf-8", "replace"), exit_code=done.code, timed_out=done.timed_out)
 
     async def close(self) -> None:

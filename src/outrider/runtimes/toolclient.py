@@ -85,6 +85,7 @@ class ToolClient(asyncio.Protocol):
         self._number = 0
         self._received = bytearray()
         self._lost: str | None = None
+        self._closed = asyncio.Event()
 
     async def open(self) -> None:
         self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=self._end)
@@ -108,6 +109,7 @@ class ToolClient(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lose("the sandbox's tool server is gone")
+        self._closed.set()
 
     def send_raw(self, data: bytes) -> None:
         """Bytes ahead of the first frame: the server's own code."""
@@ -144,9 +146,19 @@ class ToolClient(asyncio.Protocol):
             alarm.cancel()
             self._calls.pop(number, None)
 
-    def close(self) -> None:
+    def fail_all(self, reason: str) -> None:
+        """The calls under way fail; new ones can be made."""
+        failure = self._failure(reason)
+        for call in self._calls.values():
+            if not call.outcome.done():
+                call.outcome.set_exception(failure)
+                call.outcome.exception()  # its caller may have been cancelled at this very moment
+
+    async def close(self) -> None:
         """Drop the connection; the server ends by itself. Calls under way fail."""
         self._lose("the sandbox was stopped")
+        if self._transport is not None:
+            await self._closed.wait()
 
     async def _cancel(self, number: int) -> None:
         if self._lost is not None:
@@ -198,9 +210,4 @@ class ToolClient(asyncio.Protocol):
             self._transport.abort()
         else:
             self._end.close()
-        failure = self._failure(reason)
-        for call in self._calls.values():
-            if not call.outcome.done():
-                call.outcome.set_exception(failure)
-                # A caller that was cancelled at this very moment does not look at it any more.
-                call.outcome.exception()
+        self.fail_all(reason)

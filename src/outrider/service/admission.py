@@ -31,6 +31,11 @@ def parse_group(body: bytes) -> GroupSpec:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(value, Mapping):
         raise RequestError("the body must be a JSON object")
+    return check_shape(value)
+
+
+def check_shape(value: Mapping[str, Any]) -> GroupSpec:
+    """The spec that plain values stand for. Raises InvalidField naming the field."""
     try:
         return GroupSpec.model_validate(value)
     except ValidationError as error:

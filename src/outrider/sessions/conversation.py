@@ -114,6 +114,10 @@ class Conversation:
         await self._idle.wait()
         self.endpoint.pool.release(self.session_key)
 
+    async def context_tokens(self) -> int | None:
+        """The model's context length: as configured, else as the session's engine says."""
+        return self.endpoint.context_tokens or (await self.endpoint.pool.select(self.session_key)).context_tokens
+
     def transcript(self) -> tuple[Message, ...]:
         """The main conversation as of its last finished turn, that turn's reply included."""
         if self._last is None:

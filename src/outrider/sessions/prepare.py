@@ -8,8 +8,6 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
 from outrider.spec import PrepareStep, Run, Upload, Write
 
-TAIL = 4096
-
 
 async def prepare(runtime: Runtime, steps: list[PrepareStep], *, files: Path) -> None:
     """Raises RuntimeFailure naming the step that failed, with the end of its output."""
@@ -31,5 +29,5 @@ async def _run(runtime: Runtime, step: Run, number: int) -> None:
     raise RuntimeFailure(
         f"prepare step {number} {ended}: {step.run[:200]}",
         field=f"task.runtime.prepare.{number}",
-        log_tail=(result.stdout + result.stderr)[-TAIL:].decode(errors="replace"),
+        log_tail=result.log_tail(),
     )

@@ -29,8 +29,8 @@ class MessageKey(msgspec.Struct, frozen=True):
     role: Role
 
 
-def digest(data: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data)
+digest = xxhash.xxh3_128_digest
+"""16 bytes that stand for any number of bytes."""
 
 
 def message_key(message: Message) -> MessageKey:
@@ -59,7 +59,7 @@ def extend(path: bytes, body: bytes) -> bytes:
 def _arguments(arguments: str) -> tuple[bool, str]:
     """Whether they are JSON, and their one spelling; text that is no JSON (or nests too deep) is its own."""
     try:
-        value = json.loads(arguments, parse_float=_number)
+        value = _DECODER.decode(arguments)
         return True, json.dumps(value, ensure_ascii=False, sort_keys=True)
     except (ValueError, RecursionError):
         return False, arguments
@@ -68,6 +68,9 @@ def _arguments(arguments: str) -> tuple[bool, str]:
 def _number(text: str) -> float | int:
     value = float(text)
     return int(value) if value.is_integer() and abs(value) <= EXACT_INTEGER else value
+
+
+_DECODER = json.JSONDecoder(parse_float=_number)
 
 
 def _dump(value: Any) -> bytes:

@@ -114,7 +114,7 @@ class TokenTree:
     def join(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Joined:
         """Find or make the request's prompt. Raises RequestError for a message that cannot be read or
         rendered; the tree is then unchanged."""
-        keys = [self._key(messages, index) for index in range(len(messages))]
+        keys = self._keys_of(messages)
         paths = [self._tools_path(tools, tools_raw)]
         for key in keys:
             paths.append(extend(paths[-1], key.body))
@@ -124,8 +124,9 @@ class TokenTree:
                 return Joined(JoinKind.RETRY, None, known, known.first_turn)
         joined = self._place(_Request(messages, tools, paths, keys, covered, matched))
         self._prompts.setdefault(paths[-1], []).append(joined.prompt)
-        for path in paths[1:]:
-            self._seen.setdefault(path, joined.prompt)
+        for path in reversed(paths):  # a path was seen with all that lead to it
+            if self._seen.setdefault(path, joined.prompt) is not joined.prompt:
+                break
         if joined.prompt.parent is not None:
             joined.prompt.parent.children += 1
         if joined.cause is not None:
@@ -144,12 +145,15 @@ class TokenTree:
             self._turns.setdefault(extend(prompt.path, key.body), []).append(turn)
         return turn
 
-    def _key(self, messages: WireMessages, index: int) -> MessageKey:
-        raw = digest(messages.raw(index))
-        key = self._keys.get(raw)
-        if key is None:
-            key = self._keys[raw] = message_key(messages.parse(index))
-        return key
+    def _keys_of(self, messages: WireMessages) -> list[MessageKey]:
+        keys: list[MessageKey] = []
+        for index in range(len(messages)):
+            raw = digest(messages.raw(index))
+            key = self._keys.get(raw)
+            if key is None:
+                key = self._keys[raw] = message_key(messages.parse(index))
+            keys.append(key)
+        return keys
 
     def _tools_path(self, tools: Sequence[ToolSpec], raw: bytes) -> bytes:
         short = digest(raw)
@@ -250,7 +254,9 @@ def _reasoning_agrees(turn: TurnNode, keys: list[MessageKey]) -> bool:
     while node is not None:
         prompt = node.prompt
         sent = keys[prompt.messages].reasoning
-        if (sent is not None and sent != node.reasoning) or not _quotes_agree(prompt, keys):
+        if sent is not None and sent != node.reasoning:
+            return False
+        if prompt.quoted and not _quotes_agree(prompt, keys):
             return False
         node = prompt.parent
     return True

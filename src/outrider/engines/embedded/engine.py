@@ -81,12 +81,12 @@ class EmbeddedEngine:
         worker: Worker = worker_module.Worker(
             self._load, threads=self._options.threads, name=self.name, sink=self._deliver, lost=self._lost
         )
-        self._worker = worker
         try:
             await worker.start()
         except BaseException:
-            await self.close()
+            await worker.close()
             raise
+        self._worker = worker
 
     async def close(self) -> None:
         if self._worker is not None:

@@ -106,6 +106,8 @@ def write_tar(fd: int, paths: list[list[str]]) -> None:
 
 def add_to_tar(archive: tarfile.TarFile, path: str, name: str) -> None:
     try:
+        if os.lstat(path).st_mode & 0o170000 == 0o140000:
+            return  # a socket, which tar has no word for
         info = archive.gettarinfo(path, name)
         if not info.isreg():
             archive.addfile(info)

@@ -1,0 +1,100 @@
+"""Texts to benchmark with, and a tokenizer for them: both from the standard library's source, on the spot.
+
+It knows no engine. A real model's tokenizer would have to be downloaded; this one has Qwen's special tokens and
+splitting rule and makes a token of about 3.5 characters, as such a tokenizer does of code.
+Invariant: two texts drawn are never the same, so that nothing is answered from a memory of whole texts.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from outrider.tokens.tokenizer import Tokenizer
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen's rule, with its look-ahead."""
+
+VOCABULARY = 8_000
+TRAINED_ON = 20
+"""Files the tokenizer is trained on; texts are drawn from the others."""
+MARKED = 8
+"""Hexadecimal digits at the start of a text, which make it the only one of its kind."""
+
+
+class Corpus:
+    """Fresh texts of a given size. `folder` holds the tokenizer, as a model's folder would."""
+
+    def __init__(self, folder: Path, *, seed: int = 1) -> None:
+        self.folder = folder
+        self.tokenizer = Tokenizer.load(folder)
+        self._random = random.Random(seed)
+        self._text = "\n".join(_sources()[TRAINED_ON:])
+        self._characters_per_token = _density(self.tokenizer, self._text)
+
+    @classmethod
+    def make(cls, folder: Path) -> Corpus:
+        """Train the tokenizer (a second) and write it into `folder`."""
+        _trained().save(str(folder / "tokenizer.json"))
+        return cls(folder)
+
+    def text(self, *, characters: int) -> str:
+        start = self._random.randrange(len(self._text) - characters)
+        mark = f"{self._random.getrandbits(4 * MARKED):0{MARKED}x} "
+        return mark + self._text[start : start + characters - len(mark)]
+
+    def tokens(self, count: int) -> str:
+        """A text of about `count` tokens."""
+        return self.text(characters=int(count * self._characters_per_token))
+
+    def reply(self, tokens: int) -> list[int]:
+        """The ids of a reply of exactly so many tokens, the last one ending the turn."""
+        words = self.tokenizer.encode("The answer is in the file. " * tokens)[: tokens - 1]
+        return [*words, *self.tokenizer.encode("<|im_end|>")]
+
+
+def _sources() -> list[str]:
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
+
+
+def _density(tokenizer: Tokenizer, text: str) -> float:
+    sample = text[: 1 << 18]
+    return len(sample) / len(tokenizer.encode(sample))
+
+
+def _trained() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        show_progress=False,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(_sources()[:TRAINED_ON], trainer)
+    return tokenizer

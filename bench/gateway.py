@@ -1,0 +1,245 @@
+"""What the gateway adds to a model call, measured beside the same call made to the engine directly.
+
+Three processes: this client, the service, and the engine. A gateway request is a fresh 2 KB prompt in Chat
+Completions; its direct twin posts the very ids it is rendered to. Blocks of both alternate, so that whatever else
+the machine does disturbs both alike. Durations are milliseconds, rates are per second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+
+from bench.corpus import Corpus
+from bench.processes import World, world
+from outrider.messages import Message, Role
+from outrider.tokens.renderer import Renderer, make_renderer
+
+PROMPT_CHARACTERS = 2048
+REPLY_TOKENS = 16
+CONCURRENCY = 32
+HEADERS = {"Content-Type": "application/json"}
+PERCENTILES = (50, 95, 99)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How much is measured: rounds of blocks of so many requests, one after another and `CONCURRENCY` at once."""
+
+    latency_rounds: int
+    latency_block: int
+    rate_rounds: int
+    rate_block: int
+
+
+FULL = Plan(latency_rounds=30, latency_block=25, rate_rounds=8, rate_block=400)
+QUICK = Plan(latency_rounds=8, latency_block=25, rate_rounds=2, rate_block=200)
+WARM_REQUESTS = 100
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One HTTP call, ready to be sent."""
+
+    url: str
+    body: bytes
+    streamed: bool
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """Milliseconds from sending a request to the first and to the last byte of its answer."""
+
+    first: float
+    last: float
+
+
+class Way(msgspec.Struct, frozen=True):
+    """One of the four kinds of request that are compared."""
+
+    gateway: bool
+    streamed: bool
+
+
+WAYS = tuple(Way(gateway, streamed) for streamed in (True, False) for gateway in (False, True))
+
+
+async def run(quick: bool) -> dict[str, Any]:
+    return await measure(QUICK if quick else FULL)
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
+        corpus = await asyncio.to_thread(Corpus.make, Path(folder))
+        async with world(corpus, reply_tokens=REPLY_TOKENS, sessions=CONCURRENCY) as processes, _client() as client:
+            load = Load(client, Requests(corpus, processes))
+            for way in WAYS:
+                await load.one_by_one(way, WARM_REQUESTS)
+                await load.at_once(way, WARM_REQUESTS)
+            return {
+                "prompt_characters": PROMPT_CHARACTERS,
+                "reply_tokens": REPLY_TOKENS,
+                "latency": await _latency(load, plan),
+                "rate": await _rate(load, plan, processes),
+            }
+
+
+class Requests:
+    """Makes requests, each with a prompt that nobody has seen."""
+
+    def __init__(self, corpus: Corpus, processes: World) -> None:
+        self._corpus = corpus
+        self._renderer: Renderer = make_renderer(corpus.tokenizer, "qwen3")
+        self._direct = processes.upstream.urls[0] + "/inference/v1/generate"
+        self._gateways = itertools.cycle(url + "/v1/chat/completions" for url in processes.gateway.urls)
+        self._ids = itertools.count()
+
+    def make(self, way: Way, count: int) -> list[Request]:
+        texts = [self._corpus.text(characters=PROMPT_CHARACTERS) for _ in range(count)]
+        return [self._through(text, way) if way.gateway else self._past(text, way) for text in texts]
+
+    def _through(self, text: str, way: Way) -> Request:
+        body = {
+            "model": "policy",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": REPLY_TOKENS,
+            "stream": way.streamed,
+        }
+        return Request(next(self._gateways), orjson.dumps(body), way.streamed)
+
+    def _past(self, text: str, way: Way) -> Request:
+        body = {
+            "request_id": f"direct-{next(self._ids):026}",
+            "token_ids": self._renderer.render([Message(role=Role.USER, content=text)], ()),
+            "sampling_params": {
+                "max_tokens": REPLY_TOKENS,
+                "temperature": 1.0,
+                "stop_token_ids": list(self._renderer.stop_ids),
+                "logprobs": 0,
+            },
+            "stream": way.streamed,
+            "stream_options": {"include_usage": True},
+        }
+        return Request(self._direct, orjson.dumps(body), way.streamed)
+
+
+class Load:
+    """Sends requests and takes the time."""
+
+    def __init__(self, client: aiohttp.ClientSession, requests: Requests) -> None:
+        self._client = client
+        self._requests = requests
+
+    async def one_by_one(self, way: Way, count: int) -> list[Spent]:
+        return [await self._send(request) for request in self._requests.make(way, count)]
+
+    async def at_once(self, way: Way, count: int) -> float:
+        """Seconds for `count` requests, `CONCURRENCY` of them in flight at any time."""
+        waiting = iter(self._requests.make(way, count))
+        begun = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CONCURRENCY):
+                group.create_task(self._send_all(waiting))
+        return time.perf_counter() - begun
+
+    async def _send_all(self, waiting: Iterator[Request]) -> None:
+        for request in waiting:
+            await self._send(request)
+
+    async def _send(self, request: Request) -> Spent:
+        first = 0.0
+        parts: list[bytes] = []
+        begun = time.perf_counter()
+        async with self._client.post(request.url, data=request.body, headers=HEADERS) as response:
+            async for part in response.content.iter_any():
+                first = first or time.perf_counter()
+                parts.append(part)
+        last = time.perf_counter()
+        if response.status != 200 or not _is_whole(request, b"".join(parts)):
+            raise RuntimeError(f"{request.url} answered {response.status}: {b''.join(parts)[-500:]!r}")
+        return Spent((first - begun) * 1000, (last - begun) * 1000)
+
+
+def _is_whole(request: Request, answer: bytes) -> bool:
+    if request.streamed:
+        return answer.endswith(b"data: [DONE]\n\n")
+    return answer.startswith(b"{") and answer.endswith(b"}")
+
+
+def _client() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0), cookie_jar=aiohttp.DummyCookieJar()
+    )
+
+
+async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
+    """One request at a time: per way the percentiles of both bytes, and what the gateway adds to each."""
+    spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
+    for number in range(plan.latency_rounds):
+        for way in WAYS if number % 2 else reversed(WAYS):
+            spent[way] += await load.one_by_one(way, plan.latency_block)
+    return {
+        _name(streamed): {
+            byte: _compared(spent[Way(False, streamed)], spent[Way(True, streamed)], byte) for byte in ("first", "last")
+        }
+        for streamed in (True, False)
+    }
+
+
+def _compared(direct: Sequence[Spent], gateway: Sequence[Spent], byte: str) -> dict[str, dict[str, float]]:
+    without, within = _cuts(direct, byte), _cuts(gateway, byte)
+    added = {name: within[name] - without[name] for name in within}
+    return {"direct_ms": without, "gateway_ms": within, "added_ms": added}
+
+
+def _cuts(spent: Sequence[Spent], byte: str) -> dict[str, float]:
+    cuts = statistics.quantiles([getattr(one, byte) for one in spent], n=100, method="inclusive")
+    return {f"p{percent}": cuts[percent - 1] for percent in PERCENTILES}
+
+
+async def _rate(load: Load, plan: Plan, processes: World) -> dict[str, Any]:
+    """Requests per second at `CONCURRENCY`, with the processor time each of the three processes took for one."""
+    rates: dict[Way, list[float]] = {way: [] for way in WAYS}
+    used = {way: [0.0, 0.0, 0.0] for way in WAYS}
+    for number in range(plan.rate_rounds):
+        for way in WAYS if number % 2 else reversed(WAYS):
+            before = _cpu(processes)
+            seconds = await load.at_once(way, plan.rate_block)
+            rates[way].append(plan.rate_block / seconds)
+            used[way] = [sum(parts) for parts in zip(used[way], _since(before, _cpu(processes)), strict=True)]
+    requests = plan.rate_rounds * plan.rate_block
+    return {"concurrency": CONCURRENCY} | {
+        _name(streamed): {
+            "direct_per_second": statistics.median(rates[Way(False, streamed)]),
+            "gateway_per_second": statistics.median(rates[Way(True, streamed)]),
+            "cpu_ms_per_gateway_request": dict(
+                zip(
+                    ("client", "gateway", "engine"),
+                    [1000 * seconds / requests for seconds in used[Way(True, streamed)]],
+                    strict=True,
+                )
+            ),
+        }
+        for streamed in (True, False)
+    }
+
+
+def _cpu(processes: World) -> list[float]:
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return [own.ru_utime + own.ru_stime, processes.gateway.cpu_seconds(), processes.upstream.cpu_seconds()]
+
+
+def _since(before: list[float], after: list[float]) -> list[float]:
+    return [late - early for early, late in zip(before, after, strict=True)]
+
+
+def _name(streamed: bool) -> str:
+    return "streamed" if streamed else "whole"

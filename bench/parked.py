@@ -1,0 +1,76 @@
+"""A whole service whose agents do nothing: their sessions run, and whoever measures makes their model calls.
+
+It measures nothing itself. Invariant: what answers a call is the product as shipped (HTTP server, gateway,
+conversation, pool, store), not a likeness of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.api.server import serving
+from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.service.service import Service
+from outrider.spec import EngineSpec, GroupSpec
+
+CONTEXT_TOKENS = 1 << 20
+
+
+class ParkedAgent:
+    """Writes its session's base URL, a line, to the file descriptor in its options, then waits to be ended."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._descriptor = int(options["descriptor"])
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing to prepare."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        os.write(self._descriptor, f"{context.endpoint.base_url}\n".encode())
+        return await asyncio.get_running_loop().create_future()
+
+
+class Parking(msgspec.Struct, frozen=True):
+    """A parked service and where its sessions' models are."""
+
+    service: Service
+    base_urls: tuple[str, ...]
+
+
+@asynccontextmanager
+async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int) -> AsyncIterator[Parking]:
+    """The service with so many sessions running, its store in a file."""
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
+        config = Config(
+            port=0,
+            data=Path(data),
+            model=ModelConfig(tokenizer=str(tokenizer), renderer="qwen3", context_tokens=CONTEXT_TOKENS),
+            lanes=LanesConfig(init=sessions, run=sessions),
+            engines=(engine,),
+        )
+        read, write = os.pipe()
+        with os.fdopen(read) as lines, os.fdopen(write):
+            async with Service(config) as service, serving(service):
+                await service.submit(_group(write, sessions))
+                urls = await asyncio.to_thread(lambda: tuple(lines.readline().strip() for _ in range(sessions)))
+                yield Parking(service, urls)
+
+
+def _group(descriptor: int, sessions: int) -> GroupSpec:
+    task = {
+        "instruction": "Wait.",
+        "harness": {"agent": "bench.parked:ParkedAgent", "options": {"descriptor": descriptor}},
+        "runtime": {"kind": "memory"},
+        "evaluator": {"kind": "callable", "path": "bench.sessions:grade"},
+        "limits": {"turns": 100_000, "response_tokens": 1 << 30},
+    }
+    return GroupSpec.model_validate({"task": task, "n": sessions})

@@ -1,0 +1,130 @@
+"""The other processes of a benchmark: an engine behind vLLM's protocol, and a service of parked sessions.
+
+    python -m bench.processes upstream TOKENIZER REPLY_TOKENS
+    python -m bench.processes gateway  TOKENIZER UPSTREAM_URL SESSIONS
+
+Each prints its URLs, a line each, and ends when its standard input does: none outlives the one that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import uvloop
+
+from bench.corpus import Corpus
+from bench.parked import CONTEXT_TOKENS, parked
+from outrider.engines.base import EngineOptions
+from outrider.engines.scripted import ScriptedEngine
+from outrider.engines.serve.app import engine_app, serving
+from outrider.engines.serve.asgi import ServeSettings
+from outrider.spec import EngineSpec
+
+ROOT = Path(__file__).parent.parent
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Process:
+    """A running one."""
+
+    def __init__(self, child: asyncio.subprocess.Process, urls: tuple[str, ...]) -> None:
+        self.urls = urls
+        self._pid = child.pid
+
+    def cpu_seconds(self) -> float:
+        """Processor time used so far, by all its threads (proc(5), fields utime and stime)."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class World:
+    """An upstream and a gateway in front of it, in processes of their own."""
+
+    def __init__(self, upstream: Process, gateway: Process) -> None:
+        self.upstream = upstream
+        self.gateway = gateway
+
+
+@asynccontextmanager
+async def world(corpus: Corpus, *, reply_tokens: int, sessions: int) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        folder = str(corpus.folder)
+        upstream = await stack.enter_async_context(_process(1, "upstream", folder, str(reply_tokens)))
+        gateway = await stack.enter_async_context(
+            _process(sessions, "gateway", folder, upstream.urls[0], str(sessions))
+        )
+        yield World(upstream, gateway)
+
+
+@asynccontextmanager
+async def upstream(corpus: Corpus, *, reply_tokens: int) -> AsyncIterator[Process]:
+    async with _process(1, "upstream", str(corpus.folder), str(reply_tokens)) as process:
+        yield process
+
+
+@asynccontextmanager
+async def _process(urls: int, *arguments: str) -> AsyncIterator[Process]:
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.processes", *arguments), stdin=pipe, stdout=pipe, cwd=ROOT
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            lines = [(await child.stdout.readline()).decode().strip() for _ in range(urls)]
+        if not all(lines):
+            raise RuntimeError(f"the process {arguments[0]!r} ended before it was ready")
+        yield Process(child, tuple(lines))
+    finally:
+        child.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await child.wait()
+        except TimeoutError:
+            child.kill()
+            await child.wait()
+
+
+async def _serve_upstream(folder: str, reply_tokens: str) -> None:
+    corpus = Corpus(Path(folder))
+    reply = {"ids": corpus.reply(int(reply_tokens))}
+    engine = ScriptedEngine(
+        EngineOptions(
+            name="upstream", tokenizer=folder, options={"replies": [reply], "context_tokens": CONTEXT_TOKENS}
+        )
+    )
+    async with serving(engine_app(engine, "vllm", ServeSettings(tokenizer=corpus.tokenizer))) as url:
+        await _until_told([url])
+
+
+async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
+    async with parked(Path(folder), EngineSpec(kind="vllm", url=url), sessions=int(sessions)) as parking:
+        await _until_told(parking.base_urls)
+
+
+async def _until_told(urls: list[str] | tuple[str, ...]) -> None:
+    print(*urls, sep="\n", flush=True)
+    ended = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(ended), sys.stdin)
+    await ended.read()
+
+
+ROLES: dict[str, Callable[..., Awaitable[None]]] = {"upstream": _serve_upstream, "gateway": _serve_gateway}
+
+
+async def _main(role: str, *arguments: str) -> None:
+    await ROLES[role](*arguments)
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_main(*sys.argv[1:]))

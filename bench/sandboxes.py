@@ -1,0 +1,213 @@
+"""Sandboxes: how long a start and a stop take, and what a tool call costs, per runtime, beside a bare bwrap.
+
+Run with `python -m bench.sandboxes`; `run` gives the figures to `bench/__main__.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.plugins import resolve
+from outrider.runtimes import bubblewrap
+from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.spec import RuntimeSpec
+
+KINDS = ("namespace", "process", "memory")
+CONCURRENCY = (1, 8, 64)
+STARTS = 64
+CALLS = 400
+
+
+class Yard:
+    """A folder in which sandboxes are made, each with a directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._socket = folder / "gateway.sock"
+        self._socket.touch()
+
+    def create(self, kind: str) -> Runtime:
+        directory = self._folder / f"s{next(self._numbers)}"
+        directory.mkdir()
+        context = SandboxContext(
+            session_id=directory.name,
+            attempt=1,
+            directory=directory,
+            gateway_url="http://127.0.0.1:1",
+            gateway_socket=self._socket,
+        )
+        runtime: Runtime = resolve("runtime", kind).create(RuntimeSpec(kind=kind), context)
+        return runtime
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Median and 95th percentile in milliseconds."""
+    ordered = sorted(seconds)
+    return {
+        "p50_ms": round(statistics.median(ordered) * 1e3, 3),
+        "p95_ms": round(ordered[int(len(ordered) * 0.95)] * 1e3, 3),
+    }
+
+
+def cpu_seconds() -> float:
+    """Of this process and of all children that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) -> float:
+    """Run `job` `jobs` times, `lanes` at once; the wall-clock seconds it took."""
+    left = iter(range(jobs))
+
+    async def lane() -> None:
+        for _ in left:
+            await job()
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(lanes):
+            group.create_task(lane())
+    return time.perf_counter() - started
+
+
+async def starts(yard: Yard, kind: str, lanes: int) -> dict[str, Any]:
+    """Start and stop `STARTS` sandboxes, `lanes` at once."""
+    starting: list[float] = []
+    stopping: list[float] = []
+
+    async def live() -> None:
+        sandbox = yard.create(kind)
+        a = time.perf_counter()
+        await sandbox.start()
+        b = time.perf_counter()
+        await sandbox.stop()
+        starting.append(b - a)
+        stopping.append(time.perf_counter() - b)
+
+    cpu = cpu_seconds()
+    wall = await in_lanes(lanes, STARTS, live)
+    return {
+        "start": summary(starting),
+        "stop": summary(stopping),
+        "per_second": round(STARTS / wall, 1),
+        "cpu_ms_each": round((cpu_seconds() - cpu) / STARTS * 1e3, 2),
+    }
+
+
+async def bare_bwrap(lanes: int) -> dict[str, Any]:
+    """`bwrap true` with the same isolation and root and no tool server: the floor."""
+    command = [*bubblewrap.arguments(bubblewrap.find(), None), "--", "/usr/bin/true"]
+    taken: list[float] = []
+
+    async def once() -> None:
+        a = time.perf_counter()
+        process = await asyncio.create_subprocess_exec(*command, env={})
+        await process.wait()
+        taken.append(time.perf_counter() - a)
+
+    cpu = cpu_seconds()
+    wall = await in_lanes(lanes, STARTS, once)
+    return {
+        "start": summary(taken),
+        "per_second": round(STARTS / wall, 1),
+        "cpu_ms_each": round((cpu_seconds() - cpu) / STARTS * 1e3, 2),
+    }
+
+
+async def timed(jobs: int, job: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
+    taken: list[float] = []
+    for _ in range(jobs):
+        a = time.perf_counter()
+        await job()
+        taken.append(time.perf_counter() - a)
+    return {**summary(taken), "per_second": round(jobs / sum(taken), 1)}
+
+
+async def calls(yard: Yard, kind: str) -> dict[str, Any]:
+    """Tool calls one after another in one sandbox, and in 8 sandboxes at once."""
+    sandboxes = [yard.create(kind) for _ in range(8)]
+    try:
+        for sandbox in sandboxes:
+            await sandbox.start()
+        one = sandboxes[0]
+        bash, python = await one.open_shell(), await one.open_shell("python")
+        shells = [await sandbox.open_shell() for sandbox in sandboxes]
+        await asyncio.gather(*(shell.run("true", seconds=10) for shell in [bash, python, *shells]))
+        idle = list(shells)
+
+        async def any_shell() -> None:
+            shell = idle.pop()
+            await shell.run("echo hi", seconds=10)
+            idle.append(shell)
+
+        wall = await in_lanes(len(shells), CALLS, any_shell)
+        return {
+            "exec": await timed(CALLS // 4, lambda: one.exec(["echo", "hi"], seconds=10)),
+            "bash": await timed(CALLS, lambda: bash.run("echo hi", seconds=10)),
+            "python": await timed(CALLS, lambda: python.run("1 + 1", seconds=10)),
+            "bash_in_8_sandboxes_per_second": round(CALLS / wall, 1),
+        }
+    finally:
+        for sandbox in sandboxes:
+            await sandbox.stop()
+
+
+async def run() -> dict[str, Any]:
+    """All figures: {"bwrap true": {lanes: ...}, KIND: {"start": {lanes: ...}, "calls": ...}}."""
+    with tempfile.TemporaryDirectory(prefix="or-bench-") as folder:
+        yard = Yard(Path(folder))
+        results: dict[str, Any] = {}
+        for kind in KINDS:
+            await starts(yard, kind, 1)  # finds bubblewrap, compiles the tool server
+        results["bwrap true"] = {"start": {str(lanes): await bare_bwrap(lanes) for lanes in CONCURRENCY}}
+        for kind in KINDS:
+            by_lanes = {str(lanes): await starts(yard, kind, lanes) for lanes in CONCURRENCY}
+            results[kind] = {"start": by_lanes, "calls": await calls(yard, kind)}
+        return results
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    table = Table("runtime", "at once", "start p50 / p95 ms", "stop p50 / p95 ms", "per second", "CPU ms each")
+    for kind, result in results.items():
+        for lanes, figures in result["start"].items():
+            stop = figures.get("stop")
+            table.add_row(
+                kind,
+                lanes,
+                "{p50_ms:.2f} / {p95_ms:.2f}".format(**figures["start"]),
+                "{p50_ms:.2f} / {p95_ms:.2f}".format(**stop) if stop else "-",
+                f"{figures['per_second']:.0f}",
+                f"{figures['cpu_ms_each']:.1f}",
+            )
+    console.print(table)
+    table = Table("runtime", "call", "p50 ms", "p95 ms", "per second")
+    for kind, result in results.items():
+        for name in ("exec", "bash", "python"):
+            if figures := result.get("calls", {}).get(name):
+                cells = (figures["p50_ms"], figures["p95_ms"], figures["per_second"])
+                table.add_row(kind, name, *map(str, cells))
+        if "calls" in result:
+            table.add_row(kind, "bash, 8 sandboxes", "-", "-", str(result["calls"]["bash_in_8_sandboxes_per_second"]))
+    console.print(table)
+
+
+def main() -> dict[str, Any]:
+    results = asyncio.run(run())
+    show(results, Console())
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,2 @@
+"""x"""
+def grade(outcome): return 0.0

@@ -1,0 +1,201 @@
+"""What one more turn costs when the conversation is long: 500 new tokens on a history of 1k, 10k and 100k.
+
+Two measurements. `own_ms` is the service's work alone, in this process: the processor time, over all its threads,
+from the request's bytes to the reply's (parsing, joining, rendering, calling the engine over HTTP, reading the
+reply, storing the turn); waiting for the engine costs none. `added_ms` is what a client sees: the time of a turn
+through a service in another process, less that of posting as many ids to the engine. All are medians, in ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from yarl import URL
+
+from bench.corpus import VOCABULARY, Corpus
+from bench.dialogue import Dialogue
+from bench.parked import parked
+from bench.processes import World, world
+from outrider.api.gateway import Gateway
+from outrider.dialects.chat import ChatDialect
+from outrider.engines.http import encode
+from outrider.spec import EngineSpec
+
+NEW_TOKENS = 500
+REPLY_TOKENS = 20
+HEADERS = {"Content-Type": "application/json"}
+
+Turn = Callable[[bytes], Awaitable[bytes]]
+"""Sends the body of one request and gives that of its answer."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A length of history in tokens, and how often it is measured: so many turns in so many conversations."""
+
+    history: int
+    conversations: int
+    turns: int
+
+
+WARM = Point(1_000, 1, 8)
+FULL = (Point(1_000, 24, 1), Point(10_000, 6, 4), Point(100_000, 1, 24))
+QUICK = (Point(1_000, 12, 1), Point(10_000, 3, 4), Point(100_000, 1, 12))
+
+
+async def run(quick: bool) -> dict[str, Any]:
+    return await measure(QUICK if quick else FULL)
+
+
+async def measure(points: Sequence[Point]) -> dict[str, Any]:
+    sessions = sum(point.conversations for point in (WARM, *points))
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
+        corpus = await asyncio.to_thread(Corpus.make, Path(folder))
+        async with world(corpus, reply_tokens=REPLY_TOKENS, sessions=sessions) as processes:
+            own = await _own_work(corpus, processes, points, sessions)
+            added = await _added_latency(corpus, processes, points)
+    merged = [
+        {"history_tokens": point.history} | work | extra for point, work, extra in zip(points, own, added, strict=True)
+    ]
+    return {
+        "new_tokens": NEW_TOKENS,
+        "reply_tokens": REPLY_TOKENS,
+        "points": merged,
+        "growth": merged[-1]["own_ms"] / merged[0]["own_ms"],
+    }
+
+
+async def _own_work(corpus: Corpus, processes: World, points: Sequence[Point], sessions: int) -> list[dict[str, float]]:
+    """Per point the processor time of a turn, and of three parts of it measured by themselves."""
+    engine = EngineSpec(kind="vllm", url=processes.upstream.urls[0])
+    found = []
+    async with parked(corpus.folder, engine, sessions=sessions) as parking:
+        gateway = Gateway(parking.service.node)
+        turns = iter([_asgi_turn(gateway, URL(url).path) for url in parking.base_urls])
+        for point in (WARM, *points):
+            spent: list[dict[str, float]] = []
+
+            async def timed(turn: Turn, body: bytes, text: str, spent: list[dict[str, float]] = spent) -> bytes:
+                begun = time.process_time()
+                answer = await turn(body)
+                spent.append({"own_ms": 1000 * (time.process_time() - begun)} | _parts(corpus, body, text))
+                return answer
+
+            await _converse(corpus, point, [next(turns) for _ in range(point.conversations)], timed)
+            found.append({name: statistics.median(one[name] for one in spent) for name in spent[0]})
+    return found[1:]
+
+
+def _parts(corpus: Corpus, body: bytes, text: str) -> dict[str, float]:
+    ids = np.arange(len(body) * NEW_TOKENS // len(text), dtype=np.int32) % VOCABULARY
+    return {
+        "parse_ms": _cpu_ms(lambda: ChatDialect().parse(body)),
+        "tokenizer_ms": _cpu_ms(lambda: corpus.tokenizer.encode(text)),
+        "engine_body_ms": _cpu_ms(lambda: encode({"token_ids": ids})),
+    }
+
+
+def _cpu_ms(work: Callable[[], object]) -> float:
+    begun = time.process_time()
+    work()
+    return 1000 * (time.process_time() - begun)
+
+
+async def _added_latency(corpus: Corpus, processes: World, points: Sequence[Point]) -> list[dict[str, float]]:
+    """Per point the time of a turn, of the same number of ids posted directly, and the difference of the two."""
+    urls = iter(processes.gateway.urls)
+    engine = processes.upstream.urls[0] + "/inference/v1/generate"
+    found = []
+    async with aiohttp.ClientSession(read_bufsize=1 << 20) as client:
+        for point in (WARM, *points):
+            through: list[float] = []
+            direct: list[float] = []
+
+            async def timed(
+                turn: Turn, body: bytes, text: str, through: list[float] = through, direct: list[float] = direct
+            ) -> bytes:
+                ids = _direct_body(len(body) * NEW_TOKENS // len(text))
+                begun = time.perf_counter()
+                await _post(client, engine, ids)
+                middle = time.perf_counter()
+                answer = await turn(body)
+                direct.append(1000 * (middle - begun))
+                through.append(1000 * (time.perf_counter() - middle))
+                return answer
+
+            turns = [_http_turn(client, next(urls)) for _ in range(point.conversations)]
+            await _converse(corpus, point, turns, timed)
+            medians = {"through_ms": statistics.median(through), "direct_ms": statistics.median(direct)}
+            found.append(medians | {"added_ms": medians["through_ms"] - medians["direct_ms"]})
+    return found[1:]
+
+
+async def _converse(
+    corpus: Corpus, point: Point, turns: Sequence[Turn], timed: Callable[[Turn, bytes, str], Awaitable[bytes]]
+) -> None:
+    """In each conversation, add turns up to the point's history, then the turns to be timed."""
+    for turn in turns:
+        dialogue = Dialogue(max_tokens=REPLY_TOKENS)
+        history = left = 0
+        while left < point.turns:
+            text = corpus.tokens(NEW_TOKENS)
+            body = dialogue.ask(text)
+            if history < point.history:
+                answer = await turn(body)
+            else:
+                answer = await timed(turn, body, text)
+                left += 1
+            history = dialogue.answer(answer)
+
+
+def _direct_body(tokens: int) -> bytes:
+    sampling = {"max_tokens": REPLY_TOKENS, "temperature": 1.0, "logprobs": 0}
+    ids = np.arange(tokens, dtype=np.int32) % VOCABULARY
+    return encode({"token_ids": ids, "sampling_params": sampling, "stream": True})
+
+
+def _http_turn(client: aiohttp.ClientSession, base_url: str) -> Turn:
+    async def turn(body: bytes) -> bytes:
+        return await _post(client, base_url + "/v1/chat/completions", body)
+
+    return turn
+
+
+async def _post(client: aiohttp.ClientSession, url: str, body: bytes) -> bytes:
+    async with client.post(url, data=body, headers=HEADERS) as response:
+        answer = await response.read()
+    if response.status != 200:
+        raise RuntimeError(f"{url} answered {response.status}: {answer[-500:]!r}")
+    return answer
+
+
+def _asgi_turn(gateway: Gateway, path: str) -> Turn:
+    """The gateway called as its server calls it, in this very process."""
+    scope = {"type": "http", "method": "POST", "path": path + "/v1/chat/completions", "headers": []}
+
+    async def turn(body: bytes) -> bytes:
+        waiting = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[bytes] = []
+
+        async def receive() -> MutableMapping[str, Any]:
+            if waiting:
+                return waiting.pop()
+            return await asyncio.get_running_loop().create_future()  # the client never hangs up
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            if message.get("status", 200) != 200:
+                raise RuntimeError(f"the gateway answered {message['status']}")
+            sent.append(message.get("body", b""))
+
+        await gateway(scope, receive, send)
+        return b"".join(sent)
+
+    return turn

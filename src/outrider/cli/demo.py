@@ -1,0 +1,107 @@
+"""`outrider demo`: everything at once on this machine, with a tiny real model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli.loop import run_service
+from outrider.cli.options import Json
+from outrider.cli.progress import progress_bar
+from outrider.cli.tables import number, table
+from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.transcript import print_session
+
+if TYPE_CHECKING:
+    from outrider.demo.run import Rollouts
+    from outrider.demo.summary import Summary
+
+
+def demo(
+    ctx: typer.Context,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the samples go.")] = Path("outrider-demo"),
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the service's data there.", show_default="thrown away")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run 32 sandboxed sessions with a tiny model.
+
+    Takes some seconds, and needs no engine, no network and no root. Ends with 1 when a session failed or a token
+    drifted.
+
+    Examples:
+
+        outrider demo
+
+        outrider demo --json | jq .mean_reward
+    """
+    # Late, because only this command and `serve` need the server's libraries.
+    from outrider.demo.check import faults
+    from outrider.demo.dialogue import POLICY
+    from outrider.demo.run import choose_runtime, run_demo
+    from outrider.demo.summary import write_files
+    from outrider.tokens.tokenizer import Tokenizer
+
+    terminal = terminal_of(ctx)
+    runtime, can = choose_runtime()
+    if not can.ok:
+        terminal.note(f"sessions run as plain processes, because namespaces do not work here: {can.detail}")
+        if can.hint:
+            terminal.note(can.hint)
+    with progress_bar(terminal) as watch:
+        rollouts = run_service(run_demo(runtime, watch, data=keep))
+    found = faults(rollouts, Tokenizer.load(POLICY))
+    summary = write_files(rollouts, out, runtime=runtime, faults=found)
+    if terminal.json:
+        terminal.document(summary)
+    else:
+        _show(terminal, rollouts, summary)
+    for fault in found:
+        terminal.note(f"fault: {fault}")
+    raise typer.Exit(0 if summary.good else 1)
+
+
+def _show(terminal: Terminal, rollouts: Rollouts, summary: Summary) -> None:
+    from outrider.demo.summary import best_session
+
+    session = best_session(rollouts)
+    print_session(terminal.out, session, rollouts.turns[session.id])
+    terminal.out.print()
+    terminal.out.print(table(_COLUMNS, _rows(rollouts)))
+    written = [path for path in (summary.samples, summary.parquet) if path]
+    terminal.out.print(f"samples: {', '.join(written)}", soft_wrap=True)
+    if summary.parquet is None:
+        terminal.note("no Parquet file, as pyarrow is not installed: pip install 'outrider[parquet]'")
+    terminal.out.print(
+        f"{summary.sessions} sessions in {summary.seconds:.1f} s ({summary.runtime} sandboxes), "
+        f"{summary.errors} errors, {summary.drift_tokens} tokens of drift",
+        soft_wrap=True,
+    )
+
+
+_COLUMNS = (
+    *("group", "sessions>", "errors>", "reward>", "turns>", "sampled>", "trained>"),
+    *("wait s>", "init s>", "run s>", "eval s>"),
+)
+
+
+def _rows(rollouts: Rollouts) -> Sequence[Sequence[str]]:
+    from outrider.demo.summary import tallies
+
+    return [
+        (
+            row.name,
+            str(row.sessions),
+            str(row.errors),
+            number(row.mean_reward),
+            str(row.turns),
+            str(row.sampled_tokens),
+            str(row.trained_tokens),
+            *map(number, (row.wait_seconds, row.init_seconds, row.run_seconds, row.eval_seconds)),
+        )
+        for row in tallies(rollouts.groups)
+    ]

@@ -1,0 +1,51 @@
+"""`outrider doctor`: what this machine can do, and what to do about what it cannot."""
+
+from __future__ import annotations
+
+import typer
+
+from outrider.cli.options import Json
+from outrider.cli.tables import table, word
+from outrider.cli.terminal import Terminal, printable, terminal_of
+from outrider.doctor import Diagnosis, Finding, diagnose
+
+
+def doctor(ctx: typer.Context, json: Json = False) -> None:
+    """Say what this machine can use, and what is missing.
+
+    Runtimes, harnesses, engines, file formats and the service's port.
+    Ends with 1 when no sandbox can be made here.
+
+    Examples:
+
+        outrider doctor
+
+        outrider doctor --json | jq .runtimes
+    """
+    terminal = terminal_of(ctx)
+    diagnosis = diagnose()
+    if terminal.json:
+        terminal.document(diagnosis)
+    else:
+        _show(terminal, diagnosis)
+    raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+def _show(terminal: Terminal, diagnosis: Diagnosis) -> None:
+    versions = [f"{name} {found or '-'}" for name, found in diagnosis.versions.items()]
+    terminal.out.print(", ".join(versions), soft_wrap=True)
+    parts: tuple[tuple[str, tuple[Finding, ...]], ...] = (
+        ("runtimes", diagnosis.runtimes),
+        ("harnesses", diagnosis.harnesses),
+        ("engines", diagnosis.engines),
+        ("formats", diagnosis.formats),
+        ("ports", diagnosis.ports),
+    )
+    rows = [
+        (part if index == 0 else "", found.name, word("yes" if found.ok else "no"), printable(found.detail))
+        for part, findings in parts
+        for index, found in enumerate(findings)
+    ]
+    terminal.out.print(table(("", "name", "usable", "detail"), rows))
+    for found in (found for _, findings in parts for found in findings if found.hint):
+        terminal.out.print(f"{found.name}: {found.hint}", soft_wrap=True)

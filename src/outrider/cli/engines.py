@@ -1,0 +1,114 @@
+"""`outrider engines`: the pool of a running service. Also how an engine is named on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.tables import engine_table
+from outrider.cli.terminal import Terminal, terminal_of
+from outrider.errors import InvalidField
+from outrider.wire import EngineList, EngineStatus
+
+KIND = "KIND=WHERE"
+KIND_HELP = (
+    "vllm=URL, sglang=URL, openai=URL, embedded=FOLDER (of the model) or scripted=FILE.json (its options: replies)."
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The engine's name.")]
+
+
+def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
+    """An engine spec from KIND=WHERE, as plain values. Raises InvalidField."""
+    kind, given, where = text.partition("=")
+    if not (kind and given and where):
+        raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")
+    match kind:
+        case "embedded":
+            return {"kind": kind, "model": where}
+        case "scripted":
+            return {"kind": kind, "options": _script(Path(where), field)}
+        case _:
+            return {"kind": kind, "url": where}
+
+
+def engine_commands() -> typer.Typer:
+    """The sub-commands of `outrider engines`."""
+    app = typer.Typer(no_args_is_help=True, help="List, add, drain and remove the engines of a running service.")
+    app.command("list")(list_engines)
+    app.command("add")(add)
+    app.command("drain")(drain)
+    app.command("rm")(remove)
+    return app
+
+
+def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, json: Json = False) -> None:
+    """List the engines with their load."""
+    with client(url, token) as service:
+        _show(terminal_of(ctx), service.engines())
+
+
+def add(
+    ctx: typer.Context,
+    engine: Annotated[str, typer.Argument(metavar=KIND, help=KIND_HELP)],
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="What to call it.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model's name on its server.")] = None,
+    url: Url = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Attach an engine.
+
+    It must answer, and serve the model family of the service's tokenizer.
+
+    Examples:
+
+        outrider engines add vllm=http://10.0.0.5:8000
+
+        outrider engines add embedded=models/tiny --name spare
+    """
+    named = {key: value for key, value in (("name", name), ("model", model)) if value is not None}
+    with client(url, token) as service:
+        _show(terminal_of(ctx), (service.add_engine(parse_engine(engine) | named),))
+
+
+def drain(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, json: Json = False) -> None:
+    """Give an engine no new sessions; those it has stay until they end.
+
+    Example:
+
+        outrider engines drain vllm-0
+    """
+    with client(url, token) as service:
+        _show(terminal_of(ctx), service.drain_engine(name))
+
+
+def remove(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, json: Json = False) -> None:
+    """Detach an engine; its sessions go on elsewhere.
+
+    Example:
+
+        outrider engines rm vllm-0
+    """
+    with client(url, token) as service:
+        _show(terminal_of(ctx), service.remove_engine(name))
+
+
+def _script(path: Path, field: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise InvalidField(f"cannot read {path}: {error.strerror}", field=field) from error
+    except msgspec.MsgspecError as error:
+        raise InvalidField(f"{path} is not a JSON object: {error}", field=field) from error
+
+
+def _show(terminal: Terminal, engines: tuple[EngineStatus, ...]) -> None:
+    if terminal.json:
+        terminal.document(EngineList(engines=engines))
+    else:
+        terminal.out.print(engine_table(engines))

@@ -1,0 +1,99 @@
+"""`outrider export`: the samples of done groups as a file, or as JSON lines on standard output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.terminal import terminal_of
+from outrider.client import Client
+from outrider.errors import InvalidField
+from outrider.lifecycle import GroupState
+from outrider.sample_files import JsonLines, SampleFormat, SampleWriter, sample_file
+from outrider.wire import GroupView
+
+PAGE = 20
+
+
+class Exported(msgspec.Struct, frozen=True):
+    """What `outrider export --json` writes. `cursor` is where the next export begins (`--after`)."""
+
+    samples: int
+    groups: int
+    cursor: int
+    output: str | None
+
+
+def export(
+    ctx: typer.Context,
+    format: Annotated[SampleFormat, typer.Option("--format", help="What to write.")] = SampleFormat.JSONL,
+    after: Annotated[int, typer.Option(min=0, metavar="CURSOR", help="Only groups that finished after this.")] = 0,
+    group: Annotated[str | None, typer.Option(metavar="GROUP", help="Only this group.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to.", show_default="standard output")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Write the training samples of done groups.
+
+    One row a sample, in the order in which the groups finished.
+
+    Examples:
+
+        outrider export --format parquet -o samples.parquet
+
+        outrider export --after 120 | head -1 | jq '.ids | length'
+    """
+    terminal = terminal_of(ctx)
+    if output is None and (json or format is SampleFormat.PARQUET):
+        asked = "--json" if json else "parquet"
+        raise InvalidField(f"{asked} needs a file to write to", field="output", hint="name one: -o FILE")
+    samples, groups, cursor = 0, 0, after
+    with client(url, token) as service, _writer(output, format) as writer:
+        for done in [_one(service, group)] if group else _pages(service, after):
+            rows = done.samples or ()
+            writer.write(rows)
+            samples += len(rows)
+            groups += 1
+            cursor = max(cursor, done.cursor or 0)
+    exported = Exported(samples, groups, cursor, str(output) if output else None)
+    if json:
+        terminal.document(exported)
+    else:
+        terminal.note(f"{samples} samples of {groups} groups; what finishes next: --after {cursor}")
+
+
+def _one(service: Client, group_id: str) -> GroupView:
+    group = service.group(group_id, samples=True)
+    if group.state is not GroupState.DONE:
+        raise InvalidField(f"group {group_id} is not done", field="group", hint=f"see: outrider status {group_id}")
+    return group
+
+
+def _pages(service: Client, after: int) -> Iterator[GroupView]:
+    while True:
+        page = service.results(after=after, limit=PAGE, samples=True)
+        if not page.groups:
+            return
+        yield from page.groups
+        after = page.cursor
+
+
+@contextmanager
+def _writer(output: Path | None, kind: SampleFormat) -> Iterator[SampleWriter]:
+    if output is not None:
+        with sample_file(output, kind) as writer:
+            yield writer
+        return
+    lines = JsonLines(sys.stdout.buffer)
+    yield lines
+    lines.close()

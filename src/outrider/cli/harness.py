@@ -1,0 +1,96 @@
+"""`outrider harness`: the agent programs of this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from outrider.cli.options import Json
+from outrider.cli.tables import table, word
+from outrider.cli.terminal import terminal_of
+from outrider.harnesses.install import check, install, installed
+from outrider.harnesses.presets import load_preset, preset_names
+
+Preset = Annotated[str, typer.Argument(metavar="PRESET", help="One that `outrider harness list` names.")]
+
+
+class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A preset. `version` is the program's pinned version, None when it brings no program; `path` is where it is
+    installed."""
+
+    name: str
+    summary: str
+    version: str | None
+    installed: bool
+    path: str | None
+
+
+class Harnesses(msgspec.Struct, frozen=True):
+    harnesses: tuple[HarnessRow, ...]
+
+
+def harness_commands() -> typer.Typer:
+    """The sub-commands of `outrider harness`."""
+    app = typer.Typer(no_args_is_help=True, help="List, install and check the agent programs of this machine.")
+    app.command("list")(list_harnesses)
+    app.command("install")(install_harness)
+    app.command("check")(check_harness)
+    return app
+
+
+def list_harnesses(ctx: typer.Context, json: Json = False) -> None:
+    """List the presets, and whether their programs are installed."""
+    terminal = terminal_of(ctx)
+    rows = [_row(name) for name in preset_names()]
+    if terminal.json:
+        terminal.document(Harnesses(tuple(rows)))
+        return
+    columns = ("harness", "version", "installed", "what it is")
+    cells = [(row.name, row.version or "-", word("yes" if row.installed else "no"), row.summary) for row in rows]
+    terminal.out.print(table(columns, cells))
+
+
+def install_harness(ctx: typer.Context, name: Preset, json: Json = False) -> None:
+    """Install a preset's program for this user.
+
+    It comes from the package registry and gets a folder of its own.
+
+    Example:
+
+        outrider harness install mini-swe-agent
+    """
+    terminal = terminal_of(ctx)
+    path = install(name, terminal.note)
+    if terminal.json:
+        terminal.document(_row(name))
+    else:
+        terminal.out.print(f"{name} is installed in {path}", soft_wrap=True)
+
+
+def check_harness(ctx: typer.Context, name: Preset, json: Json = False) -> None:
+    """Start an installed program once, to see that it works.
+
+    Example:
+
+        outrider harness check pi
+    """
+    terminal = terminal_of(ctx)
+    version = check(name)
+    if terminal.json:
+        terminal.document(_row(name))
+    else:
+        terminal.out.print(f"{name} {version} works")
+
+
+def _row(name: str) -> HarnessRow:
+    preset = load_preset(name)
+    path = installed(name)
+    return HarnessRow(
+        name=name,
+        summary=preset.summary,
+        version=preset.install.version if preset.install else None,
+        installed=preset.install is None or path is not None,
+        path=str(path) if path else None,
+    )

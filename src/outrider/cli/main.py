@@ -1,0 +1,106 @@
+"""All commands, and what becomes of the errors they raise.
+
+It does none of their work. Invariant: an error raised on purpose is shown in one line, never as a traceback; the
+exit code is 0 for success, 2 for a request that cannot be right, 130 for Ctrl-C and 1 for every other failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from outrider.cli.demo import demo
+from outrider.cli.doctor import doctor
+from outrider.cli.engines import engine_commands
+from outrider.cli.export import export
+from outrider.cli.groups import cancel, status
+from outrider.cli.harness import harness_commands
+from outrider.cli.run import run
+from outrider.cli.serve import serve
+from outrider.cli.show import show
+from outrider.cli.terminal import Terminal
+from outrider.errors import OutriderError, RequestError
+
+FAILURE = 1
+USAGE = 2
+
+# Typer brings its own copy of click in some versions; what both call UsageError is the base of this public name.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. `argv` without the program's name, default: the process's own."""
+    terminal = Terminal()
+    command = typer.main.get_command(commands())
+    try:
+        code = command.main(
+            args=None if argv is None else list(argv), prog_name="outrider", standalone_mode=False, obj=terminal
+        )
+    except OutriderError as error:
+        return _failed(terminal, error)
+    except BaseExceptionGroup as failures:
+        if (first := _first_of(failures)) is None:
+            raise
+        return _failed(terminal, first)
+    except UsageError as error:
+        if message := _message(error):
+            context = getattr(error, "ctx", None)
+            hint = f"{context.command_path if context else 'outrider'} --help"
+            terminal.error(RequestError(message, hint=hint).record())
+        return USAGE
+    return code if isinstance(code, int) else 0
+
+
+def commands() -> typer.Typer:
+    """The whole command line."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for command in (serve, run, status, cancel, show, export, doctor, demo):
+        app.command()(command)
+    app.add_typer(engine_commands(), name="engines")
+    app.add_typer(harness_commands(), name="harness")
+    return app
+
+
+def _version(given: bool) -> None:
+    if given:
+        typer.echo(f"outrider {version('outrider')}")
+        raise typer.Exit
+
+
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Outrider serves agent rollouts to reinforcement-learning trainers.
+
+    Try `outrider demo` first: it needs no engine, no network and no root.
+    """
+
+
+def _failed(terminal: Terminal, error: OutriderError) -> int:
+    terminal.error(error.record())
+    return USAGE if isinstance(error, RequestError) else FAILURE
+
+
+def _first_of(failures: BaseExceptionGroup[BaseException]) -> OutriderError | None:
+    """The first error raised on purpose, of several tasks that failed together; None when one of them is a bug."""
+    matched, others = failures.split(OutriderError)
+    error: BaseException | None = matched if others is None else None
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, OutriderError) else None
+
+
+def _message(error: Exception) -> str:
+    """What the parser complains of; nothing when it has shown the help instead."""
+    return str(getattr(error, "format_message", error.__str__)()).removesuffix(".")

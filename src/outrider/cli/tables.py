@@ -1,0 +1,146 @@
+"""The tables of the command line: sessions, groups, engines, lanes. They know shapes of wire.py, and no client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli.terminal import printable
+from outrider.lifecycle import StopReason
+from outrider.trajectory import StageSeconds
+from outrider.wire import EngineStatus, GroupView, LaneStats, SessionView
+
+SHOWN_OF_AN_ERROR = 72
+
+STYLES = {
+    StopReason.COMPLETED.value: "green",
+    StopReason.ERROR.value: "bold red",
+    StopReason.CANCELLED.value: "yellow",
+    "yes": "green",
+    "no": "bold red",
+}
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str | None = None) -> Table:
+    """A table without frame. A column whose name ends in ">" is flushed right."""
+    made = Table(
+        box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, show_edge=False
+    )
+    for name in columns:
+        made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def word(text: str) -> Text:
+    """A state or an answer, in its colour."""
+    return Text(text, style=STYLES.get(text, ""))
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def session_table(group: GroupView) -> RenderableType:
+    """One row a session: how it stands or ended, reward, turns, sampled tokens, seconds a stage, error."""
+    columns = ("session", "state", "reward>", "turns>", "tokens>", *_STAGES, "error")
+    return table(columns, [_session_row(session) for session in group.sessions])
+
+
+def group_table(groups: Iterable[GroupView]) -> RenderableType:
+    """One row a group."""
+    columns = ("group", "state", "sessions>", "done>", "errors>", "reward>", "age>", "labels")
+    return table(columns, [_group_row(group) for group in groups], title="groups")
+
+
+def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
+    """One row an engine."""
+    columns = ("engine", "kind", "up", "mode", "in flight>", "sessions>", "generated>", "version>", "address", "detail")
+    return table(columns, [_engine_row(engine) for engine in engines], title="engines")
+
+
+def lane_table(node: str, lanes: Iterable[LaneStats]) -> RenderableType:
+    """One row a lane of a node. `waited` is the mean over all that have passed."""
+    rows = [
+        (
+            lane.name,
+            f"{lane.in_use}/{lane.size}",
+            str(lane.waiting),
+            str(lane.served),
+            f"{lane.waited_seconds / lane.served if lane.served else 0:.2f} s",
+        )
+        for lane in lanes
+    ]
+    return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=f"node {node}")
+
+
+def stage_seconds(seconds: StageSeconds) -> tuple[str, str, str, str]:
+    """Seconds of waiting (in all), preparing, running and grading."""
+    waited = seconds.queued + seconds.ready + seconds.eval_wait
+    return number(waited), number(seconds.init), number(seconds.run), number(seconds.eval)
+
+
+_STAGES = ("wait s>", "init s>", "run s>", "eval s>")
+
+
+def _session_row(session: SessionView) -> tuple[str | Text, ...]:
+    result = session.result
+    error = result.error if result else session.last_error
+    shown = f"{error.code}: {error.message}" if error else ""
+    if len(shown) > SHOWN_OF_AN_ERROR:
+        shown = shown[: SHOWN_OF_AN_ERROR - 3] + "..."
+    shown = printable(shown).replace("\n", " ")
+    if result is None:
+        return (session.id, word(session.state.value), "-", "-", "-", "-", "-", "-", "-", shown)
+    return (
+        session.id,
+        word(result.stop_reason.value),
+        number(result.verdict.reward) if result.verdict else "-",
+        str(result.turns),
+        str(result.tokens.sampled),
+        *stage_seconds(result.seconds),
+        shown,
+    )
+
+
+def _group_row(group: GroupView) -> tuple[str | Text, ...]:
+    results = [session.result for session in group.sessions if session.result]
+    rewards = [result.verdict.reward for result in results if result.verdict]
+    return (
+        group.id,
+        word("cancelled" if group.cancelled else group.state.value),
+        str(group.n),
+        str(len(results)),
+        str(sum(result.stop_reason is StopReason.ERROR for result in results)),
+        number(sum(rewards) / len(rewards) if rewards else None),
+        _age(time.time() - group.created),
+        printable(" ".join(f"{name}={value}" for name, value in group.labels.items())),
+    )
+
+
+def _engine_row(engine: EngineStatus) -> tuple[str | Text, ...]:
+    return (
+        engine.name,
+        engine.kind,
+        word("draining" if engine.draining else "yes" if engine.ok else "no"),
+        engine.mode,
+        str(engine.in_flight),
+        str(engine.sessions),
+        str(engine.generated_tokens),
+        str(engine.version),
+        engine.url or "-",
+        printable(engine.detail),
+    )
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

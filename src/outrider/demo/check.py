@@ -1,0 +1,54 @@
+"""The demo's own proof-reading: every sample says what the turns say, by an independent way through the tokenizer.
+
+Pure. It recomputes no model; whether the engine was given these very ids is the service's own count of drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from outrider.demo.run import Rollouts
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.trajectory import Sample
+from outrider.wire import TurnView
+
+
+def faults(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
+    """What is wrong with the samples, in words; nothing when all is well."""
+    found: list[str] = []
+    for group in rollouts.groups:
+        trained: dict[str, int] = {session.id: 0 for session in group.sessions}
+        for sample in group.samples or ():
+            trained[sample.session_id] += sum(sample.loss_mask)
+            found += _of_sample(sample, rollouts.turns[sample.session_id], tokenizer)
+        for session in group.sessions:
+            expected = session.result.tokens.trained if session.result else 0
+            if trained[session.id] != expected:
+                found.append(
+                    f"{session.id}: its samples train {trained[session.id]} tokens, its result says {expected}"
+                )
+    return found
+
+
+def _of_sample(sample: Sample, turns: Sequence[TurnView], tokenizer: Tokenizer) -> Iterator[str]:
+    name = f"{sample.session_id} row {sample.row}"
+    lengths = {len(column) for column in (sample.ids, sample.loss_mask, sample.logprobs, sample.versions)}
+    if len(lengths) != 1:
+        yield f"{name}: its columns have different lengths"
+        return
+    said = {turn.sampled for turn in turns}
+    for text in _spans(sample, tokenizer):
+        if text not in said:
+            yield f"{name}: {text!r} is trained on, but no turn said it"
+    for mask, logprob, version in zip(sample.loss_mask, sample.logprobs, sample.versions, strict=True):
+        if not (logprob <= 0.0 and version >= 0 if mask else logprob == 0.0 and version == -1):
+            yield f"{name}: mask {mask} with log-probability {logprob} and version {version}"
+            return
+
+
+def _spans(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
+    """The texts of the unbroken runs of tokens that are trained on."""
+    for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
+        if mask:
+            yield tokenizer.decode([token for _, token in run])

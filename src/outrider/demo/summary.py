@@ -1,0 +1,142 @@
+"""What a demo came to: counts, rewards, tokens and times, and the files that hold it. Pure but for `write_files`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from outrider.demo.run import Rollouts
+from outrider.errors import InvalidField
+from outrider.lifecycle import StopReason
+from outrider.sample_files import SampleFormat, sample_file
+from outrider.trajectory import SessionResult
+from outrider.wire import GroupView, SessionView
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over sessions; `mean_reward` over those with a verdict (0.0 without any), seconds as means a session."""
+
+    name: str
+    sessions: int
+    completed: int
+    errors: int
+    mean_reward: float
+    turns: int
+    sampled_tokens: int
+    trained_tokens: int
+    drift_tokens: int
+    wait_seconds: float
+    init_seconds: float
+    run_seconds: float
+    eval_seconds: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON line of `outrider demo --json`, and the head of summary.json. `faults` are what the demo's check of
+    its own samples found; `samples` and `parquet` are the files written."""
+
+    sessions: int
+    completed: int
+    errors: int
+    mean_reward: float
+    drift_tokens: int
+    sampled_tokens: int
+    trained_tokens: int
+    samples: str
+    parquet: str | None
+    seconds: float
+    runtime: str
+    faults: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        return not (self.errors or self.drift_tokens or self.faults)
+
+
+class _Whole(msgspec.Struct, frozen=True):
+    summary: Summary
+    groups: Sequence[Tally]
+
+
+def tally(name: str, sessions: Iterable[SessionView]) -> Tally:
+    results = [session.result for session in sessions if session.result]
+    stages = [result.seconds for result in results]
+    return Tally(
+        name=name,
+        sessions=len(results),
+        completed=sum(result.stop_reason is StopReason.COMPLETED for result in results),
+        errors=sum(result.stop_reason is StopReason.ERROR for result in results),
+        mean_reward=_mean(result.verdict.reward for result in results if result.verdict),
+        turns=sum(result.turns for result in results),
+        sampled_tokens=sum(result.tokens.sampled for result in results),
+        trained_tokens=sum(result.tokens.trained for result in results),
+        drift_tokens=sum(result.tokens.drift for result in results),
+        wait_seconds=_mean(stage.queued + stage.ready + stage.eval_wait for stage in stages),
+        init_seconds=_mean(stage.init for stage in stages),
+        run_seconds=_mean(stage.run for stage in stages),
+        eval_seconds=_mean(stage.eval for stage in stages),
+    )
+
+
+def tallies(groups: Iterable[GroupView]) -> list[Tally]:
+    """One a group, and one for all at the end."""
+    groups = list(groups)
+    each = [tally(group.labels.get("item", group.id), group.sessions) for group in groups]
+    return [*each, tally("total", (session for group in groups for session in group.sessions))]
+
+
+def write_files(rollouts: Rollouts, folder: Path, *, runtime: str, faults: Sequence[str]) -> Summary:
+    """Write samples.jsonl, samples.parquet (where pyarrow is installed) and summary.json. Raises InvalidField."""
+    jsonl = folder / "samples.jsonl"
+    _write_samples(rollouts, jsonl, SampleFormat.JSONL)
+    parquet: Path | None = folder / "samples.parquet"
+    try:
+        _write_samples(rollouts, folder / "samples.parquet", SampleFormat.PARQUET)
+    except InvalidField as error:
+        if error.field != "format":
+            raise
+        parquet = None
+    *each, total = tallies(rollouts.groups)
+    summary = Summary(
+        sessions=total.sessions,
+        completed=total.completed,
+        errors=total.errors,
+        mean_reward=round(total.mean_reward, 4),
+        drift_tokens=total.drift_tokens,
+        sampled_tokens=total.sampled_tokens,
+        trained_tokens=total.trained_tokens,
+        samples=str(jsonl),
+        parquet=str(parquet) if parquet else None,
+        seconds=round(rollouts.seconds, 2),
+        runtime=runtime,
+        faults=tuple(faults),
+    )
+    text = msgspec.json.format(msgspec.json.encode(_Whole(summary, each)), indent=2)
+    (folder / "summary.json").write_bytes(text + b"\n")
+    return summary
+
+
+def best_session(rollouts: Rollouts) -> SessionView:
+    """The one to show: of the rewarded ones (else of all) the first that made most turns."""
+    sessions = [session for group in rollouts.groups for session in group.sessions]
+    return max(sessions, key=lambda session: _merit(session.result))
+
+
+def _merit(result: SessionResult | None) -> tuple[float, int]:
+    if result is None:
+        return (-1.0, 0)
+    return (result.verdict.reward if result.verdict else -1.0, result.turns)
+
+
+def _write_samples(rollouts: Rollouts, path: Path, kind: SampleFormat) -> None:
+    with sample_file(path, kind) as writer:
+        for group in rollouts.groups:
+            writer.write(group.samples or ())
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return fmean(listed) if listed else 0.0

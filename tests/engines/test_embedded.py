@@ -1,0 +1,339 @@
+"""The embedded engine: the contract, exact log-probabilities, and weight updates while it generates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.contract import CHECKS, Factory, Rig, tokenizes
+from outrider.demo.dialogue import POLICY
+from outrider.engines.base import EngineOptions, GenerateRequest
+from outrider.engines.embedded import EmbeddedEngine
+from outrider.errors import ContextOverflow, EngineRejected, EngineUnavailable, InvalidField, ModelMismatch
+from outrider.trajectory import FinishReason, VersionSpan
+from support.embedded import DIALOGUE, PROMPT, TOKENIZER, everything, request, running, together
+from support.reference_llama import ReferenceLlama
+
+torch = pytest.importorskip("torch")
+EXACT = 1e-4
+
+
+@pytest.fixture(scope="module")
+def reference() -> ReferenceLlama:
+    return ReferenceLlama(POLICY)
+
+
+@pytest.mark.parametrize("check", [*CHECKS, tokenizes], ids=lambda check: check.__name__)
+async def test_contract(check: Callable[[Factory], Awaitable[None]], reference: ReferenceLlama) -> None:
+    @asynccontextmanager
+    async def factory(*, slow: bool = False) -> AsyncGenerator[Rig, None]:
+        async with running(context_tokens=512) as engine:
+            yield _rig(engine, reference, 400 if slow else 24)
+
+    await check(factory)
+
+
+def _rig(engine: EmbeddedEngine, reference: ReferenceLlama, max_tokens: int) -> Rig:
+    def oracle(asked: GenerateRequest) -> tuple[list[int], list[float]]:
+        prompt = asked.input_ids.tolist()
+        ids = reference.greedy(prompt, asked.sampling.max_tokens)
+        return ids, reference.logprobs(prompt, ids)
+
+    async def aborted() -> None:
+        while (await engine.stats()).running:
+            pass
+
+    def crash(_: object) -> None:
+        raise ZeroDivisionError
+
+    def kill() -> None:
+        assert engine._worker is not None
+        engine._worker.post(crash)
+
+    return Rig(
+        engine=engine,
+        prompt=np.array(PROMPT, dtype=np.int32),
+        max_tokens=max_tokens,
+        context_tokens=512,
+        decode=TOKENIZER.decode,
+        encode=TOKENIZER.encode,
+        aborted=aborted,
+        kill=kill,
+        finish=lambda: None,  # its generations end by themselves, hundreds of steps later
+        oracle=oracle,
+        logprob_tolerance=EXACT,
+    )
+
+
+async def test_logprobs_are_raw_whatever_is_sampled_from(reference: ReferenceLlama) -> None:
+    async with running() as engine:
+        for sampling in ({"temperature": 2.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 0.0}):
+            got = await everything(engine.generate(request(seed=5, **sampling)))
+            assert got.logprobs == pytest.approx(reference.logprobs(PROMPT, got.ids), abs=EXACT)
+
+
+async def test_logprobs_on_a_reused_prefix(reference: ReferenceLlama) -> None:
+    async with running(slots=2) as engine:
+        first = await everything(engine.generate(request(temperature=1.0, seed=1)))
+        longer = [*PROMPT, *first.ids, *DIALOGUE[-20:]]
+        second = await everything(engine.generate(request(longer, temperature=1.0, seed=2)))
+        assert first.cached_tokens == 0
+        assert second.cached_tokens == len(PROMPT) + len(first.ids) - 1
+        assert second.logprobs == pytest.approx(reference.logprobs(longer, second.ids), abs=EXACT)
+
+
+async def test_a_prefix_is_copied_from_a_slot_that_is_busy(reference: ReferenceLlama) -> None:
+    async with running() as engine:
+        owner = engine.generate(request(max_tokens=400))
+        await anext(owner)
+        sibling = [*PROMPT[:-3], *DIALOGUE[1:10]]
+        got = await everything(engine.generate(request(sibling)))
+        await owner.aclose()
+        assert got.cached_tokens == len(PROMPT) - 3
+        assert got.logprobs == pytest.approx(reference.logprobs(sibling, got.ids), abs=EXACT)
+
+
+async def test_logprobs_of_eight_at_once_and_of_chunked_prompts(reference: ReferenceLlama) -> None:
+    long = (DIALOGUE * 8)[:600]
+    prompts = [long[: 70 * (n + 1)] for n in range(7)] + [long]
+    async with running(slots=4) as engine:
+        asked = [request(prompt, temperature=1.0, seed=n, max_tokens=12) for n, prompt in enumerate(prompts)]
+        for prompt, got in zip(prompts, await together(engine, asked), strict=True):
+            assert got.logprobs == pytest.approx(reference.logprobs(prompt, got.ids), abs=EXACT)
+
+
+async def test_logprobs_equal_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
+    async with running() as engine:
+        got = await everything(engine.generate(request(temperature=1.0, seed=3)))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *got.ids]])).logits[0, len(PROMPT) - 1 : -1]
+    theirs = logits.log_softmax(dim=-1)[range(len(got.ids)), got.ids].tolist()
+    assert got.logprobs == pytest.approx(theirs, abs=EXACT)
+
+
+async def test_a_seed_repeats_in_any_company_and_no_seed_varies() -> None:
+    hot = {"temperature": 1.5, "max_tokens": 12}
+    async with running() as engine:
+        alone = await everything(engine.generate(request(seed=7, **hot)))
+        asked = [request(seed=7, **hot), *(request(seed=seed, **hot) for seed in range(7))]
+        again, *others = await together(engine, asked)
+        free = await together(engine, [request(**hot) for _ in range(8)])
+    assert again.ids == alone.ids
+    assert len({tuple(other.ids) for other in others}) > 1
+    assert len({tuple(other.ids) for other in free}) > 1
+
+
+async def test_requests_wait_for_a_slot_and_all_are_served() -> None:
+    async with running(slots=2) as engine:
+        got = await together(engine, [request(max_tokens=n % 5 + 1) for n in range(20)])
+        assert [len(one.ids) for one in got] == [n % 5 + 1 for n in range(20)]
+        stats = await engine.stats()
+        assert (stats.running, stats.waiting, stats.free_slots) == (0, 0, 2)
+
+
+async def test_closing_frees_the_slot_for_one_that_waits() -> None:
+    async with running(slots=1) as engine:
+        holder = engine.generate(request(max_tokens=900))
+        await anext(holder)
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(everything(engine.generate(request(max_tokens=1))))
+            while not (await engine.stats()).waiting:
+                pass
+            assert (await engine.stats()).free_slots == 0
+            await holder.aclose()
+        assert len(waiting.result().ids) == 1
+        assert (await engine.stats()).free_slots == 1
+
+
+async def test_output_ends_where_the_context_does() -> None:
+    async with running(context_tokens=len(PROMPT) + 5) as engine:
+        got = await everything(engine.generate(request(max_tokens=100)))
+        assert (len(got.ids), got.finish) == (5, FinishReason.LENGTH)
+        with pytest.raises(ContextOverflow):
+            await everything(engine.generate(request([*PROMPT, 1, 1, 1, 1, 1])))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field"),
+    [
+        ([], {}, "input_ids"),
+        ([1, 99999], {}, "input_ids"),
+        ([-1], {}, "input_ids"),
+        ([1], {"temperature": -1.0}, "temperature"),
+        ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"stop": ("",)}, "stop"),
+    ],
+)
+async def test_bad_requests_are_rejected(prompt: list[int], sampling: dict[str, object], field: str) -> None:
+    async with running() as engine:
+        with pytest.raises(EngineRejected) as caught:
+            await everything(engine.generate(request(prompt, **sampling)))
+        assert caught.value.field == field
+
+
+async def test_an_update_in_flight_with_the_same_weights_changes_no_logprob(reference: ReferenceLlama) -> None:
+    """Eight run, two slots are idle with a prefix, two prompts are half prefilled or waiting."""
+    same = {name: tensor.float() for name, tensor in reference.state.items()}
+    async with running(slots=10) as engine:
+        await together(engine, [request([*PROMPT, n]) for n in range(10)])
+        streams = [engine.generate(request(temperature=1.0, seed=n, max_tokens=200)) for n in range(8)]
+        firsts = [await anext(stream) for stream in streams]
+        async with asyncio.TaskGroup() as group:
+            rests = [group.create_task(everything(stream)) for stream in streams]
+            late = [group.create_task(everything(engine.generate(request((DIALOGUE * 8)[:600])))) for _ in "ab"]
+            await engine.update_weights(same, 4)
+        for first, task in zip(firsts, rests, strict=True):
+            rest = task.result()
+            ids, logprobs = first.ids + rest.ids, first.logprobs + rest.logprobs
+            assert logprobs == pytest.approx(reference.logprobs(PROMPT, ids), abs=EXACT)
+            changed = rest.versions[0].end
+            assert 0 < changed < 200
+            assert rest.versions == (VersionSpan(0, 0, changed), VersionSpan(4, changed, 200))
+        for task in late:
+            expected = reference.logprobs((DIALOGUE * 8)[:600], task.result().ids)
+            assert task.result().logprobs == pytest.approx(expected, abs=EXACT)
+        assert (await engine.health()).version == 4
+
+
+async def test_an_update_in_flight_with_other_weights(reference: ReferenceLlama) -> None:
+    """Before it the old weights' numbers; after it nothing that they computed is reused by anyone else."""
+    other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}
+    changed_reference = ReferenceLlama(POLICY, other)
+    async with running(slots=2) as engine:
+        stream = engine.generate(request(temperature=1.0, seed=1, max_tokens=60))
+        first = await anext(stream)
+        await engine.pause("keep")
+        await engine.update_weights(other, 9)
+        await engine.resume()
+        rest = await everything(stream)
+        ids, logprobs = first.ids + rest.ids, first.logprobs + rest.logprobs
+        old, new = rest.versions
+        assert (old.version, new.version, new.end) == (0, 9, 60)
+        expected = reference.logprobs(PROMPT, ids)
+        assert logprobs[: old.end] == pytest.approx(expected[: old.end], abs=EXACT)
+        assert logprobs[old.end :] != pytest.approx(expected[old.end :], abs=1e-2)
+
+        longer = [*PROMPT, *ids, *DIALOGUE[-20:]]
+        after = await everything(engine.generate(request(longer)))
+        assert after.cached_tokens == 0
+        assert after.versions == (VersionSpan(9, 0, 16),)
+        assert after.logprobs == pytest.approx(changed_reference.logprobs(longer, after.ids), abs=EXACT)
+
+
+async def test_an_update_drops_the_prefixes_of_idle_slots(reference: ReferenceLlama) -> None:
+    other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}
+    async with running() as engine:
+        await everything(engine.generate(request(DIALOGUE)))
+        await engine.update_weights(other, 1)
+        got = await everything(engine.generate(request(DIALOGUE)))
+    assert got.cached_tokens == 0
+    assert got.logprobs == pytest.approx(ReferenceLlama(POLICY, other).logprobs(DIALOGUE, got.ids), abs=EXACT)
+
+
+def test_an_update_amid_a_prompt_computes_the_prompt_again(reference: ReferenceLlama) -> None:
+    """A generation without output is wholly the new version's, and so must be what it was conditioned on."""
+    from outrider.engines.embedded.batch import Batch
+    from outrider.engines.embedded.weights import load_model
+
+    other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}
+    prompt = (DIALOGUE * 8)[:600]
+    batch = Batch(load_model(POLICY), slots=2, context=700)
+    batch.add(batch.admission.check(request(prompt, max_tokens=3)))
+    assert batch.step() == []
+    batch.update(other, 5)
+    chunks = [event.chunk for _ in range(5) for event in batch.step()]
+    ids = [token for chunk in chunks for token in chunk.ids]
+    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+    assert logprobs == pytest.approx(ReferenceLlama(POLICY, other).logprobs(prompt, ids), abs=EXACT)
+    assert chunks[-1].versions == (VersionSpan(5, 0, 3),)
+
+
+async def test_an_update_is_whole_or_not_at_all(reference: ReferenceLlama, tmp_path: Path) -> None:
+    good = {name: tensor.float() for name, tensor in reference.state.items()}
+    name = "model.layers.1.self_attn.k_proj.weight"
+    bad = [
+        {key: value for key, value in good.items() if key != name},
+        good | {name: good[name][:-1]},
+        good | {name: good[name] * float("nan")},
+        {key: value * 2 for key, value in good.items() if key != name},
+    ]
+    async with running() as engine:
+        for state in bad:
+            with pytest.raises(EngineRejected, match=name.replace(".", r"\.")):
+                await engine.update_weights(state, 1)
+        with pytest.raises(EngineRejected):
+            await engine.update_weights(tmp_path, 1)
+        got = await everything(engine.generate(request()))
+        assert got.versions == (VersionSpan(0, 0, 16),)
+        assert got.logprobs == pytest.approx(reference.logprobs(PROMPT, got.ids), abs=EXACT)
+        await engine.update_weights(POLICY, 2)
+        assert (await everything(engine.generate(request()))).versions == (VersionSpan(2, 0, 16),)
+
+
+async def test_a_qwen2_shaped_model(tmp_path: Path) -> None:
+    """Biases on query, key and value, and a head of its own."""
+    from safetensors.torch import save_file
+
+    config = json.loads((POLICY / "config.json").read_text())
+    config |= {"model_type": "qwen2", "tie_word_embeddings": False, "num_hidden_layers": 1, "vocab_size": 40}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    from outrider.engines.embedded.model import Llama, ModelShape
+    from outrider.engines.embedded.weights import export_weights
+
+    torch.manual_seed(0)
+    save_file(export_weights(Llama(ModelShape.from_config(config))), tmp_path / "model.safetensors")
+    engine = EmbeddedEngine(EngineOptions(name="qwen", model=str(tmp_path)))
+    await engine.start()
+    try:
+        got = await everything(engine.generate(request([1, 2, 3], temperature=1.0, seed=0)))
+        with pytest.raises(EngineRejected):
+            await everything(engine.generate(request([1], stop=("a",))))
+    finally:
+        await engine.close()
+    assert got.logprobs == pytest.approx(ReferenceLlama(tmp_path).logprobs([1, 2, 3], got.ids), abs=EXACT)
+
+
+async def test_closing_ends_what_is_in_flight() -> None:
+    async with running() as engine:
+        stream = engine.generate(request(max_tokens=900))
+        await anext(stream)
+        await engine.close()
+        with pytest.raises(EngineUnavailable):
+            await everything(stream)
+        with pytest.raises(EngineUnavailable):
+            await engine.stats()
+
+
+async def test_start_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
+    engine = EmbeddedEngine(EngineOptions(name="none", model=str(tmp_path)))
+    with pytest.raises(EngineUnavailable):
+        await engine.start()
+    assert not (await engine.health()).ok
+    config = json.loads((POLICY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(ModelMismatch, match="gpt2"):
+        await EmbeddedEngine(EngineOptions(name="gpt", model=str(tmp_path))).start()
+
+
+@pytest.mark.parametrize("options", [{"slots": 0}, {"slot": 4}, {"context_tokens": 1}, {"threads": "two"}])
+def test_wrong_options_are_named(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidField):
+        EmbeddedEngine(EngineOptions(name="x", model=str(POLICY), options=options))
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(EngineUnavailable) as caught:
+        EmbeddedEngine(EngineOptions(name="x", model=str(POLICY)))
+    assert caught.value.hint == "pip install 'outrider[embedded]'"

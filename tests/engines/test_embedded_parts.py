@@ -1,0 +1,159 @@
+"""The embedded engine's parts by themselves: what is sampled from, where output stops, which slot is taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.engines.base import SamplingParams
+from outrider.engines.embedded.slots import Slots
+from outrider.engines.embedded.stops import StopWatch
+from outrider.trajectory import FinishReason
+from support.embedded import TOKENIZER
+
+torch = pytest.importorskip("torch")
+
+PROBABILITIES = (0.4, 0.3, 0.2, 0.08, 0.02)
+
+
+def drawn(count: int = 4000, **sampling: float) -> list[float]:
+    """How often each token comes, over many draws of one stream."""
+    from outrider.engines.embedded.sampler import Stream, sample
+
+    stream = Stream(SamplingParams(max_tokens=1, seed=0, **sampling))
+    logits = torch.tensor([PROBABILITIES]).log().repeat(count, 1)
+    draws = sample(logits, [stream] * count)
+    assert all(draw.logprob == pytest.approx(np.log(PROBABILITIES[draw.token]), abs=1e-5) for draw in draws)
+    return [sum(draw.token == token for draw in draws) / count for token in range(len(PROBABILITIES))]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({}, PROBABILITIES),
+        ({"temperature": 0.0}, (1, 0, 0, 0, 0)),
+        ({"temperature": 0.5}, [p * p / 0.2968 for p in PROBABILITIES]),
+        ({"top_k": 2}, (4 / 7, 3 / 7, 0, 0, 0)),
+        ({"top_p": 0.75}, (4 / 9, 3 / 9, 2 / 9, 0, 0)),
+        ({"top_p": 0.01}, (1, 0, 0, 0, 0)),
+        ({"min_p": 0.45}, (4 / 9, 3 / 9, 2 / 9, 0, 0)),
+        ({"top_k": 3, "top_p": 0.75}, (4 / 7, 3 / 7, 0, 0, 0)),
+    ],
+)
+def test_draws_follow_the_truncated_distribution(sampling: dict[str, float], expected: list[float]) -> None:
+    assert drawn(**sampling) == pytest.approx(expected, abs=0.03)
+
+
+def test_rows_of_a_batch_keep_to_their_own_parameters() -> None:
+    from outrider.engines.embedded.sampler import Stream, sample
+
+    rows = [
+        SamplingParams(max_tokens=1, temperature=0.0),
+        SamplingParams(max_tokens=1, top_k=1),
+        SamplingParams(max_tokens=1, top_p=0.3),
+    ]
+    free = SamplingParams(max_tokens=1, seed=1)
+    streams = [*(Stream(row) for row in rows), Stream(free)]
+    draws = [sample(torch.tensor([PROBABILITIES] * 4).log(), streams) for _ in range(100)]
+    assert all(draw.token == 0 for step in draws for draw in step[:3])
+    assert {step[3].token for step in draws} >= {0, 1, 2}
+
+
+def stops(text: str, *, limit: int = 100, **sampling: tuple[int | str, ...]) -> tuple[int, object, object] | None:
+    """After how many tokens of `text` a watch stops, why, and on what."""
+    params = SamplingParams(max_tokens=limit, **sampling)
+    watch = StopWatch(params, limit=limit, text=TOKENIZER.stream())
+    for count, token in enumerate(TOKENIZER.encode(text), 1):
+        if stop := watch.push(token):
+            return count, stop.reason, stop.match
+    return None
+
+
+def test_stop_strings_span_tokens_and_split_characters() -> None:
+    text = "aé ☃ is in jade."
+    ids = TOKENIZER.encode(text)
+    until = next(n for n in range(len(ids)) if "☃ i" in TOKENIZER.decode(ids[:n]))
+    assert stops(text, stop=("zone", "☃ i")) == (until, FinishReason.STOP, "☃ i")
+    assert stops(text, stop=("☃ i", "é ☃")) == (until - 1, FinishReason.STOP, "é ☃")
+    assert stops(text, stop=("jade!",)) is None
+
+
+def test_stop_ids_win_over_the_limit_and_the_limit_comes_last() -> None:
+    (end,) = TOKENIZER.encode("<|im_end|>")
+    assert stops(" jade<|im_end|>", limit=2, stop_token_ids=(end,)) == (2, FinishReason.STOP, end)
+    assert stops(" jade<|im_end|>", limit=1, stop_token_ids=(end,)) == (1, FinishReason.LENGTH, None)
+    assert stops(" jade", stop=(" jade",), limit=1) == (1, FinishReason.STOP, " jade")
+
+
+def filled(slots: Slots, *tokens: int) -> int:
+    """Take a slot for `tokens` and compute them all."""
+    prompt = np.array(tokens, dtype=np.int32)
+    lease = slots.take(prompt)
+    assert lease is not None
+    slots.extend(lease.slot, prompt[lease.cached :])
+    return lease.slot
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def test_a_session_that_goes_on_gets_its_own_slot_back() -> None:
+    slots = Slots(3, 16)
+    first, second = filled(slots, 1, 2, 3), filled(slots, 1, 2, 4)
+    slots.release(second)
+    slots.release(first)
+    lease = slots.take(ids(1, 2, 4, 5))
+    assert lease is not None
+    assert (lease.slot, lease.cached, lease.donor) == (second, 3, None)
+
+
+def test_a_fork_copies_and_leaves_the_other_history_whole() -> None:
+    slots = Slots(3, 16)
+    kept = filled(slots, 1, 2, 3, 4)
+    slots.release(kept)
+    lease = slots.take(ids(1, 2, 9))
+    assert lease is not None
+    assert lease.slot != kept
+    assert (lease.cached, lease.donor) == (2, kept)
+    again = slots.take(ids(1, 2, 3, 4, 5))
+    assert again is not None
+    assert (again.slot, again.cached) == (kept, 4)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    slots = Slots(1, 16)
+    slots.release(filled(slots, 1, 2, 3))
+    lease = slots.take(ids(1, 2, 3))
+    assert lease is not None
+    assert (lease.cached, lease.donor) == (2, None)
+    assert slots.take(ids(1)) is None
+    slots.release(lease.slot)
+    single = slots.take(ids(1))
+    assert single is not None
+    assert single.cached == 0
+
+
+def test_the_least_recently_used_slot_is_given_up() -> None:
+    slots = Slots(2, 16)
+    old, new = filled(slots, 1, 1), filled(slots, 2, 2)
+    slots.release(old)
+    slots.release(new)
+    lease = slots.take(ids(7, 7))
+    assert lease is not None
+    assert lease.slot == old
+    assert slots.free == 1
+
+
+def test_what_older_weights_computed_is_nobodys_prefix() -> None:
+    slots = Slots(2, 16)
+    busy = filled(slots, 1, 2, 3)
+    slots.weights_changed()
+    other = slots.take(ids(1, 2, 3, 4))
+    assert other is not None
+    assert (other.cached, other.donor) == (0, None)
+    slots.extend(busy, 9)
+    slots.release(busy)
+    lease = slots.take(ids(1, 2, 3, 9, 9))
+    assert lease is not None
+    assert (lease.slot, lease.cached) == (busy, 0)

@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.upstream import Answer, upstream
+from outrider.engines.backoff import Backoff
+from outrider.engines.base import ChatEngine, ChatRequest, Chunk, Engine, EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.pool import EnginePool
+from outrider.engines.scripted import ScriptedEngine
+from outrider.errors import (
+    Conflict,
+    ContextOverflow,
+    EngineUnavailable,
+    InvalidField,
+    ModelMismatch,
+    NotFound,
+)
+from outrider.messages import Message, Role
+from outrider.spec import EngineSpec
+from outrider.trajectory import LogprobKind, TokenMode
+from outrider.wire import EngineStatus
+
+AT_ONCE = Backoff(first=0.0, longest=0.0)
+NEVER = Backoff(first=1e9, longest=1e9)
+IDS = [1, 2, 3, 4]
+
+
+def engine_of(name: str, **reply: Any) -> ScriptedEngine:
+    return ScriptedEngine(EngineOptions(name=name, options={"replies": [{"ids": IDS} | reply]}))
+
+
+def request(session: str, prompt_tokens: int = 4) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        session_key=session,
+        input_ids=np.zeros(prompt_tokens, dtype=np.int32),
+        sampling=SamplingParams(max_tokens=10),
+    )
+
+
+def chat_request(session: str) -> ChatRequest:
+    message = Message(role=Role.USER, content="hi")
+    sampling = SamplingParams(max_tokens=10)
+    return ChatRequest(request_id="r", session_key=session, messages=(message,), tools=(), sampling=sampling)
+
+
+def pool_of(*, patience: float = 5.0, probing: Backoff = NEVER, **options: Any) -> EnginePool:
+    return EnginePool(patience=patience, probing=probing, **options)
+
+
+async def turn(pool: EnginePool, session: str, prompt_tokens: int = 4) -> str:
+    """One whole generation; the name of the engine that served it."""
+    generation = pool.generate(request(session, prompt_tokens))
+    async with aclosing(generation) as chunks:
+        ids = [token for chunk in [chunk async for chunk in chunks] for token in chunk.ids]
+    assert ids == IDS
+    return generation.served.engine
+
+
+async def chunks_of(pool: EnginePool, session: str) -> list[Chunk]:
+    return [chunk async for chunk in pool.generate(request(session))]
+
+
+def named(pool: EnginePool, name: str) -> EngineStatus:
+    return next(status for status in pool.status() if status.name == name)
+
+
+async def test_new_sessions_go_to_the_least_loaded_engine() -> None:
+    async with pool_of() as pool:
+        for name in "abc":
+            await pool.add_engine(engine_of(name))
+        served = Counter([await turn(pool, f"s{n}") for n in range(30)])
+        assert served == {"a": 10, "b": 10, "c": 10}
+        assert [status.sessions for status in pool.status()] == [10, 10, 10]
+        assert [status.assigned_tokens for status in pool.status()] == [80, 80, 80]
+        assert [status.generated_tokens for status in pool.status()] == [40, 40, 40]
+
+
+async def test_assigned_tokens_weigh() -> None:
+    async with pool_of() as pool:
+        await pool.add_engine(engine_of("a"))
+        await pool.add_engine(engine_of("b"))
+        assert await turn(pool, "long", prompt_tokens=20_000) == "a"
+        assert [await turn(pool, f"short{n}") for n in range(5)] == ["b"] * 5
+        pool.release("long")
+        pool.release("long")
+        assert await turn(pool, "next") == "a"
+
+
+async def test_requests_in_flight_weigh() -> None:
+    busy = engine_of("busy", stall=1)
+    async with pool_of() as pool, asyncio.TaskGroup() as group:
+        await pool.add_engine(busy)
+        await pool.add_engine(engine_of("free"))
+        waiting = group.create_task(chunks_of(pool, "s"))
+        await busy.stalled.wait()
+        assert named(pool, "busy").in_flight == 1
+        assert [await turn(pool, f"s{n}") for n in range(4)] == ["free"] * 4
+        busy.release()
+        await waiting
+        assert named(pool, "busy").in_flight == 0
+
+
+async def test_a_session_keeps_its_engine_until_it_is_released() -> None:
+    async with pool_of() as pool:
+        await pool.add_engine(engine_of("a"))
+        first = await turn(pool, "s", prompt_tokens=20_000)
+        await pool.add_engine(engine_of("b"))
+        assert [await turn(pool, "s", prompt_tokens=20_000) for _ in range(5)] == [first] * 5
+        pool.release("s")
+        assert [(status.sessions, status.assigned_tokens) for status in pool.status()] == [(0, 0), (0, 0)]
+
+
+async def test_draining_takes_no_new_session_and_keeps_the_old() -> None:
+    draining = engine_of("a", stall=1)
+    async with pool_of() as pool, asyncio.TaskGroup() as group:
+        await pool.add_engine(draining)
+        old = group.create_task(chunks_of(pool, "old"))
+        await draining.stalled.wait()
+        await pool.add_engine(engine_of("b"))
+        assert pool.drain("a").draining
+        assert [await turn(pool, f"new{n}") for n in range(3)] == ["b"] * 3
+        draining.release()
+        assert (await old)[-1].finish is not None
+        assert await turn(pool, "old") == "a"
+
+
+async def test_removing_waits_for_generations_and_moves_their_sessions() -> None:
+    leaving = engine_of("a", stall=1)
+    async with pool_of() as pool, asyncio.TaskGroup() as group:
+        await pool.add_engine(leaving)
+        old = group.create_task(chunks_of(pool, "s"))
+        await leaving.stalled.wait()
+        await pool.add_engine(engine_of("b"))
+        removal = group.create_task(pool.remove("a"))
+        assert await turn(pool, "other") == "b"
+        assert not removal.done()
+        leaving.release()
+        await removal
+        assert (await old)[-1].finish is not None
+        assert await turn(pool, "s") == "b"
+        assert [status.name for status in pool.status()] == ["b"]
+        await pool.add_engine(engine_of("a"))
+        pool.release("s")
+        assert {await turn(pool, f"again{n}") for n in range(4)} == {"a", "b"}
+
+
+async def test_removing_cuts_what_does_not_end_in_time() -> None:
+    async with pool_of() as pool, asyncio.TaskGroup() as group:
+        spec = EngineSpec(kind="scripted", name="a", options={"replies": [{"ids": IDS, "stall": 1}]})
+        await pool.add(spec)
+        generation = pool.generate(request("s"))
+        assert (await anext(generation)).ids == [1]
+        rest = group.create_task(anext_failure(generation))
+        await pool.remove("a", seconds=0)
+        assert isinstance(await rest, EngineUnavailable)
+        assert pool.status() == []
+
+
+async def anext_failure(generation: Any) -> BaseException | None:
+    try:
+        await anext(generation)
+    except EngineUnavailable as error:
+        return error
+    return None
+
+
+async def test_an_engine_that_dies_before_the_first_token_is_replaced() -> None:
+    dead = engine_of("a", fail="unavailable", after=0)
+    spare = engine_of("b")
+    async with pool_of() as pool:
+        await pool.add_engine(dead)
+        await pool.add_engine(spare)
+        asked = request("s")
+        generation = pool.generate(asked)
+        assert [token for chunk in [chunk async for chunk in generation] for token in chunk.ids] == IDS
+        assert generation.served.engine == "b"
+        assert list(spare.requests) == [asked]
+        assert not named(pool, "a").ok
+        assert named(pool, "a").failures == 1
+        assert named(pool, "a").sessions == 0
+        assert await turn(pool, "s") == "b"
+
+
+async def test_an_engine_that_dies_after_a_token_is_not() -> None:
+    spare = engine_of("b")
+    async with pool_of() as pool:
+        await pool.add_engine(engine_of("a", fail="unavailable", after=2))
+        await pool.add_engine(spare)
+        with pytest.raises(EngineUnavailable):
+            await chunks_of(pool, "s")
+        assert not spare.requests
+        assert not named(pool, "a").ok
+        assert named(pool, "a").generated_tokens == 2
+        assert await turn(pool, "s") == "b"
+
+
+async def test_an_overflow_is_nobodys_failure() -> None:
+    async with pool_of() as pool:
+        await pool.add_engine(engine_of("a", fail="overflow"))
+        await pool.add_engine(engine_of("b"))
+        with pytest.raises(ContextOverflow):
+            await chunks_of(pool, "s")
+        assert all(status.ok and status.failures == 0 for status in pool.status())
+
+
+async def test_without_an_engine_a_request_waits_for_one() -> None:
+    async with pool_of() as pool, asyncio.TaskGroup() as group:
+        waiting = [group.create_task(turn(pool, f"s{n}")) for n in range(3)]
+        choice = group.create_task(pool.select("t"))
+        await asyncio.sleep(0)
+        await pool.add_engine(engine_of("late"))
+        assert [await task for task in waiting] == ["late"] * 3
+        assert (await choice).engine == "late"
+
+
+async def test_the_wait_is_bounded_and_says_why() -> None:
+    dead = engine_of("a")
+    async with pool_of(patience=0.01) as pool:
+        with pytest.raises(EngineUnavailable, match="no engine"):
+            await turn(pool, "s")
+        await pool.add_engine(dead)
+        dead.kill()
+        with pytest.raises(EngineUnavailable, match="is down"):
+            await turn(pool, "s")
+
+
+async def test_an_engine_that_restarts_fails_no_session() -> None:
+    replies = [{"fail": "unavailable"}, {"fail": "unavailable"}, {"ids": IDS}]
+    engine = ScriptedEngine(EngineOptions(name="a", options={"replies": replies}))
+    async with pool_of(probing=AT_ONCE) as pool:
+        await pool.add_engine(engine)
+        assert await turn(pool, "s") == "a"
+        assert len(engine.requests) == 3
+        assert named(pool, "a").failures == 2
+        assert named(pool, "a").ok
+        assert named(pool, "a").detail == ""
+
+
+async def test_an_engine_that_comes_back_as_another_is_not_taken() -> None:
+    engine = engine_of("a")
+    refusing = asyncio.Event()
+    checked = asyncio.Event()
+
+    async def check(_: Engine | ChatEngine) -> None:
+        if refusing.is_set():
+            checked.set()
+            raise ModelMismatch("another family")
+
+    async with pool_of(probing=AT_ONCE, patience=0.05, check=check) as pool:
+        await pool.add_engine(engine)
+        refusing.set()
+        engine.kill()
+        with pytest.raises(EngineUnavailable):
+            await turn(pool, "s")
+        engine.revive()
+        await checked.wait()
+        assert not named(pool, "a").ok
+        refusing.clear()
+        assert await turn(pool, "s") == "a"
+
+
+async def test_closing_a_generation_aborts_it_and_frees_its_place() -> None:
+    engine = engine_of("a", stall=1)
+    async with pool_of() as pool:
+        await pool.add_engine(engine)
+        generation = pool.generate(request("s"))
+        await anext(generation)
+        assert named(pool, "a").in_flight == 1
+        await generation.aclose()
+        assert engine.abort_seen.is_set()
+        assert named(pool, "a").in_flight == 0
+        assert named(pool, "a").ok
+
+
+async def test_what_served_is_known_with_the_first_chunk() -> None:
+    async with pool_of() as pool:
+        await pool.add_engine(engine_of("a"))
+        generation = pool.generate(request("s"))
+        with pytest.raises(EngineUnavailable):
+            _ = generation.served
+        await anext(generation)
+        served = generation.served
+        await generation.aclose()
+        assert (served.engine, served.mode, served.logprob_kind) == ("a", TokenMode.TOKENS, LogprobKind.SAMPLING)
+
+
+async def test_token_engines_are_preferred_and_chat_engines_serve_chat() -> None:
+    delta = {"index": 0, "delta": {"content": "yes"}, "finish_reason": "stop"}
+    events = [{"choices": [delta]}, {"choices": [], "usage": {"completion_tokens": 7}}]
+    pages = {"/v1/models": {"data": [{"id": "m"}]}}
+    async with upstream(Answer(events=events), pages=pages) as (url, _), pool_of(patience=0.01) as pool:
+        await pool.add(EngineSpec(kind="openai", name="chat", url=url))
+        assert (await pool.select("s")).mode is TokenMode.CAPTURE
+        with pytest.raises(EngineUnavailable):
+            await turn(pool, "s")
+        generation = pool.chat(chat_request("s"))
+        chunks = [chunk async for chunk in generation]
+        assert chunks[-1].reply is not None
+        assert chunks[-1].reply.content == "yes"
+        assert (generation.served.mode, generation.served.logprob_kind) == (TokenMode.TEXT, LogprobKind.NONE)
+        assert named(pool, "chat").generated_tokens == 7
+        await pool.add_engine(engine_of("tokens"))
+        assert (await pool.select("s")).engine == "chat"
+        assert (await pool.select("t")).engine == "tokens"
+
+
+async def test_specs_become_engines() -> None:
+    async with pool_of() as pool:
+        spec = EngineSpec(kind="scripted", options={"replies": [{"ids": IDS}], "version": 3}, model="m")
+        first = await pool.add(spec)
+        second = await pool.add(spec)
+        assert (first.name, second.name) == ("scripted-0", "scripted-1")
+        assert (first.kind, first.model, first.version, first.context_tokens) == ("scripted", "m", 3, 32768)
+        assert first.ok
+        assert await turn(pool, "s") == "scripted-0"
+
+
+async def test_bad_engines_are_refused_and_leave_nothing() -> None:
+    async def mismatch(_: Engine | ChatEngine) -> None:
+        raise ModelMismatch("another family")
+
+    async with upstream(Answer()) as (gone, _):
+        pass
+    async with pool_of(check=mismatch) as pool:
+        for spec, expected in (
+            (EngineSpec(kind="scripted", name="a"), ModelMismatch),
+            (EngineSpec(kind="vllm", name="a", url=gone), EngineUnavailable),
+            (EngineSpec(kind="vllm", name="a"), InvalidField),
+            (EngineSpec(kind="nothing", name="a"), InvalidField),
+            (EngineSpec(kind="scripted", name="a", options={"x": 1}), InvalidField),
+        ):
+            with pytest.raises(expected):
+                await pool.add(spec)
+        assert pool.status() == []
+
+
+async def test_names_are_unique_and_known() -> None:
+    async with pool_of() as pool:
+        await pool.add_engine(engine_of("a"))
+        with pytest.raises(Conflict):
+            await pool.add_engine(engine_of("a"))
+        with pytest.raises(NotFound):
+            pool.drain("b")
+        with pytest.raises(NotFound):
+            await pool.remove("b")
+
+
+async def test_leaving_the_pool_closes_its_own_engines_only() -> None:
+    mine = engine_of("mine")
+    async with pool_of(patience=0.01) as pool:
+        await pool.add(EngineSpec(kind="scripted", name="its", options={"replies": [{"ids": IDS, "stall": 1}]}))
+        its = pool.generate(request("s"))
+        await anext(its)
+        await pool.add_engine(mine)
+    with pytest.raises(EngineUnavailable, match="went down"):
+        await anext(its)
+    assert (await mine.health()).ok
+    with pytest.raises(EngineUnavailable):
+        await turn(pool, "t")
+
+
+async def test_leaving_the_pool_ends_its_probes_and_keeps_the_callers_error() -> None:
+    engine = engine_of("a", fail="unavailable")
+
+    async def broken() -> None:
+        async with pool_of(patience=0.01) as pool:
+            await pool.add_engine(engine)
+            with pytest.raises(EngineUnavailable):
+                await turn(pool, "s")
+            raise KeyError("the caller's")
+
+    async with asyncio.timeout(5):
+        with pytest.raises(KeyError):
+            await broken()

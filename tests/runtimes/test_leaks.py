@@ -1,0 +1,151 @@
+"""Nothing is left: no process, mount, descriptor, socket or folder, whatever the fate of the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import Runtime
+from outrider.runtimes.hosted import HostedServer, Setup
+
+from .world import World
+
+
+class Traces:
+    """What this process has on the host: processes below it, mounts, descriptors."""
+
+    def __init__(self) -> None:
+        self.processes = children()
+        self.mounts = Path("/proc/mounts").read_text()
+        self.descriptors = len(os.listdir("/proc/self/fd"))
+
+    def left(self) -> tuple[set[int], bool, int]:
+        now = Traces()
+        return now.processes - self.processes, now.mounts != self.mounts, now.descriptors - self.descriptors
+
+
+def children() -> set[int]:
+    return {
+        int(pid)
+        for task in os.listdir("/proc/self/task")
+        for pid in Path(f"/proc/self/task/{task}/children").read_text().split()
+    }
+
+
+def lives(marker: str) -> bool:
+    """Whether any process of this host, in any namespace, has `marker` in its command line and is no zombie."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                if marker in Path(f"/proc/{name}/cmdline").read_text(errors="replace"):
+                    return True
+            except OSError:
+                continue
+    return False
+
+
+@pytest.fixture(params=("namespace", "process"))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def test_twenty_at_once(world: World, kind: str) -> None:
+    await (await world.start(kind)).stop()  # what is opened once and kept
+    before = Traces()
+
+    async def live(number: int) -> None:
+        sandbox = await world.start(kind)
+        await sandbox.exec("(setsid sleep 4001 &); sleep 4001 &", seconds=10)
+        shell = await sandbox.open_shell()
+        await shell.run("sleep 4001 &", seconds=10)
+        if number % 2:
+            await sandbox.stop()
+        else:
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(broken(sandbox))
+                await sandbox.exec("true", seconds=10)
+                await sandbox.stop()
+            assert running.result()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(20):
+            group.create_task(live(number))
+    assert before.left() == (set(), False, 0)
+    assert not lives("sleep\x004001")
+
+
+async def broken(sandbox: Runtime) -> bool:
+    try:
+        await sandbox.exec("sleep 4001", seconds=60)
+    except RuntimeFailure:
+        return True
+    return False
+
+
+async def test_cancelled_starts(world: World, kind: str) -> None:
+    """However far the start has come when it is cancelled."""
+    await (await world.start(kind)).stop()
+    before = Traces()
+    for milliseconds in (0, 1, 3, 8, 15, 25):
+        sandbox = world.create(kind)
+        try:
+            async with asyncio.timeout(milliseconds / 1000):
+                await sandbox.start()
+        except TimeoutError:
+            with pytest.raises(RuntimeFailure):
+                await sandbox.exec("true", seconds=1)
+        await sandbox.stop()
+    assert before.left() == (set(), False, 0)
+
+
+async def test_server_killed_from_outside(world: World, kind: str) -> None:
+    before = Traces()
+    sandbox = await world.start(kind)
+    await sandbox.exec("setsid sleep 4002 & true", seconds=10)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(broken(sandbox))
+        await sandbox.exec("true", seconds=10)
+        (victim,) = children() - before.processes
+        os.kill(victim, signal.SIGKILL)
+    assert running.result()
+    with pytest.raises(RuntimeFailure, match="gone"):
+        await sandbox.read("x")
+    await sandbox.stop()
+    assert not lives("sleep\x004002")
+    assert not children() - before.processes
+
+
+async def test_setsid_escapees_of_the_process_runtime_die(world: World) -> None:
+    sandbox = await world.start("process")
+    escape = (
+        "import os\n"
+        "r, w = os.pipe()\n"
+        "if os.fork(): os.close(w); os.read(r, 1); os._exit(0)  # both ends close on exec\n"
+        "os.setsid()\n"
+        "if os.fork(): os._exit(0)\n"
+        "os.execvp('sleep', ['sleep', '4003'])"
+    )
+    await sandbox.exec(["env", "-i", "python3", "-c", escape], seconds=10)
+    assert lives("sleep\x004003")
+    await sandbox.stop()
+    assert not lives("sleep\x004003")
+
+
+async def test_program_that_is_not_a_server(folder: Path) -> None:
+    """Whatever is started instead: the failure carries what it printed, and it is dead."""
+    before = Traces()
+    command = ["/bin/sh", "-c", "echo went wrong >&2; exit 1"]
+    with pytest.raises(RuntimeFailure) as raised:
+        await HostedServer.start(command, b"", Setup(env={}, workdir="/"), namespace=False)
+    assert raised.value.log_tail == "went wrong"
+    with pytest.raises(RuntimeFailure, match="cannot start"):
+        await HostedServer.start([str(folder / "none")], b"", Setup(env={}, workdir="/"), namespace=True)
+    noise = ["/bin/sh", "-c", "head -c 100000 /dev/urandom; cat >/dev/null"]
+    with pytest.raises(RuntimeFailure):
+        await HostedServer.start(noise, b"", Setup(env={}, workdir="/"), namespace=False)
+    assert before.left() == (set(), False, 0)

@@ -1,0 +1,191 @@
+"""A model call from messages to a stored turn: what the engine is given is what is recorded and trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from outrider.dialects.base import Completion, Opening
+from outrider.engines.scripted import scripted_logprob
+from outrider.errors import ContextOverflow, EngineUnavailable, RequestError
+from outrider.lifecycle import StopReason
+from outrider.messages import Delta
+from outrider.sessions.conversation import Ended, LimitReached
+from outrider.spec import Limits, Sampling
+from outrider.trajectory import FinishReason, ForkCause, JoinKind, unpack_ids, unpack_logprobs
+
+from .world import BASH, a_world, call_markup, chat_request, echoed, text_of
+
+USER = {"role": "user", "content": "hello there"}
+
+
+async def test_the_second_turn_begins_with_every_id_of_the_first(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [call_markup("ls"), "done<|im_end|>"]) as world:
+        first = await world.ask(USER, tools=[BASH])
+        answer = {"role": "tool", "tool_call_id": first.reply.tool_calls[0].id, "content": "a.txt"}
+        await world.ask(USER, echoed(first), answer, tools=[BASH])
+        given = [request.input_ids.tolist() for request in world.engine.requests]
+        one, two = world.turns
+        sampled = unpack_ids(one.output_ids).tolist()
+        assert given[1][: len(given[0]) + len(sampled)] == given[0] + sampled
+        assert (one.join, two.join, two.parent) == (JoinKind.ROOT, JoinKind.APPEND, 0)
+        assert given[1] == given[0] + sampled + unpack_ids(two.prompt_delta).tolist()
+
+
+async def test_recorded_logprobs_are_the_engines_own(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["some words<|im_end|>"]) as world:
+        await world.ask(USER)
+        [turn] = world.turns
+        ids = unpack_ids(turn.output_ids).tolist()
+        expected = [scripted_logprob(turn.prompt_length + at, token) for at, token in enumerate(ids)]
+        assert unpack_logprobs(turn.logprobs).tolist() == expected
+
+
+async def test_text_is_streamed_while_the_engine_is_still_generating(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [{"reply": "first words and more<|im_end|>", "stall": 4}]) as world:
+        async with aclosing(world.conversation.call(chat_request(USER), dialect="chat")) as steps:
+            assert isinstance(await anext(steps), Opening)
+            early = ""
+            while not early:
+                step = await anext(steps)
+                assert isinstance(step, Delta)
+                early += step.text
+            assert world.turns == []
+            world.engine.release()
+            rest = [step async for step in steps]
+        assert early + text_of(rest) == "first words and more"
+        assert isinstance(rest[-1], Completion)
+        assert len(world.turns) == 1
+
+
+async def test_a_caller_that_leaves_aborts_upstream_and_its_tokens_are_recorded(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [{"reply": "never to be finished<|im_end|>", "stall": 3}]) as world:
+        async with aclosing(world.conversation.call(chat_request(USER), dialect="chat")) as steps:
+            for _ in range(4):  # the opening and three tokens
+                await anext(steps)
+        assert world.engine.abort_seen.is_set()
+        [turn] = world.turns
+        assert (turn.finish, len(unpack_ids(turn.output_ids))) == (FinishReason.ABORT, 3)
+
+
+async def test_the_same_request_again_is_a_retry_of_the_same_prompt(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one<|im_end|>", "two<|im_end|>"]) as world:
+        await world.ask(USER)
+        await world.ask(USER)
+        assert [turn.join for turn in world.turns] == [JoinKind.ROOT, JoinKind.RETRY]
+        assert world.turns[0].prompt_delta == world.turns[1].prompt_delta
+
+
+async def test_a_rewritten_history_is_a_named_fork(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one<|im_end|>", "two<|im_end|>"]) as world:
+        await world.ask(USER)
+        await world.ask(USER, {"role": "assistant", "content": "never said"}, {"role": "user", "content": "so?"})
+        assert world.turns[1].join is JoinKind.FORK
+        assert world.turns[1].cause is ForkCause.HISTORY_REWRITTEN
+        assert world.conversation.tree.forks == {ForkCause.HISTORY_REWRITTEN: 1}
+
+
+async def test_the_tasks_sampling_wins_and_is_recorded(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"], sampling=Sampling(temperature=0.5, max_tokens=50)) as world:
+        await world.ask(USER, temperature=2.0, top_p=0.9, max_tokens=10)
+        used = world.turns[0].sampling
+        assert (used["temperature"], used["top_p"], used["max_tokens"]) == (0.5, 0.9, 50)
+
+
+async def test_an_oversized_max_tokens_is_clamped_to_the_context(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"], context_tokens=512) as world:
+        await world.ask(USER, max_tokens=1_000_000)
+        turn = world.turns[0]
+        assert turn.sampling["max_tokens"] == 512 - turn.prompt_length
+
+
+async def test_a_prompt_that_does_not_fit_is_a_context_overflow(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"], context_tokens=64) as world:
+        with pytest.raises(ContextOverflow):
+            await world.ask({"role": "user", "content": "many words " * 100})
+        assert world.turns == []
+        assert isinstance(world.conversation.failure, ContextOverflow)
+
+
+async def test_a_call_that_succeeds_clears_the_failure_of_one_before(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"], context_tokens=64) as world:
+        with pytest.raises(ContextOverflow):
+            await world.ask({"role": "user", "content": "many words " * 100})
+        await world.ask(USER)
+        assert world.conversation.failure is None
+
+
+async def test_the_turn_limit_is_told_once_and_refuses_further_calls(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"], limits=Limits(turns=1)) as world:
+        told: list[StopReason | None] = []
+        world.conversation.on_limit = lambda: told.append(world.conversation.limit)
+        await world.ask(USER)
+        for _ in range(2):
+            with pytest.raises(LimitReached):
+                await world.ask(USER)
+        assert told == [StopReason.MAX_TURNS]
+
+
+async def test_the_token_limit_bounds_the_whole_session(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["many many many words<|im_end|>"], limits=Limits(response_tokens=3)) as world:
+        completion = await world.ask(USER)
+        assert (completion.finish, completion.completion_tokens) == (FinishReason.LENGTH, 3)
+        with pytest.raises(LimitReached):
+            await world.ask(USER)
+
+
+async def test_an_engine_that_dies_mid_reply_leaves_an_aborted_turn(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [{"reply": "some words here<|im_end|>", "fail": "unavailable", "after": 2}]) as world:
+        with pytest.raises(EngineUnavailable):
+            await world.ask(USER)
+        [turn] = world.turns
+        assert (turn.finish, len(unpack_ids(turn.output_ids))) == (FinishReason.ABORT, 2)
+
+
+async def test_a_malformed_call_comes_back_as_text_and_is_counted(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["<tool_call>\n{broken\n</tool_call><|im_end|>"]) as world:
+        completion = await world.ask(USER, tools=[BASH])
+        assert completion.reply.tool_calls == ()
+        assert "{broken" in completion.reply.content
+        assert world.turns[0].malformed_calls == 1
+
+
+async def test_closing_cuts_off_what_is_in_flight_and_refuses_what_comes_later(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [{"reply": "never to be finished<|im_end|>", "stall": 3}]) as world:
+        async with asyncio.TaskGroup() as group:
+            hanging = group.create_task(world.ask(USER))
+            await world.engine.stalled.wait()
+            await world.conversation.close()
+        assert hanging.cancelled()
+        assert [turn.finish for turn in world.turns] == [FinishReason.ABORT]
+        with pytest.raises(Ended):
+            await world.ask(USER)
+
+
+async def test_parallel_calls_are_branches_and_each_keeps_its_own_ids(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one<|im_end|>"]) as world:
+        async with asyncio.TaskGroup() as group:
+            for number in range(8):
+                group.create_task(world.ask({"role": "user", "content": f"question {number}"}))
+        assert sorted(turn.index for turn in world.turns) == list(range(8))
+        assert {turn.join for turn in world.turns} == {JoinKind.ROOT}
+        assert {turn.conversation for turn in world.turns} == set(range(8))
+
+
+async def test_a_message_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"]) as world:
+        with pytest.raises(RequestError) as refused:
+            await world.ask(USER, {"role": "nobody", "content": "x"})
+        assert refused.value.field is not None
+        assert refused.value.field.startswith("messages[1]")
+        assert world.turns == []
+
+
+async def test_the_transcript_is_the_main_conversation_with_its_last_reply(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one<|im_end|>", "title<|im_end|>"]) as world:
+        await world.ask(USER)
+        await world.ask({"role": "system", "content": "make a title"}, {"role": "user", "content": "of this"})
+        assert [message.content for message in world.conversation.transcript()] == ["hello there", "one"]

@@ -1,0 +1,116 @@
+"""A conversation on a scripted engine, with a list for a store: the world of the tests about model calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.dialects.base import Completion, ModelRequest
+from outrider.dialects.chat import ChatDialect
+from outrider.engines.base import EngineOptions
+from outrider.engines.pool import EnginePool
+from outrider.engines.scripted import ScriptedEngine
+from outrider.messages import Delta
+from outrider.sessions.calls import Endpoint, Step
+from outrider.sessions.conversation import Conversation
+from outrider.spec import Limits, Sampling
+from outrider.tokens.renderer import History, make_renderer
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.trajectory import Turn
+from support.tokenizer import write_tokenizer
+
+BASH = {
+    "type": "function",
+    "function": {"name": "bash", "parameters": {"type": "object", "properties": {"command": {"type": "string"}}}},
+}
+
+
+def call_markup(command: str) -> str:
+    arguments = msgspec.json.encode({"name": "bash", "arguments": {"command": command}}).decode()
+    return f"<tool_call>\n{arguments}\n</tool_call><|im_end|>"
+
+
+class World:
+    """One conversation, its engine, and the turns it recorded."""
+
+    def __init__(self, conversation: Conversation, engine: ScriptedEngine, turns: list[Turn]) -> None:
+        self.conversation = conversation
+        self.engine = engine
+        self.turns = turns
+
+    async def steps(self, *messages: dict[str, Any], **fields: Any) -> list[Step]:
+        """All steps of one Chat call."""
+        async with aclosing(self.conversation.call(chat_request(*messages, **fields), dialect="chat")) as steps:
+            return [step async for step in steps]
+
+    async def ask(self, *messages: dict[str, Any], **fields: Any) -> Completion:
+        last = (await self.steps(*messages, **fields))[-1]
+        assert isinstance(last, Completion)
+        return last
+
+
+def chat_request(*messages: dict[str, Any], **fields: Any) -> ModelRequest:
+    return ChatDialect().parse(msgspec.json.encode({"model": "any", "messages": messages, **fields}))
+
+
+def echoed(completion: Completion) -> dict[str, Any]:
+    """The assistant message as a client sends it back: re-serialised arguments, no reasoning."""
+    reply = completion.reply
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content or None}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": msgspec.json.encode(msgspec.json.decode(call.arguments)).decode(),
+                },
+            }
+            for call in reply.tool_calls
+        ]
+    return message
+
+
+def text_of(steps: Sequence[Step]) -> str:
+    return "".join(step.text for step in steps if isinstance(step, Delta))
+
+
+@asynccontextmanager
+async def a_world(
+    folder: Path,
+    replies: Sequence[Any],
+    *,
+    limits: Limits | None = None,
+    sampling: Sampling | None = None,
+    history: History = "recorded",
+    patience: float = 5.0,
+    **script: Any,
+) -> AsyncIterator[World]:
+    write_tokenizer(folder)
+    engine = ScriptedEngine(
+        EngineOptions(name="scripted", tokenizer=str(folder), options={"replies": list(replies), **script})
+    )
+    turns: list[Turn] = []
+
+    async def record(turn: Turn) -> None:
+        turns.append(turn)
+
+    async with EnginePool(patience=patience) as pool:
+        await pool.add_engine(engine)
+        conversation = Conversation(
+            Endpoint(renderer=make_renderer(Tokenizer.load(folder), "qwen3"), pool=pool, model="policy"),
+            session_key="s-1-1",
+            limits=limits or Limits(),
+            sampling=sampling or Sampling(),
+            history=history,
+            record=record,
+        )
+        try:
+            yield World(conversation, engine, turns)
+        finally:
+            await conversation.close()

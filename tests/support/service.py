@@ -1,0 +1,64 @@
+"""A live service on the scripted engine, listening on a free port, for tests of whatever is above it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.api.server import serving
+from outrider.config import Config, ModelConfig
+from outrider.engines.base import EngineOptions
+from outrider.engines.scripted import ScriptedEngine
+from outrider.service.service import Service
+from outrider.spec import EngineSpec
+from support.tokenizer import write_tokenizer
+
+END = "<|im_end|>"
+RENDERER = "qwen3"
+
+
+def call(command: str, *, tool: str = "bash", argument: str = "command") -> str:
+    """A reply that calls a tool, as the model says it."""
+    return f'<tool_call>\n{{"name": "{tool}", "arguments": {{"{argument}": "{command}"}}}}\n</tool_call>{END}'
+
+
+def say(text: str) -> str:
+    """A reply in plain words, as the model says it."""
+    return f"{text}{END}"
+
+
+def scripted_engine(tmp_path: Path, replies: Sequence[str | dict[str, Any]], **options: Any) -> ScriptedEngine:
+    """An engine to hand to `running_service`, for tests that stall, kill or question it."""
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
+    return ScriptedEngine(
+        EngineOptions(name="scripted", tokenizer=tokenizer, options={"replies": list(replies)} | options)
+    )
+
+
+@asynccontextmanager
+async def running_service(
+    *,
+    tmp_path: Path,
+    replies: Sequence[str | dict[str, Any]] = (say("hello"),),
+    engine: ScriptedEngine | None = None,
+    **settings: Any,
+) -> AsyncIterator[tuple[Service, str]]:
+    """The service and its URL. `replies` are the engine's script, unless an `engine` is given; `settings` are those
+    of `Config`. Data, files and tokenizer live below `tmp_path`."""
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
+    files = tmp_path / "files"
+    files.mkdir(exist_ok=True)
+    own = () if engine else (EngineSpec(kind="scripted", name="scripted", options={"replies": list(replies)}),)
+    defaults: dict[str, Any] = {
+        "port": 0,
+        "data": tmp_path / "data",
+        "files": files,
+        "model": ModelConfig(tokenizer=tokenizer, renderer=RENDERER),
+        "engines": own,
+    }
+    async with Service(Config(**defaults | settings)) as service, serving(service) as url:
+        if engine is not None:
+            await service.pool.add_engine(engine)
+        yield service, url

@@ -1,0 +1,108 @@
+"""What one more turn costs: time that does not grow with the history, and a bounded number of bytes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tracemalloc
+from collections.abc import Sequence
+from time import perf_counter
+
+from outrider.messages import Message, ParsedMessages, Role, ToolCall, ToolSpec
+from outrider.tokens.renderer import FamilyRenderer, History
+from outrider.tokens.tree import TokenTree
+
+from .renderers import family_renderer, small_tokenizer
+from .strategies import TOOLS
+
+RAW = json.dumps(list(TOOLS)).encode()
+WORD = " hello"
+WORD_TOKENS = len(small_tokenizer().encode(WORD * 1000)) / 1000
+
+
+class Watched(FamilyRenderer):
+    """Counts the prompt ids that each bridge was shown."""
+
+    def __init__(self) -> None:
+        super().__init__(small_tokenizer(), "qwen3")
+        self.shown: list[int] = []
+
+    def bridge(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        history: History,
+    ) -> list[int] | None:
+        self.shown.append(len(prompt))
+        return super().bridge(prompt, output, new, tools, history)
+
+
+def text(tokens: float) -> str:
+    return WORD * round(tokens / WORD_TOKENS)
+
+
+class Talk:
+    """A conversation of tool calls in which every message was new once; messages are encoded as on the wire."""
+
+    def __init__(self, renderer: FamilyRenderer) -> None:
+        self.tree = TokenTree(renderer, "recorded")
+        self.sent = [Message(role=Role.USER, content="Read the file.")]
+
+    def turn(self, new: Sequence[str], sampled: int) -> None:
+        joined = self.tree.join(ParsedMessages(self.sent), TOOLS, RAW)
+        name = f"c{len(self.sent)}"
+        call = ToolCall(name, "read_file", f'{{"path": "{name}"}}')
+        reply = Message(role=Role.ASSISTANT, content=f"Reading {name}.", reasoning=f"I need {name}.", tool_calls=(call,))
+        self.tree.commit(joined.prompt, [*range(300, 299 + sampled), 2], reply)
+        results = [Message(role=Role.TOOL, content=f"{name}{word}", tool_call_id=name) for word in new]
+        self.sent += [reply, *results]
+
+    def ask(self, question: str) -> float:
+        """Seconds that a continuation with other new messages takes to join and to be read out."""
+        messages = ParsedMessages([*self.sent, Message(role=Role.USER, content=question)])
+        start = perf_counter()
+        self.tree.join(messages, TOOLS, RAW).prompt.ids()
+        return perf_counter() - start
+
+
+def test_one_more_turn_costs_its_own_tokens() -> None:
+    short, long = Talk(family_renderer("qwen3")), Talk(family_renderer("qwen3"))
+    for talk, turns in ((short, 1), (long, 100)):
+        for _ in range(turns):
+            talk.turn([text(800)], 200)
+    questions = [f"{number}{text(500)}" for number in range(15)]
+    pairs = [(short.ask(question), long.ask(question)) for question in questions]
+    quick, slow = (min(times) for times in zip(*pairs, strict=True))
+    longest = long.tree.join(ParsedMessages(long.sent), TOOLS, RAW).prompt
+    assert longest.length > 95_000
+    assert slow < 2 * quick, f"{1000 * quick:.2f} ms after 1k tokens, {1000 * slow:.2f} ms after 100k"
+
+
+def test_the_family_is_shown_only_the_end_of_a_prompt() -> None:
+    renderer = Watched()
+    talk = Talk(renderer)
+    for _ in range(20):
+        talk.turn([text(200)], 20)
+    assert len(renderer.shown) == 19
+    assert max(renderer.shown) < 20
+
+
+def test_a_call_of_2000_tokens_keeps_less_than_10_kilobytes() -> None:
+    talk = Talk(family_renderer("qwen3"))
+    new = [text(750), text(750)]
+    for _ in range(10):
+        talk.turn(new, 500)
+    before = talk.tree.join(ParsedMessages(talk.sent), TOOLS, RAW).prompt.length
+    gc.collect()
+    tracemalloc.start()
+    for _ in range(200):
+        talk.turn(new, 500)
+    tokens = talk.tree.join(ParsedMessages(talk.sent), TOOLS, RAW).prompt.length - before
+    talk.sent.clear()
+    gc.collect()
+    kept = tracemalloc.get_traced_memory()[0] / 200
+    tracemalloc.stop()
+    assert 1900 < tokens / 200 < 2100
+    assert kept < 10_000, f"{kept:.0f} bytes a call of {tokens / 200:.0f} tokens"

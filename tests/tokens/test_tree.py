@@ -1,0 +1,308 @@
+"""Where a request joins the tree, and why: one hand-written case for each."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from outrider.errors import RequestError
+from outrider.messages import Message, ParsedMessages, Role, ToolCall
+from outrider.tokens.tree import Joined
+from outrider.trajectory import FinishReason, ForkCause, JoinKind
+
+from .renderers import family_renderer, small_tokenizer
+from .rollout import Rollout
+from .strategies import TOOLS, hermes_call
+
+IM_END = 2
+SYSTEM = Message(role=Role.SYSTEM, content="You are a helpful assistant.")
+QUESTION = Message(role=Role.USER, content="Read the file.")
+AGAIN = Message(role=Role.USER, content="And again.")
+CALL = hermes_call("read_file", {"path": "notes.txt", "limit": 2.0})
+THOUGHT = "<think>\nI must read.\n</think>\n\n"
+
+
+def ids(text: str, *, end: bool = True) -> list[int]:
+    return small_tokenizer().encode(text) + ([IM_END] if end else [])
+
+
+def result_of(reply: Message, text: str = "ok") -> Message:
+    return Message(role=Role.TOOL, content=text, tool_call_id=reply.tool_calls[0].id)
+
+
+def outcome(joined: Joined) -> tuple[JoinKind, ForkCause | None, int | None]:
+    return joined.kind, joined.cause, joined.prompt.parent.index if joined.prompt.parent else None
+
+
+ROOT = (JoinKind.ROOT, None, None)
+REWRITTEN = (JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, None)
+REFUSED = (JoinKind.FORK, ForkCause.BRIDGE_REFUSED, None)
+
+
+def append(parent: int) -> tuple[JoinKind, None, int]:
+    return JoinKind.APPEND, None, parent
+
+
+def sibling(parent: int) -> tuple[JoinKind, ForkCause, int]:
+    return JoinKind.FORK, ForkCause.SIBLING, parent
+
+
+class Talk:
+    """A rollout that has asked QUESTION and got `said`."""
+
+    def __init__(self, said: str = THOUGHT + CALL, *, end: bool = True) -> None:
+        self.rollout = Rollout(family_renderer("qwen3"))
+        first = self.rollout.join([SYSTEM, QUESTION], TOOLS)
+        assert outcome(first) == ROOT
+        self.reply = self.rollout.answer(first, ids(said, end=end), tools=TOOLS)
+
+    def then(self, *messages: Message) -> Joined:
+        return self.rollout.join([SYSTEM, QUESTION, *messages], TOOLS)
+
+
+def test_new_messages_append() -> None:
+    talk = Talk()
+    second = talk.then(talk.reply, result_of(talk.reply))
+    assert outcome(second) == append(0)
+    reply = talk.rollout.answer(second, ids("Done."), tools=TOOLS)
+    assert outcome(talk.then(talk.reply, result_of(talk.reply), reply, AGAIN)) == append(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reasoning": None},
+        {"reasoning": "\nI must read. "},
+        {"content": "  \n"},
+        {"arguments": '{"limit":2,"path":"notes.txt"}'},
+        {"arguments": '{\n  "path": "notes.\\u0074xt", "limit": 2.0\n}'},
+    ],
+    ids=str,
+)
+def test_what_clients_do_to_an_echo_changes_nothing(change: dict[str, str | None]) -> None:
+    talk = Talk()
+    assert outcome(talk.then(altered(talk.reply, change), result_of(talk.reply))) == append(0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reasoning": "I must not read."},
+        {"content": "Sure."},
+        {"arguments": '{"path": "notes.txt", "limit": 3}'},
+        {"arguments": '{"path": "notes.txt", "limit": "2"}'},
+        {"arguments": '{"path": "notes.txt"}'},
+        {"name": "write_file"},
+        {"id": "other"},
+    ],
+    ids=str,
+)
+def test_a_changed_echo_forks(change: dict[str, str | None]) -> None:
+    talk = Talk()
+    joined = talk.then(altered(talk.reply, change), result_of(talk.reply))
+    assert outcome(joined) == REWRITTEN
+    assert joined.forked_from == 0
+
+
+def altered(reply: Message, change: dict[str, str | None]) -> Message:
+    of_call = {name: value for name, value in change.items() if name in ("id", "name", "arguments")}
+    of_message = {name: value for name, value in change.items() if name not in of_call}
+    calls = tuple(msgspec.structs.replace(call, **of_call) for call in reply.tool_calls)
+    return msgspec.structs.replace(reply, tool_calls=calls, **of_message)
+
+
+@pytest.mark.parametrize(
+    ("change", "joins"),
+    [
+        ({"content": "Read the file. "}, ROOT),
+        ({"name": "bob"}, ROOT),
+        ({"role": Role.SYSTEM}, ROOT),
+    ],
+    ids=str,
+)
+def test_a_changed_first_question_is_another_conversation(
+    change: dict[str, str], joins: tuple[JoinKind, None, None]
+) -> None:
+    talk = Talk()
+    question = msgspec.structs.replace(QUESTION, **change)
+    joined = talk.rollout.join([SYSTEM, question, talk.reply, AGAIN], TOOLS)
+    assert outcome(joined) == joins
+    assert joined.prompt.conversation == 1
+
+
+def test_other_tools_are_another_conversation() -> None:
+    talk = Talk()
+    assert outcome(talk.rollout.join([SYSTEM, QUESTION])) == ROOT
+    assert outcome(talk.rollout.join([SYSTEM, QUESTION], TOOLS * 2)) == ROOT
+
+
+def test_two_answers_to_one_tool_call_are_siblings() -> None:
+    talk = Talk()
+    assert outcome(talk.then(talk.reply, result_of(talk.reply, "one"))) == append(0)
+    second = talk.then(talk.reply, result_of(talk.reply, "two"))
+    assert outcome(second) == sibling(0)
+    assert second.forked_from == 0
+    assert talk.rollout.tree.forks == {ForkCause.SIBLING: 1}
+
+
+def test_an_edit_further_back_keeps_no_ids() -> None:
+    talk = Talk()
+    reply = talk.rollout.answer(talk.then(talk.reply, result_of(talk.reply)), ids("Done."), tools=TOOLS)
+    joined = talk.then(talk.reply, result_of(talk.reply, "edited"), reply, AGAIN)
+    assert outcome(joined) == REWRITTEN
+    assert joined.forked_from == 1
+    early = talk.then(AGAIN)
+    assert outcome(early) == REWRITTEN
+    assert early.forked_from == 0
+
+
+def test_a_message_dropped_or_inserted_forks() -> None:
+    talk = Talk("Hello.")
+    reply = talk.rollout.answer(talk.then(talk.reply, AGAIN), ids("Done."), tools=TOOLS)
+    assert outcome(talk.then(talk.reply, reply, AGAIN)) == REWRITTEN
+    assert outcome(talk.then(talk.reply, AGAIN, AGAIN, reply, AGAIN)) == REWRITTEN
+    assert outcome(talk.rollout.join([QUESTION, talk.reply, AGAIN], TOOLS)) == ROOT
+
+
+def test_the_same_request_again_is_a_retry() -> None:
+    talk = Talk("Hello.")
+    retry = talk.then()
+    assert (retry.kind, retry.forked_from) == (JoinKind.RETRY, 0)
+    other = talk.rollout.answer(retry, ids("Hi."), tools=TOOLS)
+    assert outcome(talk.then(other, AGAIN)) == append(1)
+    assert outcome(talk.then(talk.reply, AGAIN)) == append(0)
+    again = talk.then(talk.reply, AGAIN)
+    assert again.kind is JoinKind.RETRY
+    assert again.prompt.parent is not None
+
+
+def test_equal_replies_with_different_reasoning_are_told_apart() -> None:
+    talk = Talk("<think>\none\n</think>\n\nYes.")
+    other = talk.rollout.answer(talk.then(), ids("<think>\ntwo\n</think>\n\nYes."), tools=TOOLS)
+    assert outcome(talk.then(talk.reply, AGAIN)) == append(0)
+    assert outcome(talk.then(other, AGAIN)) == append(1)
+
+
+def test_quoted_reasoning_is_part_of_what_the_model_saw() -> None:
+    """An assistant message that was never sampled here: a request that changes its thinking is no retry."""
+    rollout = Rollout(family_renderer("qwen3"))
+    quoted = Message(role=Role.ASSISTANT, content="Yes.", reasoning="one")
+    first = rollout.join([QUESTION, quoted, AGAIN])
+    reply = rollout.answer(first, ids("Fine."))
+    for reasoning in ("two", "three"):
+        other = msgspec.structs.replace(quoted, reasoning=reasoning)
+        assert outcome(rollout.join([QUESTION, other, AGAIN])) == REWRITTEN
+        assert outcome(rollout.join([QUESTION, other, AGAIN, reply, AGAIN])) == REWRITTEN
+    dropped = msgspec.structs.replace(quoted, reasoning=None)
+    assert rollout.join([QUESTION, dropped, AGAIN]).kind is JoinKind.RETRY
+    assert outcome(rollout.join([QUESTION, dropped, AGAIN, reply, AGAIN])) == append(0)
+
+
+def test_reasoning_added_to_a_quoted_message_is_a_change() -> None:
+    rollout = Rollout(family_renderer("qwen3"))
+    quoted = Message(role=Role.ASSISTANT, content="Yes.")
+    reply = rollout.answer(rollout.join([QUESTION, quoted, AGAIN]), ids("Fine."))
+    thinking = msgspec.structs.replace(quoted, reasoning="new")
+    assert outcome(rollout.join([QUESTION, thinking, AGAIN])) == REWRITTEN
+    assert outcome(rollout.join([QUESTION, thinking, AGAIN, reply, AGAIN])) == REWRITTEN
+
+
+def test_an_aborted_turn_has_no_continuation() -> None:
+    rollout = Rollout(family_renderer("qwen3"))
+    reply = rollout.answer(rollout.join([QUESTION]), ids("Hel", end=False), finish=FinishReason.ABORT)
+    retry = rollout.join([QUESTION])
+    assert (retry.kind, retry.forked_from) == (JoinKind.RETRY, 0)
+    assert outcome(rollout.join([QUESTION, reply, AGAIN])) == REWRITTEN
+
+
+def test_a_call_that_failed_left_no_turn() -> None:
+    rollout = Rollout(family_renderer("qwen3"))
+    rollout.join([QUESTION])
+    retry = rollout.join([QUESTION])
+    assert (retry.kind, retry.forked_from) == (JoinKind.RETRY, None)
+    rollout.answer(retry, ids("Hello."))
+    assert [turn.conversation for turn in rollout.turns] == [0]
+
+
+def test_parallel_calls_commit_in_any_order() -> None:
+    rollout = Rollout(family_renderer("qwen3"))
+    title = Message(role=Role.SYSTEM, content="Write a title.")
+    main, side = rollout.join([SYSTEM, QUESTION]), rollout.join([title, QUESTION])
+    named = rollout.answer(side, ids("A title."))
+    reply = rollout.answer(main, ids("Hello."))
+    one = rollout.join([SYSTEM, QUESTION, reply, AGAIN])
+    two = rollout.join([SYSTEM, QUESTION, reply, QUESTION])
+    assert (outcome(one), outcome(two)) == (append(1), sibling(1))
+    assert outcome(rollout.join([title, QUESTION, named, AGAIN])) == append(0)
+    rollout.answer(two, ids("Two."))
+    rollout.answer(one, ids("One."))
+    samples = rollout.check_samples()
+    assert [(sample.kind.value, sample.turns) for sample in samples] == [
+        ("main", (1, 3)),
+        ("main", (1, 2)),
+        ("subagent", (0,)),
+    ]
+
+
+def test_thinking_that_was_stopped_open_cannot_be_gone_on_with() -> None:
+    talk = Talk("<think>\nI must")
+    joined = talk.then(talk.reply, AGAIN)
+    assert outcome(joined) == REFUSED
+    assert joined.forked_from == 0
+    assert talk.rollout.tree.forks == {ForkCause.BRIDGE_REFUSED: 1}
+    assert talk.then(talk.reply, AGAIN).kind is JoinKind.RETRY
+    assert talk.rollout.tree.forks == {ForkCause.BRIDGE_REFUSED: 1}
+    reply = talk.rollout.answer(joined, ids("Hello."), tools=TOOLS)
+    assert outcome(talk.then(talk.reply, AGAIN, reply, AGAIN)) == append(1)
+
+
+def test_a_truncated_turn_is_closed_and_gone_on_with() -> None:
+    for said in ("Hello wor", "<think>\nI must", '<tool_call>\n{"name": "read'):
+        talk = Talk(said, end=False)
+        assert outcome(talk.then(talk.reply, AGAIN)) == append(0)
+
+
+def test_ids_after_the_stop_token_are_never_cut_off() -> None:
+    talk = Talk("Hello.<|im_end|>, more", end=False)
+    assert talk.reply.content == "Hello."
+    assert outcome(talk.then(talk.reply, AGAIN)) == REFUSED
+
+
+def test_template_history_forks_at_a_user_message() -> None:
+    for history, expected in (("recorded", append(0)), ("template", (JoinKind.FORK, ForkCause.TEMPLATE_HISTORY, None))):
+        rollout = Rollout(family_renderer("qwen3"), history)  # type: ignore[arg-type]
+        reply = rollout.answer(rollout.join([QUESTION], TOOLS), ids(THOUGHT + CALL), tools=TOOLS)
+        result = result_of(reply)
+        assert outcome(rollout.join([QUESTION, reply, result], TOOLS)) == append(0)
+        other = msgspec.structs.replace(result, content="other")
+        fork = rollout.join([QUESTION, reply, other, AGAIN], TOOLS)
+        assert outcome(fork) == (sibling(0) if history == "recorded" else expected)
+
+
+def test_a_request_that_ends_with_a_reply_is_rendered_whole() -> None:
+    talk = Talk("Hello.")
+    assert outcome(talk.then(talk.reply)) == REWRITTEN
+
+
+def test_a_request_that_cannot_be_read_or_rendered_changes_nothing() -> None:
+    rollout = Rollout(family_renderer("qwen3.5"))
+    with pytest.raises(RequestError):
+        rollout.join([QUESTION, SYSTEM])
+    with pytest.raises(RequestError):
+        rollout.tree.join(Unreadable([QUESTION]), (), b"")
+    with pytest.raises(RequestError):
+        rollout.join([])
+    assert outcome(rollout.join([QUESTION])) == ROOT
+    assert rollout.join([QUESTION]).prompt.conversation == 0
+
+
+class Unreadable(ParsedMessages):
+    def parse(self, index: int) -> Message:
+        raise RequestError(f"messages[{index}] is malformed")
+
+
+def test_arguments_nested_without_end_are_only_text() -> None:
+    deep = "[" * 30_000
+    rollout = Rollout(family_renderer("qwen3"))
+    quoted = Message(role=Role.ASSISTANT, tool_calls=(ToolCall("c", "read_file", deep),))
+    assert outcome(rollout.join([QUESTION, quoted, result_of(quoted)])) == ROOT
