@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -89,10 +89,8 @@ def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
     except OSError as error:
         raise InvalidField(f"cannot write {path}: {error.strerror}", field="output") from error
     try:
-        with file:
-            writer = WRITERS[kind](file)
+        with file, closing(WRITERS[kind](file)) as writer:
             yield writer
-            writer.close()
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from outrider.cli import main
+from outrider.evaluators.base import Outcome
+from outrider.trajectory import Verdict
 from support.service import call, say
 
 REPLIES = (call("echo hi > out.txt"), say("done"))
@@ -21,10 +24,24 @@ options = {tools = ["bash"]}
 [runtime]
 kind = "memory"
 [evaluator]
-run = "cat out.txt"
+kind = "callable"
+path = "cli.world:grade"
 [labels]
 name = "hi"
 """
+
+
+STALLED: dict[str, Any] = {"reply": say("never"), "stall": 1}
+PROGRAM = (sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())")
+
+
+async def grade(outcome: Outcome) -> Verdict:
+    """The task's evaluator: 1.0 when out.txt says hi."""
+    try:
+        text = await outcome.runtime.read("out.txt")
+    except FileNotFoundError:
+        return Verdict(reward=0.0, reason="nothing was written")
+    return Verdict(reward=float(text == b"hi\n"), metrics={"bytes": float(len(text))})
 
 
 class Ran(NamedTuple):
@@ -60,3 +77,9 @@ def write_task(folder: Path, text: str = TASK, name: str = "task.toml") -> Path:
     path = folder / name
     path.write_text(text)
     return path
+
+
+async def program(*words: str | Path, **options: Any) -> asyncio.subprocess.Process:
+    """The command line as a process of its own, with both its outputs piped."""
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*PROGRAM, *map(str, words), stdout=pipe, stderr=pipe, **options)

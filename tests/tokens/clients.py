@@ -24,7 +24,13 @@ BROKEN = (
     "</tool_call>",
     "</think>",
 )
-ENDINGS = ([IM_END],) * 6 + ([], [ENDOFTEXT], [IM_END, 300], [UNKNOWN, IM_END], [IM_END, 300, IM_END])
+ENDINGS: tuple[list[int], ...] = ([IM_END],) * 6 + (
+    [],
+    [ENDOFTEXT],
+    [IM_END, 300],
+    [UNKNOWN, IM_END],
+    [IM_END, 300, IM_END],
+)
 
 
 def prose(rng: Random) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from support.tokenizer import make_tokenizer
-
 from outrider.tokens.renderer import FamilyRenderer
 from outrider.tokens.tokenizer import Tokenizer
+from support.tokenizer import make_tokenizer
 
 FAMILIES = ("qwen3", "qwen3.5", "qwen3.6")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

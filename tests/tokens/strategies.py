@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -25,11 +26,10 @@ TOOLS: tuple[ToolSpec, ...] = (
     },
 )
 
-words = st.sampled_from(
-    ["Hello", " world", "the file", " maple", ".", "\n", "\n\n", "  ", " ", "é", "数学", "🙂", "<", "</", "tool", "x"]
-    + ["<too", "<tool", "call>", "think", "<th", "ink>", "{", '"', "STOP", "ST", "Obs:"]
-)
-plain = st.lists(words, max_size=8).map("".join)
+WORDS = ("Hello", " world", "the file", " maple", ".", "\n", "\n\n", "  ", " ", "é", "数学", "🙂", "x")
+FRAGMENTS = ("<", "</", "tool", "<too", "<tool", "call>", "think", "<th", "ink>", "{", '"', "STOP", "ST", "Obs:")
+
+plain = st.lists(st.sampled_from(WORDS + FRAGMENTS), max_size=8).map("".join)
 solid = plain.filter(lambda text: bool(text.strip()))
 
 values = st.recursive(
@@ -40,11 +40,11 @@ values = st.recursive(
 arguments = st.dictionaries(st.sampled_from(["path", "limit", "a", "ключ"]), values, max_size=3)
 
 
-def hermes_call(name: str, given: dict[str, object]) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': given}, ensure_ascii=False)}\n</tool_call>"
+def hermes_call(name: str, given: Mapping[str, object]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': dict(given)}, ensure_ascii=False)}\n</tool_call>"
 
 
-def xml_call(name: str, given: dict[str, object]) -> str:
+def xml_call(name: str, given: Mapping[str, object]) -> str:
     parameters = "".join(
         f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
         for key, value in given.items()
@@ -114,7 +114,7 @@ def _spell(tokenizer: Tokenizer, piece: str, cuts: Sequence[int]) -> list[int]:
     data = piece.encode()
     ids: list[int] = []
     bounds = [0, *cuts, len(data)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         part = data[start:end]
         try:
             ids += tokenizer.encode(part.decode())

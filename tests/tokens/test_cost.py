@@ -54,7 +54,9 @@ class Talk:
         joined = self.tree.join(ParsedMessages(self.sent), TOOLS, RAW)
         name = f"c{len(self.sent)}"
         call = ToolCall(name, "read_file", f'{{"path": "{name}"}}')
-        reply = Message(role=Role.ASSISTANT, content=f"Reading {name}.", reasoning=f"I need {name}.", tool_calls=(call,))
+        reply = Message(
+            role=Role.ASSISTANT, content=f"Reading {name}.", reasoning=f"I need {name}.", tool_calls=(call,)
+        )
         self.tree.commit(joined.prompt, [*range(300, 299 + sampled), 2], reply)
         results = [Message(role=Role.TOOL, content=f"{name}{word}", tool_call_id=name) for word in new]
         self.sent += [reply, *results]

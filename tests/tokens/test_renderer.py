@@ -9,13 +9,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tokenizer import write_tokenizer
 
 from outrider.errors import InvalidField, RequestError
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.renderer import WINDOW_FAMILIES, History, make_renderer
 from outrider.tokens.template import ChatTemplate
 from outrider.tokens.tokenizer import Tokenizer
+from support.tokenizer import write_tokenizer
 
 from .clients import news, sampled
 from .renderers import FAMILIES, family_renderer, small_tokenizer
@@ -36,7 +36,9 @@ def test_every_windowed_family_is_checked_here() -> None:
     assert set(FAMILIES) == WINDOW_FAMILIES
 
 
-@given(st.lists(asked, max_size=4), asked.filter(lambda m: m.role is not Role.ASSISTANT), st.integers(0, 2**32), st.data())
+@given(
+    st.lists(asked, max_size=4), asked.filter(lambda m: m.role is not Role.ASSISTANT), st.integers(0, 2**32), st.data()
+)
 @settings(max_examples=250)
 def test_the_end_of_a_prompt_tells_as_much_as_all_of_it(
     history: list[Message], last: Message, seed: int, data: st.DataObject
@@ -88,7 +90,7 @@ def test_assistant_messages_and_silence_are_not_bridged() -> None:
 def test_a_conversation_that_cannot_be_expressed_is_the_clients_error() -> None:
     renderer = family_renderer("qwen3.5")
     late = [Message(role=Role.USER, content="x"), Message(role=Role.SYSTEM, content="y")]
-    with pytest.raises(RequestError, match="qwen3.5 template"):
+    with pytest.raises(RequestError, match="template cannot render"):
         renderer.render(late, ())
     with pytest.raises(RequestError):
         renderer.render([], ())
@@ -121,7 +123,9 @@ def test_a_model_with_a_template_of_its_own(tmp_path: Path) -> None:
         '<|endoftext|>{"name": "é"}\n<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n<think>\n'
     )
     assert renderer.thinking(prompt)
-    assert renderer.bridge(prompt, tokenizer.encode("a</think>b"), [Message(role=Role.USER, content="c")], (), "recorded")
+    assert renderer.bridge(
+        prompt, tokenizer.encode("a</think>b"), [Message(role=Role.USER, content="c")], (), "recorded"
+    )
     with pytest.raises(RequestError, match="no system"):
         renderer.render([Message(role=Role.SYSTEM, content="x")], ())
 
@@ -133,11 +137,19 @@ def test_templates_cannot_reach_out() -> None:
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InvalidField, match=r"tokenizer\.json"):
+    with pytest.raises(InvalidField) as missing:
         Tokenizer.load(tmp_path)
+    assert "tokenizer.json" in (missing.value.hint or "")
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InvalidField):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("settings", ["{", "[]", '{"chat_template": "{% if %}"}', "{}"])
+def test_a_folder_whose_settings_cannot_be_used(tmp_path: Path, settings: str) -> None:
+    (write_tokenizer(tmp_path) / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(InvalidField):
+        make_renderer(Tokenizer.load(tmp_path), "template:qwen3")
 
 
 def test_remembered_ids_are_not_shared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings
@@ -48,7 +49,7 @@ def said(text: str, family: str = "qwen3", tools: tuple[ToolSpec, ...] = TOOLS, 
 
 def chop(ids: list[int], cuts: list[int]) -> list[list[int]]:
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    return [ids[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [ids[start:end] for start, end in pairwise(bounds)]
 
 
 def dense(text: str) -> str:

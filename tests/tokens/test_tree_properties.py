@@ -98,9 +98,7 @@ class Clients:
 @pytest.mark.parametrize("history", ["recorded", "template"])
 @given(st.lists(steps, min_size=3, max_size=16), st.sampled_from(FAMILIES))
 @settings(max_examples=250)
-def test_any_session_is_recorded_exactly(
-    history: History, moves: list[tuple[str, int, str, int]], family: str
-) -> None:
+def test_any_session_is_recorded_exactly(history: History, moves: list[tuple[str, int, str, int]], family: str) -> None:
     clients = Clients(family, history)
     for number, move in enumerate(moves):
         clients.act(*move)

@@ -62,26 +62,25 @@ async def serving(service: Service) -> AsyncIterator[str]:
     """
     config = service.config
     check_address(config.host, config.token)
-    listener = _bind(config.host, config.port)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    service.node.gateway_url = url
-    inside = socket.socket(socket.AF_UNIX)
-    inside.bind(str(service.node.gateway_socket))
-    servers = [
-        (_Server(_settings(create_app(service))), listener),
-        (_Server(_settings(Gateway(service.node))), inside),
-    ]
-    async with asyncio.TaskGroup() as group:
-        for server, bound in servers:
-            group.create_task(server.serve(sockets=[bound]), name="http server")
-        for server, _ in servers:
-            await server.ready.wait()
-        try:
-            yield url
-        finally:
+    with _bind(config.host, config.port) as outside, socket.socket(socket.AF_UNIX) as inside:
+        inside.bind(str(service.node.gateway_socket))
+        host, port = outside.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        service.node.gateway_url = url
+        servers = [
+            (_Server(_settings(create_app(service))), outside),
+            (_Server(_settings(Gateway(service.node))), inside),
+        ]
+        async with asyncio.TaskGroup() as group:
+            for server, bound in servers:
+                group.create_task(server.serve(sockets=[bound]), name="http server")
             for server, _ in servers:
-                server.should_exit = server.force_exit = True
+                await server.ready.wait()
+            try:
+                yield url
+            finally:
+                for server, _ in servers:
+                    server.should_exit = server.force_exit = True
 
 
 def _settings(app: Any) -> uvicorn.Config:

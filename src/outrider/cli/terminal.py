@@ -42,7 +42,7 @@ class Terminal:
 
     def error(self, record: ErrorRecord) -> None:
         """One line `error: ...`, naming the field, and one line `hint: ...`; also a JSON document if asked for."""
-        named = f"{record.field}: " if record.field and not record.message.startswith(record.field) else ""
+        named = f"{record.field}: " if record.field and record.field not in record.message else ""
         self._line("error", f"{named}{record.message}", "bold red")
         if record.hint:
             self._line("hint", record.hint, "cyan")

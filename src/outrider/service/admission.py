@@ -19,6 +19,8 @@ from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
 from outrider.spec import GroupSpec, RuntimeSpec, Upload
 
+Location = tuple[int | str, ...]
+
 KIND_WORDS = frozenset({"Run", "Upload", "Write"})
 """Names that pydantic puts into a location to say which prepare step it tried; they are no fields."""
 
@@ -75,10 +77,24 @@ def _check_files(spec: RuntimeSpec, files: Path) -> None:
 
 
 def _invalid(error: ValidationError) -> InvalidField:
-    """The deepest complaint: of a choice between kinds, the one that got furthest is what was meant."""
-    details = max(error.errors(include_url=False), key=lambda detail: len(detail["loc"]))
+    """The first complaint. Of a prepare step, only those about the kind whose own key it has: that was meant."""
+    found = error.errors(include_url=False)
+    not_meant = {
+        detail["loc"][:-1] for detail in found if detail["type"] == "missing" and _is_own_key(detail["loc"][-2:])
+    }
+    details = next((detail for detail in found if _kind(detail["loc"]) not in not_meant), found[0])
     path = ".".join(str(part) for part in details["loc"] if part not in KIND_WORDS)
     return InvalidField(_sentence(details), field=path)
+
+
+def _kind(location: Location) -> Location:
+    """The part of a location that says which kind of step was tried; empty elsewhere."""
+    ends = [index for index, part in enumerate(location) if part in KIND_WORDS]
+    return location[: ends[-1] + 1] if ends else ()
+
+
+def _is_own_key(end: Location) -> bool:
+    return len(end) == 2 and end[0] in KIND_WORDS and str(end[0]).lower() == end[1]
 
 
 def _sentence(details: Any) -> str:

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Bell:
-    """Whoever waits is woken by the next `ring`; a ring that nobody waits for is not remembered."""
+    """Take the `next_ring`, look at what it announces, then wait for it (`rung`): so none is missed in between."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
@@ -15,10 +15,15 @@ class Bell:
         rung, self._next = self._next, asyncio.Event()
         rung.set()
 
-    async def wait(self, seconds: float) -> None:
-        """Until the next ring, at most `seconds`."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._next.wait()
-        except TimeoutError:
-            return
+    def next_ring(self) -> asyncio.Event:
+        """Set by the first `ring` from now on."""
+        return self._next
+
+
+async def rung(ring: asyncio.Event, seconds: float) -> None:
+    """Until the ring, at most `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await ring.wait()
+    except TimeoutError:
+        return

@@ -11,10 +11,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from outrider.errors import Conflict, NotFound
+from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
 from outrider.lifecycle import GroupState, StopReason
 from outrider.service.interrupted import interrupted_result
 from outrider.sessions.node import Assignment, Node
@@ -29,6 +30,17 @@ LEASE_SECONDS = 30.0
 """How long a session may go without its lease renewed before another attempt is made."""
 
 
+@dataclass(eq=False)
+class _Attempt:
+    """An attempt under way. `task` is there while its node has it: only then does a cancel interrupt it."""
+
+    node: Node
+    session: SessionRow
+    assignment: Assignment
+    task: asyncio.Task[None] | None = None
+    cancelled: bool = False
+
+
 class Scheduler:
     """`run` it in a task group; `wake` it when something was queued; `cancel` a session that it runs."""
 
@@ -37,9 +49,7 @@ class Scheduler:
         self._nodes = nodes
         self._on_done = on_done
         self._work = asyncio.Event()
-        self._running: dict[str, asyncio.Task[None]] = {}
-        self._settling: set[str] = set()
-        self._cancelled: set[str] = set()
+        self._attempts: dict[str, _Attempt] = {}
         self._placed: dict[str, int] = {node.name: 0 for node in nodes}
         self._tasks: dict[str, TaskSpec] = {}
 
@@ -60,15 +70,17 @@ class Scheduler:
         return [node.stats() for node in self._nodes]
 
     async def cancel(self, sessions: Sequence[SessionRow]) -> None:
-        """End sessions of a cancelled group: running ones are told to stop, queued ones are finished here."""
+        """End sessions of a cancelled group: attempts are told to stop, once; queued ones are finished here."""
         for session in sessions:
-            task = self._running.get(session.id)
-            if task is None:
-                await self._finish(session.id, session.attempt, interrupted_result(session, StopReason.CANCELLED, []))
-                continue
-            self._cancelled.add(session.id)
-            if session.id not in self._settling:
-                task.cancel()
+            attempt = self._attempts.get(session.id)
+            if attempt is None:
+                task = await self._task_of(session)
+                result = interrupted_result(session, StopReason.CANCELLED, [], labels=task.labels)
+                await self._finish(session.id, session.attempt, result)
+            elif not attempt.cancelled:
+                attempt.cancelled = True
+                if attempt.task is not None:
+                    attempt.task.cancel()
 
     async def _resume(self) -> None:
         """Take over what an earlier service left: requeue its attempts, and end what was already cancelled."""
@@ -93,7 +105,7 @@ class Scheduler:
     async def _start(self, group: asyncio.TaskGroup, node: Node, session: SessionRow) -> None:
         task = await self._task_of(session)
         try:
-            attempt = await self._store.start_attempt(
+            number = await self._store.start_attempt(
                 session.id, node=node.name, lease_until=time.time() + LEASE_SECONDS
             )
         except Conflict:
@@ -102,14 +114,14 @@ class Scheduler:
             session_id=session.id,
             group_id=session.group_id,
             sample_index=session.sample_index,
-            attempt=attempt,
+            attempt=number,
             priority=session.priority,
             task=task,
         )
+        attempt = _Attempt(node, msgspec.structs.replace(session, attempt=number), assignment)
         self._placed[node.name] += 1
-        self._running[session.id] = group.create_task(
-            self._attempt(node, session, assignment), name=f"session {session.id}"
-        )
+        self._attempts[session.id] = attempt
+        group.create_task(self._run(attempt), name=f"session {session.id}")
 
     async def _task_of(self, session: SessionRow) -> TaskSpec:
         task = self._tasks.get(session.group_id)
@@ -118,55 +130,57 @@ class Scheduler:
             task = self._tasks[group.id] = GroupSpec.model_validate_json(group.spec).task
         return task
 
-    async def _attempt(self, node: Node, session: SessionRow, assignment: Assignment) -> None:
+    async def _run(self, attempt: _Attempt) -> None:
+        session = attempt.session
         started = time.monotonic()
         try:
-            result = await self._outcome(node, session, assignment)
-            await self._settle(session, assignment, result)
+            result = await self._outcome(attempt)
+            await self._settle(attempt, result)
             log.info(
                 "session %s attempt %d: %s in %.2f s",
                 session.id,
-                assignment.attempt,
+                session.attempt,
                 result.stop_reason.value,
                 time.monotonic() - started,
             )
         finally:
-            self._placed[node.name] -= 1
-            self._running.pop(session.id, None)
-            self._settling.discard(session.id)
-            self._cancelled.discard(session.id)
+            self._placed[attempt.node.name] -= 1
+            if self._attempts.get(session.id) is attempt:
+                del self._attempts[session.id]
             self._work.set()
 
-    async def _outcome(self, node: Node, session: SessionRow, assignment: Assignment) -> SessionResult:
-        """How the attempt ended; from then on a cancel no longer interrupts it."""
+    async def _outcome(self, attempt: _Attempt) -> SessionResult:
+        """How the attempt ended. A cancel may have come before its first step; after its last it stops nothing."""
         try:
-            return await node.run(assignment)
+            if not attempt.cancelled:
+                attempt.task = asyncio.current_task()
+                return await attempt.node.run(attempt.assignment)
         except asyncio.CancelledError:
-            if session.id not in self._cancelled:
+            if not attempt.cancelled:
                 raise
-            return await self._cancelled_result(session, assignment)
         finally:
-            self._settling.add(session.id)
+            attempt.task = None
+        return await self._cancelled_result(attempt)
 
-    async def _cancelled_result(self, session: SessionRow, assignment: Assignment) -> SessionResult:
-        turns = await self._store.turns(session.id, assignment.attempt)
-        row = msgspec.structs.replace(session, attempt=assignment.attempt)
-        return interrupted_result(row, StopReason.CANCELLED, turns, labels=assignment.task.labels)
+    async def _cancelled_result(self, attempt: _Attempt) -> SessionResult:
+        turns = await self._store.turns(attempt.session.id, attempt.session.attempt)
+        labels = attempt.assignment.task.labels
+        return interrupted_result(attempt.session, StopReason.CANCELLED, turns, labels=labels)
 
-    async def _settle(self, session: SessionRow, assignment: Assignment, result: SessionResult) -> None:
+    async def _settle(self, attempt: _Attempt, result: SessionResult) -> None:
         """Retry what policy allows, else end the session. A cancel that comes meanwhile ends it too."""
-        error = result.error
-        if error is None or not error.retryable or assignment.attempt >= assignment.task.max_attempts:
-            await self._finish(session.id, assignment.attempt, result)
+        session, error = attempt.session, result.error
+        if error is None or not _worth_another(error, attempt.assignment):
+            await self._finish(session.id, session.attempt, result)
             return
-        log.warning("session %s attempt %d failed: %s", session.id, assignment.attempt, error.message)
+        log.warning("session %s attempt %d failed: %s", session.id, session.attempt, error.message)
         try:
-            await self._store.requeue(session.id, assignment.attempt, error)
+            await self._store.requeue(session.id, session.attempt, error)
         except Conflict as conflict:
-            log.warning("session %s attempt %d was settled elsewhere: %s", session.id, assignment.attempt, conflict)
+            log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
-        if session.id in self._cancelled:
-            await self._finish(session.id, assignment.attempt, await self._cancelled_result(session, assignment))
+        if attempt.cancelled:
+            await self._finish(session.id, session.attempt, await self._cancelled_result(attempt))
 
     async def _finish(self, session_id: str, attempt: int, result: SessionResult) -> None:
         try:
@@ -183,3 +197,12 @@ class Scheduler:
             await asyncio.sleep(LEASE_SECONDS / 3)
             for node in self._nodes:
                 await self._store.renew_leases(node.name, time.time() + LEASE_SECONDS)
+
+
+def _worth_another(error: ErrorRecord, assignment: Assignment) -> bool:
+    """A failed evaluation was tried again where it failed: the agent's work is not done anew for it."""
+    return (
+        error.retryable
+        and error.boundary is not Boundary.EVALUATOR
+        and assignment.attempt < assignment.task.max_attempts
+    )

@@ -21,7 +21,7 @@ from outrider.engines.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
 from outrider.service.admission import check_group
-from outrider.service.bell import Bell
+from outrider.service.bell import Bell, rung
 from outrider.service.delivery import Deliverer
 from outrider.service.family import FamilyCheck
 from outrider.service.reading import Reader
@@ -122,11 +122,12 @@ class Service:
         """Done groups past a cursor; waits up to `wait` seconds for the first."""
         deadline = time.monotonic() + wait
         while True:
+            ring = self._done.next_ring()
             rows = await self.store.results(after=after, limit=limit)
             left = deadline - time.monotonic()
             if rows or left <= 0:
                 break
-            await self._done.wait(left)
+            await rung(ring, left)
         groups = tuple([await self.reader.view(row, samples=samples) for row in rows])
         return ResultsPage(groups=groups, cursor=rows[-1].cursor or after if rows else after)
 

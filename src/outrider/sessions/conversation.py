@@ -111,8 +111,10 @@ class Conversation:
         self._open = False
         for task in self._calls - {asyncio.current_task()}:
             task.cancel()
-        await self._idle.wait()
-        self.endpoint.pool.release(self.session_key)
+        try:
+            await self._idle.wait()
+        finally:
+            self.endpoint.pool.release(self.session_key)
 
     async def context_tokens(self) -> int | None:
         """The model's context length: as configured, else as the session's engine says."""

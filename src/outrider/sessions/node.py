@@ -17,9 +17,10 @@ from typing import Protocol, Self
 
 import msgspec
 
+from outrider.errors import ErrorRecord, record_of
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.factory import make_harness
-from outrider.lifecycle import SessionState
+from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.sessions.calls import Endpoint
@@ -102,10 +103,13 @@ class LocalNode:
     async def run(self, assignment: Assignment) -> SessionResult:
         key = secrets.token_urlsafe(24)
         directory = self._directory / f"{assignment.session_id}-{assignment.attempt}"
-        directory.mkdir(mode=0o700)
         self._sessions += 1
         try:
-            parts = self._parts(assignment, key, directory)
+            try:
+                directory.mkdir(mode=0o700)
+                parts = self._parts(assignment, key, directory)
+            except Exception as error:  # plugins are made here, and were last seen at submission
+                return _never_begun(assignment, record_of(error))
             self._conversations[key] = parts.conversation
             ending = await SessionRun(parts).run()
             return self._result(assignment, parts.conversation, ending, await self._turns(assignment))
@@ -172,7 +176,7 @@ class LocalNode:
             attempt=assignment.attempt,
             stop_reason=ending.reason,
             verdict=ending.verdict,
-            error=ending.error.record() if ending.error else None,
+            error=ending.error,
             turns=len(turns),
             forks={cause.value: number for cause, number in conversation.tree.forks.items()},
             tokens=count_tokens(turns),
@@ -180,6 +184,18 @@ class LocalNode:
             labels=assignment.task.labels,
         )
         return msgspec.structs.replace(result, samples=len(build_samples(turns, result)))
+
+
+def _never_begun(assignment: Assignment, error: ErrorRecord) -> SessionResult:
+    return SessionResult(
+        session_id=assignment.session_id,
+        group_id=assignment.group_id,
+        sample_index=assignment.sample_index,
+        attempt=assignment.attempt,
+        stop_reason=StopReason.ERROR,
+        error=error,
+        labels=assignment.task.labels,
+    )
 
 
 async def _remove(directory: Path) -> None:

@@ -10,17 +10,19 @@ the sandbox is stopped exactly once and every slot is given back.
 from __future__ import annotations
 
 import asyncio
+import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
-from outrider.errors import ContextOverflow, EvaluatorError, HarnessError, OutriderError
+from outrider.errors import ContextOverflow, ErrorRecord, EvaluatorError, HarnessError, OutriderError, record_of
 from outrider.evaluators.base import Evaluator, Outcome
 from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome
 from outrider.lifecycle import SessionState, StopReason
-from outrider.runtimes.base import Runtime
+from outrider.runtimes.base import LOG_TAIL, Runtime
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, LimitReached
 from outrider.sessions.lanes import Lanes
@@ -28,6 +30,8 @@ from outrider.sessions.model_client import ConversationClient
 from outrider.sessions.prepare import prepare
 from outrider.spec import TaskSpec
 from outrider.trajectory import StageSeconds, Verdict
+
+log = logging.getLogger("outrider.session")
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +56,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: StopReason
     verdict: Verdict | None
-    error: OutriderError | None
+    error: ErrorRecord | None
     seconds: StageSeconds
 
 
@@ -66,11 +70,13 @@ class SessionRun:
         self._verdict: Verdict | None = None
 
     async def run(self) -> Ending:
-        error: OutriderError | None = None
+        error: ErrorRecord | None = None
         try:
             reason = await self._stages()
-        except OutriderError as failed:
-            reason, error = StopReason.ERROR, failed
+        except Exception as failed:  # plugins run in here: whatever they raise is this session's failure alone
+            if not isinstance(failed, OutriderError):
+                log.exception("session %s failed in a way it never should", self._parts.conversation.session_key)
+            reason, error = StopReason.ERROR, record_of(failed)
         self._watch.lap("stop")
         return Ending(
             reason=reason,
@@ -149,7 +155,7 @@ class SessionRun:
                 outcome = await parts.harness.run(context)
         except TimeoutError:
             if clock.expired():
-                return StopReason.AGENT_TIMEOUT, HarnessOutcome()
+                return await self._out_of_agent_time(), HarnessOutcome()
             if parts.conversation.limit is not None:
                 return parts.conversation.limit, HarnessOutcome()
             return self._out_of_time(), HarnessOutcome()
@@ -158,6 +164,19 @@ class SessionRun:
         except OutriderError as error:
             return self._failed(error), HarnessOutcome(log_tail=error.log_tail or "")
         return self._ended_well(outcome), outcome
+
+    async def _out_of_agent_time(self) -> StopReason:
+        """What the agent had done by then is graded, unless its model had failed it or never said a word."""
+        conversation = self._parts.conversation
+        await conversation.close()
+        if conversation.failure is not None or conversation.turns == 0:
+            return self._failed(
+                HarnessError(
+                    "the agent's time ran out before the model had said anything",
+                    hint="see whether an engine was there to answer, and whether the harness asked",
+                )
+            )
+        return StopReason.AGENT_TIMEOUT
 
     def _failed(self, error: OutriderError) -> StopReason:
         """The first true cause of a failed run: a limit or a failed model call outranks the harness's exit."""
@@ -172,9 +191,9 @@ class SessionRun:
         raise error
 
     def _ended_well(self, outcome: HarnessOutcome) -> StopReason:
-        """A harness that left properly, unless its last model call had failed or it never made one."""
+        """A harness that left properly, unless a limit or a failed call had ended it, or it never made one."""
         conversation = self._parts.conversation
-        if conversation.failure is not None:
+        if conversation.limit is not None or conversation.failure is not None:
             return self._failed(HarnessError("", log_tail=outcome.log_tail))
         if conversation.turns == 0:
             raise HarnessError(
@@ -204,4 +223,15 @@ class SessionRun:
                 failure = EvaluatorError(f"evaluation took longer than {parts.task.evaluator.seconds:g} s")
             except EvaluatorError as error:
                 failure = error
+            except OutriderError:
+                raise
+            except Exception as error:  # a plugin may raise anything
+                failure = EvaluatorError(
+                    f"the evaluator raised {type(error).__name__}: {error}", log_tail=end_of(error)
+                )
         raise failure
+
+
+def end_of(error: BaseException) -> str:
+    """The end of an exception's traceback."""
+    return "".join(traceback.format_exception(error))[-LOG_TAIL:]

@@ -14,6 +14,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.errors import InvalidField
+from outrider.tokens.tokenizer import read_settings
 
 
 class ChatTemplate:
@@ -30,16 +31,18 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
-        """From chat_template.jinja or tokenizer_config.json. Raises InvalidField when there is neither."""
-        settings: dict[str, Any] = {}
-        if (folder / "tokenizer_config.json").exists():
-            settings = json.loads((folder / "tokenizer_config.json").read_text())
+        """From chat_template.jinja or tokenizer_config.json. Raises InvalidField when there is neither, or it is
+        no template."""
+        settings = read_settings(folder)
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.exists() else settings.get("chat_template")
         if not isinstance(source, str):
             raise InvalidField(f"{folder} holds no chat template", field="model.renderer")
         special = {name: value for name, value in settings.items() if name.endswith("_token")}
-        return cls(source, special={name: _content(value) for name, value in special.items()})
+        try:
+            return cls(source, special={name: _content(value) for name, value in special.items()})
+        except jinja2.TemplateError as error:
+            raise InvalidField(f"cannot read the chat template of {folder}: {error}", field="model.renderer") from error
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         try:

@@ -44,10 +44,7 @@ class Tokenizer:
                 field="model.tokenizer",
                 hint="give the model's folder, the one that holds tokenizer.json",
             ) from error
-        settings: dict[str, Any] = {}
-        if (path / "tokenizer_config.json").exists():
-            settings = json.loads((path / "tokenizer_config.json").read_text())
-        return cls(backend, name_or_path=str(folder), settings=settings)
+        return cls(backend, name_or_path=str(folder), settings=read_settings(path))
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
@@ -123,6 +120,20 @@ class TextStream:
         """What is left when no more ids come: an unfinished character becomes U+FFFD."""
         left, self._seen = self._seen, []
         return self._tokenizer.decode(left) if left else ""
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, {} where there is none. Raises InvalidField when it cannot be read."""
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        return {}
+    try:
+        settings = json.loads(file.read_text())
+    except ValueError as error:
+        raise InvalidField(f"cannot read {file}: {error}", field="model.tokenizer") from error
+    if not isinstance(settings, dict):
+        raise InvalidField(f"{file} is not a JSON object", field="model.tokenizer")
+    return settings
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,0 +1,68 @@
+"""`outrider engines` against a live service, and how engines are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.world import Cli
+from outrider.cli.engines import parse_engine
+from outrider.errors import InvalidField
+from support.service import running_service
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("vllm=http://h:1", {"kind": "vllm", "url": "http://h:1"}),
+        ("openai=http://h:1/v1?a=b", {"kind": "openai", "url": "http://h:1/v1?a=b"}),
+        ("embedded=models/tiny", {"kind": "embedded", "model": "models/tiny"}),
+        ("my.pkg:Engine=http://h", {"kind": "my.pkg:Engine", "url": "http://h"}),
+    ],
+)
+def test_an_engine_is_named_by_kind_and_place(text: str, spec: dict[str, Any]) -> None:
+    assert parse_engine(text) == spec
+
+
+def test_a_script_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "script.json").write_text(json.dumps({"replies": ["a"]}))
+    spec = parse_engine(f"scripted={tmp_path / 'script.json'}")
+    assert spec == {"kind": "scripted", "options": {"replies": ["a"]}}
+
+
+@pytest.mark.parametrize("text", ["vllm", "vllm=", "=http://h", "scripted=/nowhere.json", f"scripted={__file__}"])
+def test_what_names_no_engine_names_its_field(text: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        parse_engine(text, field="engine")
+    assert caught.value.field == "engine"
+
+
+async def test_engines_come_and_go(cli: Cli, tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"replies": ["a<|im_end|>"]}))
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        added = await cli("engines", "add", f"scripted={script}", "--name", "spare", "--url", url, "--json")
+        drained = await cli("engines", "drain", "scripted", "--url", url, "--json")
+        shown = await cli("engines", "list", "--url", url)
+        removed = await cli("engines", "rm", "scripted", "--url", url, "--json")
+        again = await cli("engines", "rm", "scripted", "--url", url)
+    assert [engine["name"] for engine in added.document["engines"]] == ["spare"]
+    assert {engine["name"]: engine["draining"] for engine in drained.document["engines"]} == {
+        "scripted": True,
+        "spare": False,
+    }
+    assert "draining" in shown.out
+    assert [engine["name"] for engine in removed.document["engines"]] == ["spare"]
+    assert (again.code, again.err.splitlines()[0]) == (2, "error: name: no engine 'scripted'")
+
+
+async def test_an_engine_that_does_not_answer_is_a_failure(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        ran = await cli("engines", "add", "vllm=http://127.0.0.1:9", "--url", url)
+        unknown = await cli("engines", "add", "llama=http://127.0.0.1:9", "--url", url)
+    assert ran.code == 1
+    assert ran.err.startswith("error: ")
+    assert (unknown.code, unknown.err.splitlines()[0]) == (2, "error: kind: unknown engine 'llama'")

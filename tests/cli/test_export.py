@@ -1,0 +1,69 @@
+"""`outrider export` against a live service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cli.test_sample_files import read_parquet
+from cli.world import REPLIES, STALLED, Cli, write_task
+from outrider.cli.export import PAGE
+from outrider.cli.taskfile import load_group
+from outrider.client import AsyncClient
+from support.service import running_service, scripted_engine
+
+
+async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: Path) -> None:
+    spec = load_group(write_task(tmp_path), n=1, priority=0)
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
+        groups = [(await client.submit(spec)).id for _ in range(PAGE + 2)]
+        await client.wait(groups)
+        printed = await cli("export", "--url", url)
+        written = await cli("export", "--format", "parquet", "-o", tmp_path / "rows", "--url", url, "--json")
+        truth = [sample.ids for group in groups for sample in (await client.group(group, samples=True)).samples or ()]
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert (printed.code, written.code) == (0, 0)
+    assert {line["group_id"] for line in lines} == set(groups)
+    assert sorted(line["ids"] for line in lines) == sorted(truth)
+    assert read_parquet(tmp_path / "rows") == lines
+    assert written.document == {
+        "samples": PAGE + 2,
+        "groups": PAGE + 2,
+        "cursor": written.document["cursor"],
+        "output": str(tmp_path / "rows"),
+    }
+
+
+async def test_the_cursor_goes_on_where_the_last_export_ended(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+        await cli("run", write_task(tmp_path), "--url", url)
+        first = await cli("export", "-o", tmp_path / "first", "--json", "--url", url)
+        second = await cli("run", write_task(tmp_path), "-n", "2", "--json", "--url", url)
+        rest = await cli("export", "--after", str(first.document["cursor"]), "--url", url)
+    assert first.document["samples"] == 1
+    assert {json.loads(line)["group_id"] for line in rest.out.splitlines()} == {second.document["id"]}
+    assert "2 samples of 1 groups" in rest.err
+
+
+async def test_one_group_alone(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+        await cli("run", write_task(tmp_path), "--url", url)
+        wanted = await cli("run", write_task(tmp_path), "--json", "--url", url)
+        ran = await cli("export", "--group", wanted.document["id"], "--url", url)
+    assert [json.loads(line)["group_id"] for line in ran.out.splitlines()] == [wanted.document["id"]]
+
+
+async def test_a_group_that_runs_has_nothing_to_export(cli: Cli, tmp_path: Path) -> None:
+    engine = scripted_engine(tmp_path, [STALLED])
+    async with running_service(tmp_path=tmp_path, engine=engine) as (_, url), AsyncClient(url) as client:
+        group = await client.submit(load_group(write_task(tmp_path), n=1, priority=0))
+        ran = await cli("export", "--group", group.id, "-o", tmp_path / "rows", "--url", url)
+    assert (ran.code, ran.err.splitlines()[0]) == (2, f"error: group {group.id} is not done")
+    assert not (tmp_path / "rows").exists()
+
+
+def test_parquet_and_json_need_a_file(cli: Cli) -> None:
+    for words in (["--format", "parquet"], ["--json"]):
+        ran = cli.run("export", *words)
+        assert ran.code == 2
+        assert "hint: name one: -o FILE" in ran.err

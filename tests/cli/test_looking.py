@@ -1,0 +1,100 @@
+"""`status`, `show` and `cancel` against a live service."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from cli.world import REPLIES, STALLED, Cli, write_task
+from outrider.cli.taskfile import load_group
+from outrider.cli.transcript import print_session
+from outrider.client import AsyncClient
+from support.service import running_service, scripted_engine
+
+
+async def test_status_of_the_service(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+        ran = await cli("run", write_task(tmp_path), "-n", "2", "--url", url, "--json")
+        seen = await cli("status", "--url", url)
+        read = await cli("status", "--url", url, "--json")
+    assert seen.code == 0
+    assert "2 done" in seen.out
+    assert f"{ran.document['id']}" in seen.out
+    assert "scripted" in seen.out
+    assert read.document["service"]["sessions"]["done"] == 2
+    assert [group["id"] for group in read.document["groups"]] == [ran.document["id"]]
+
+
+async def test_status_of_a_group(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+        ran = await cli("run", write_task(tmp_path), "--url", url, "--json")
+        group = ran.document
+        seen = await cli("status", group["id"], "--url", url)
+        read = await cli("status", group["id"], "--url", url, "--json")
+        missing = await cli("status", "g-none", "--url", url)
+    assert group["sessions"][0]["id"] in seen.out
+    assert read.document == group
+    assert (missing.code, missing.err.splitlines()[0]) == (2, "error: no group 'g-none'")
+
+
+async def test_show_marks_what_was_sampled(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+        ran = await cli("run", write_task(tmp_path), "--url", url, "--json")
+        session = ran.document["sessions"][0]["id"]
+        seen = await cli("show", session, "--url", url)
+        read = await cli("show", session, "--url", url, "--json")
+    sampled = [line.removeprefix("> ") for line in seen.out.splitlines() if line.startswith("> ")]
+    assert "\n".join(sampled) == "\n".join(REPLIES)
+    assert "  Write hi into out.txt.<|im_end|>" in seen.out.splitlines()
+    assert "  [1 tool call]" in seen.out.splitlines()
+    assert "── turn 1 · append to turn 0 ·" in seen.out
+    assert "reward 1.00 · bytes 3.00" in seen.out
+    assert "\x1b" not in seen.out
+    assert [turn["sampled"] for turn in read.document["turns"]] == list(REPLIES)
+
+
+async def test_show_tells_an_error_with_its_hint(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[{"reply": "", "fail": "rejected"}]) as (_, url):
+        ran = await cli("run", write_task(tmp_path), "--url", url, "--json")
+        seen = await cli("show", ran.document["sessions"][0]["id"], "--url", url)
+    assert ran.code == 1
+    assert "error (engine, engine_rejected): " in seen.out
+
+
+async def test_what_a_sandbox_printed_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    async with (
+        running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url),
+        AsyncClient(url) as client,
+    ):
+        group = await client.submit(load_group(write_task(tmp_path), n=1, priority=0))
+        [done] = await client.wait([group.id])
+        [first, second] = await client.turns(done.sessions[0].id)
+    hostile = msgspec.structs.replace(second, context="a\x1b]0;owned\x07\n[bold]b[/bold]\r", cause="history_rewritten")
+    file = io.StringIO()
+    print_session(Console(file=file, width=200), done.sessions[0], [first, hostile])
+    text = file.getvalue()
+    assert "  a\\x1b]0;owned\\x07\n  [bold]b[/bold]\\x0d\n" in text
+    assert "fork: history_rewritten" in text
+
+
+async def test_cancel_ends_a_running_group(cli: Cli, tmp_path: Path) -> None:
+    engine = scripted_engine(tmp_path, [STALLED])
+    async with (
+        running_service(tmp_path=tmp_path, engine=engine) as (_, url),
+        AsyncClient(url) as client,
+    ):
+        group = await client.submit(load_group(write_task(tmp_path), n=2, priority=0))
+        await engine.stalled.wait()
+        running = await cli("status", group.id, "--url", url)
+        ran = await cli("cancel", group.id, "--url", url, "--json")
+        [done] = await client.wait([group.id])
+        seen = await cli("show", group.sessions[0].id, "--url", url)
+        again = await cli("cancel", group.id, "--url", url)
+    assert "running" in running.out
+    assert (ran.code, ran.document["cancelled"]) == (0, True)
+    assert {session.result.stop_reason for session in done.sessions if session.result} == {"cancelled"}
+    assert "cancelled · " in seen.out
+    assert again.out.startswith(f"group {group.id}: cancelled, done\n")

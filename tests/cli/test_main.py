@@ -1,0 +1,93 @@
+"""What becomes of errors and requests for help, whatever the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from cli.world import Cli, write_task
+from outrider.cli.main import commands
+
+UNREACHABLE = "http://127.0.0.1:9"
+
+
+def names(command: object, *above: str) -> list[tuple[str, ...]]:
+    """Every command, by the words that call it."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        return [above]
+    return [found for name, each in inner.items() for found in names(each, *above, name)]
+
+
+COMMANDS = names(typer.main.get_command(commands()))
+
+
+def test_there_is_every_command() -> None:
+    assert {words[0] for words in COMMANDS} == {
+        *("serve", "run", "status", "cancel", "show", "export", "engines", "harness", "doctor", "demo")
+    }
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(cli: Cli, words: tuple[str, ...]) -> None:
+    ran = cli.run(*words, "--help")
+    assert ran.code == 0
+    assert " ".join(("outrider", *words)) in ran.out
+    assert "Example" in ran.out or words[-1] == "list"
+
+
+def test_without_words_the_help_is_shown(cli: Cli) -> None:
+    ran = cli.run()
+    assert (ran.code, ran.err) == (2, "")
+    assert "outrider demo" in ran.out
+
+
+def test_the_version(cli: Cli) -> None:
+    assert cli.run("--version").out.startswith("outrider ")
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["stats"], "error: No such command 'stats'", "hint: outrider --help"),
+        (["run"], "error: Missing argument 'TASK.toml'", "hint: outrider run --help"),
+        (["run", "x", "-n", "two"], "error: Invalid value for '-n'", "hint: outrider run --help"),
+        (["export", "--format", "csv"], "error: Invalid value for '--format'", "hint: outrider export --help"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_a_hint(cli: Cli, words: list[str], error: str, hint: str) -> None:
+    ran = cli.run(*words)
+    first, second = ran.err.splitlines()
+    assert (ran.code, ran.out, second) == (2, "", hint)
+    assert first.startswith(error)
+
+
+def test_an_error_names_its_field(cli: Cli, tmp_path: Path) -> None:
+    ran = cli.run("run", write_task(tmp_path, "instruction = 3\n"))
+    assert ran.code == 2
+    assert ran.err.startswith("error: task.")
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_a_service_that_is_not_there_is_a_failure_with_a_hint(cli: Cli) -> None:
+    ran = cli.run("status", "--url", UNREACHABLE)
+    assert ran.code == 1
+    assert ran.err.splitlines() == [
+        f"error: cannot reach the service at {UNREACHABLE}: Connection refused",
+        "hint: start one with `outrider serve`, or name its address with --url",
+    ]
+
+
+def test_a_program_gets_the_error_as_json(cli: Cli) -> None:
+    ran = cli.run("status", "--url", UNREACHABLE, "--json")
+    assert ran.code == 1
+    assert json.loads(ran.out)["error"]["code"] == "service_error"
+    assert "Connection refused" in ran.err
+
+
+def test_the_address_may_come_from_the_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_URL", UNREACHABLE)
+    assert UNREACHABLE in cli.run("engines", "list").err

@@ -1,0 +1,97 @@
+"""Sample files: both formats hold the same rows, and a file appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from outrider.errors import InvalidField
+from outrider.lifecycle import StopReason
+from outrider.sample_files import SampleFormat, sample_file
+from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
+
+SAMPLE = Sample(
+    group_id="g-1",
+    session_id="s-1-0",
+    attempt=1,
+    sample_index=0,
+    row=0,
+    rows=1,
+    kind=BranchKind.MAIN,
+    turns=(0, 1),
+    ids=[1, 2, 151643],
+    loss_mask=[0, 1, 1],
+    logprobs=[0.0, -0.1, -12.000000000000002],
+    versions=[-1, 7, 8],
+    prompt_length=1,
+    reward=0.5,
+    metrics={"tests passed": 3.0},
+    mode=TokenMode.TOKENS,
+    logprob_kind=LogprobKind.RAW,
+    stop_reason=StopReason.COMPLETED,
+    min_version=7,
+    max_version=8,
+    labels={"item": "rye"},
+)
+UNGRADED = msgspec.structs.replace(
+    SAMPLE, reward=None, metrics={}, labels={}, ids=[], loss_mask=[], logprobs=[], versions=[], turns=()
+)
+
+
+def read_parquet(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return [row | {"metrics": json.loads(row["metrics"]), "labels": json.loads(row["labels"])} for row in rows]
+
+
+def test_both_formats_hold_the_same_rows(tmp_path: Path) -> None:
+    for kind in SampleFormat:
+        with sample_file(tmp_path / kind, kind) as writer:
+            writer.write([SAMPLE])
+            writer.write([])
+            writer.write([UNGRADED, SAMPLE])
+    lines = [json.loads(line) for line in (tmp_path / "jsonl").read_text().splitlines()]
+    assert lines == [json.loads(msgspec.json.encode(sample)) for sample in (SAMPLE, UNGRADED, SAMPLE)]
+    assert read_parquet(tmp_path / "parquet") == lines
+
+
+def test_token_columns_have_the_types_that_trainers_want(tmp_path: Path) -> None:
+    with sample_file(tmp_path / "rows", SampleFormat.PARQUET) as writer:
+        writer.write([SAMPLE])
+    schema = pq.read_schema(tmp_path / "rows")
+    assert schema.names == list(Sample.__struct_fields__)
+    assert {name: schema.field(name).type for name in ("ids", "loss_mask", "logprobs", "versions")} == {
+        "ids": pa.large_list(pa.int32()),
+        "loss_mask": pa.large_list(pa.int8()),
+        "logprobs": pa.large_list(pa.float64()),
+        "versions": pa.large_list(pa.int32()),
+    }
+
+
+@pytest.mark.parametrize("kind", SampleFormat)
+def test_no_rows_make_a_file_too(tmp_path: Path, kind: SampleFormat) -> None:
+    with sample_file(tmp_path / "deep" / "rows", kind):
+        pass
+    path = tmp_path / "deep" / "rows"
+    assert (read_parquet(path) if kind is SampleFormat.PARQUET else path.read_text().splitlines()) == []
+
+
+@pytest.mark.parametrize("kind", SampleFormat)
+def test_a_failure_leaves_the_old_file(tmp_path: Path, kind: SampleFormat) -> None:
+    (tmp_path / "rows").write_text("old")
+    broken = msgspec.structs.replace(SAMPLE, metrics={"bad": object()})  # type: ignore[dict-item]
+    with pytest.raises(TypeError), sample_file(tmp_path / "rows", kind) as writer:
+        writer.write([SAMPLE, broken])
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("rows", "old")]
+
+
+def test_a_place_that_cannot_be_written_names_the_field(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidField) as caught, sample_file(tmp_path / "file" / "rows", SampleFormat.JSONL):
+        pass
+    assert caught.value.field == "output"
