@@ -39,7 +39,7 @@ def test_every_windowed_family_is_checked_here() -> None:
 @given(
     st.lists(asked, max_size=4), asked.filter(lambda m: m.role is not Role.ASSISTANT), st.integers(0, 2**32), st.data()
 )
-@settings(max_examples=250)
+@settings(max_examples=120)
 def test_the_end_of_a_prompt_tells_as_much_as_all_of_it(
     history: list[Message], last: Message, seed: int, data: st.DataObject
 ) -> None:

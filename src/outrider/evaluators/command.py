@@ -8,29 +8,16 @@ from __future__ import annotations
 
 import secrets
 
-import msgspec
-
-from outrider.errors import EvaluatorError, InvalidField
+from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import parse_verdict
-from outrider.runtimes.base import ExecResult
+from outrider.runtimes.base import ExecResult, Runtime
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 MAX_VERDICT = 1 << 20
-
-# One call into the sandbox: the verdict comes back behind a mark at the end of stdout. `$1` is the command, `$2`
-# the folder and `$3` the mark; a verdict that was not written leaves no mark.
-_SCRIPT = f"""
-mkdir -m 700 "$2" || exit 125
-export OUTRIDER_VERDICT="$2/verdict"
-bash -c "$1" </dev/null
-code=$?
-if [ -e "$OUTRIDER_VERDICT" ]; then printf %s "$3"; head -c {MAX_VERDICT + 1} "$OUTRIDER_VERDICT"; fi
-rm -rf "$2"
-exit $code
-"""
 CLEANUP_SECONDS = 30.0
+VERDICT_VARIABLE = "OUTRIDER_VERDICT"
 
 
 class CommandEvaluator:
@@ -47,17 +34,12 @@ class CommandEvaluator:
         self._seconds = spec.seconds
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
-        runtime, mark = outcome.runtime, secrets.token_hex(16)
-        folder = f"/tmp/outrider-verdict-{secrets.token_hex(16)}"
-        result = await runtime.exec(
-            ["bash", "-c", _SCRIPT, "outrider-evaluator", self._run, folder, mark], seconds=self._seconds
-        )
-        if result.exit_code is None:
-            await runtime.exec(["rm", "-rf", folder], seconds=CLEANUP_SECONDS)
-        log, found, written = result.stdout.rpartition(mark.encode())
-        if not found:
-            log, written = result.stdout, b""
-        return self._verdict(msgspec.structs.replace(result, stdout=log), written if found else None)
+        path = f"/tmp/outrider-verdict-{secrets.token_hex(16)}"
+        try:
+            result = await outcome.runtime.exec(self._run, env={VERDICT_VARIABLE: path}, seconds=self._seconds)
+            return self._verdict(result, await _written(outcome.runtime, path, result))
+        finally:
+            await outcome.runtime.exec(["rm", "-f", path], seconds=CLEANUP_SECONDS)
 
     def _verdict(self, result: ExecResult, written: bytes | None) -> Verdict:
         if result.exit_code is None:
@@ -66,12 +48,20 @@ class CommandEvaluator:
             raise _failure(f"the evaluator exited with code {result.exit_code}", result)
         if written is None:
             return Verdict(reward=1.0 if result.exit_code == 0 else 0.0)
-        if len(written) > MAX_VERDICT:
-            raise _failure(f"the verdict is larger than {MAX_VERDICT} bytes", result)
         try:
             return parse_verdict(written)
         except ValueError as error:
             raise _failure(f"the evaluator wrote no verdict: {error}", result) from error
+
+
+async def _written(runtime: Runtime, path: str, result: ExecResult) -> bytes | None:
+    """The verdict, None when none was written. Raises EvaluatorError for one that is too large or no file."""
+    try:
+        return await runtime.read(path, limit=MAX_VERDICT)
+    except FileNotFoundError:
+        return None
+    except (IsADirectoryError, RuntimeFailure) as error:
+        raise _failure(f"the verdict cannot be read: {error}", result) from error
 
 
 def _failure(message: str, result: ExecResult) -> EvaluatorError:

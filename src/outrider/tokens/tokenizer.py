@@ -51,13 +51,17 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if len(text) > SHORT_TEXT or add_special_tokens:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._encoded(text, add_special_tokens)
         ids = self._remembered.get(text)
         if ids is None:
-            ids = self.backend.encode(text, add_special_tokens=False).ids
+            ids = self._encoded(text, False)
             if len(self._remembered) < MAX_REMEMBERED:
                 self._remembered[text] = ids
         return list(ids)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The fast way gives the same ids without their character offsets, a third of the time; it is for batches.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)

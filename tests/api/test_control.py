@@ -1,0 +1,152 @@
+"""The control API over HTTP: its description, its token, its refusals, and the client that speaks to it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from outrider.api.server import check_address
+from outrider.client import AsyncClient, Client
+from outrider.errors import InvalidField, NotFound, ServiceError, Unauthorized
+from outrider.lifecycle import GroupState
+from support.service import running_service, say
+
+TASK = {
+    "instruction": "say hello",
+    "harness": {"agent": "tools"},
+    "runtime": {"kind": "memory"},
+    "evaluator": {"kind": "command", "run": "true"},
+}
+
+
+async def test_a_group_from_submission_to_samples(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("hello")]) as (_, url), AsyncClient(url) as client:
+        submitted = await client.submit({"task": TASK, "n": 3})
+        assert (submitted.n, len(submitted.sessions)) == (3, 3)
+        page = await client.results(wait=20, samples=True)
+        [done] = page.groups
+        assert (done.id, done.state, done.cursor) == (submitted.id, GroupState.DONE, page.cursor)
+        assert done.samples is not None
+        assert [sample.reward for sample in done.samples] == [1.0, 1.0, 1.0]
+        assert list(await client.samples(done.sessions[0].id)) == [done.samples[0]]
+        [turn] = await client.turns(done.sessions[0].id)
+        assert turn.sampled.startswith("hello")
+        assert (await client.results(after=page.cursor)).groups == ()
+        assert (await client.status()).sessions["done"] == 3
+
+
+async def test_events_tell_the_whole_life_of_a_session(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("hello")]) as (_, url), AsyncClient(url) as client:
+        await client.submit({"task": TASK})
+        seen: list[str] = []
+        async for event in client.events():
+            seen.append(event.data.get("state") or event.kind)
+            if event.kind == "group.done":
+                break
+        assert seen == [
+            "group.created",
+            "initializing",
+            "ready",
+            "running",
+            "evaluating",
+            "session.done",
+            "group.done",
+        ]
+
+
+def test_the_sync_client_has_what_the_async_one_has(tmp_path: Path) -> None:
+    def public(kind: type) -> dict[str, list[str]]:
+        members = inspect.getmembers(kind, inspect.isfunction)
+        return {name: list(inspect.signature(f).parameters) for name, f in members if not name.startswith("_")}
+
+    assert public(Client) == public(AsyncClient)
+
+
+def test_the_sync_client_says_so_when_nobody_listens() -> None:
+    with Client("http://127.0.0.1:9") as client, pytest.raises(ServiceError, match="cannot reach"):
+        client.status()
+
+
+async def test_unknown_ids_are_not_found(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        for ask in (client.group("g-none"), client.session("s-none"), client.turns("s-none"), client.cancel("g-none")):
+            with pytest.raises(NotFound):
+                await ask
+
+
+@pytest.mark.parametrize("query", ["wait=-1", "wait=61", "after=-1", "limit=0", "after=x"])
+async def test_a_bad_query_names_its_parameter(tmp_path: Path, query: str) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), aiohttp.ClientSession(url) as http:
+        async with http.get(f"/v1/results?{query}") as reply:
+            error = await reply.json()
+        assert (reply.status, error["field"]) == (422, query.partition("=")[0])
+
+
+async def test_unknown_routes_and_methods_are_404_in_our_shape(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), aiohttp.ClientSession(url) as http:
+        for method, path in (("GET", "/v1/nothing"), ("PUT", "/v1/groups"), ("GET", "/nothing")):
+            async with http.request(method, path) as reply:
+                assert (reply.status, (await reply.json())["code"]) == (404, "not_found")
+
+
+async def test_the_token_guards_control_and_nothing_else(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, token="secret") as (_, url):
+        async with AsyncClient(url) as stranger:
+            with pytest.raises(Unauthorized):
+                await stranger.status()
+        async with AsyncClient(url, token="secret") as client:
+            assert (await client.status()).model
+        async with aiohttp.ClientSession(url) as http:
+            for path in ("/healthz", "/readyz", "/openapi.json"):
+                async with http.get(path) as reply:
+                    assert reply.status == 200
+            async with http.post("/s/no-such-key/v1/chat/completions", json={}) as reply:
+                assert (reply.status, "error" in await reply.json()) == (401, True)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "some-host"])
+def test_a_public_address_needs_a_token(host: str) -> None:
+    with pytest.raises(InvalidField, match="no token"):
+        check_address(host, None)
+    check_address(host, "secret")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_the_loopback_needs_none(host: str) -> None:
+    check_address(host, None)
+
+
+async def test_the_description_is_served_and_every_reference_in_it_resolves(tmp_path: Path) -> None:
+    async with (
+        running_service(tmp_path=tmp_path) as (_, url),
+        aiohttp.ClientSession(url) as http,
+        http.get("/openapi.json") as reply,
+    ):
+        text = await reply.text()
+    document: dict[str, Any] = msgspec.json.decode(text)
+    schemas = document["components"]["schemas"]
+    for name in re.findall(r'"#/components/schemas/([^"]+)"', text):
+        assert name in schemas
+    body = document["paths"]["/v1/groups"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/GroupSpec"}
+    assert set(document["paths"]) >= {"/v1/results", "/v1/events", "/v1/engines", "/v1/sessions/{session_id}/samples"}
+
+
+async def test_engines_are_added_drained_and_removed_while_it_runs(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        added = await client.add_engine({"kind": "scripted", "name": "second", "options": {"replies": [say("x")]}})
+        assert (added.name, added.ok) == ("second", True)
+        drained = await client.drain_engine("second")
+        assert [engine.draining for engine in drained if engine.name == "second"] == [True]
+        assert [engine.name for engine in await client.remove_engine("second")] == ["scripted"]
+        with pytest.raises(NotFound):
+            await client.remove_engine("second")
+        with pytest.raises(InvalidField) as refused:
+            await client.add_engine({"kind": "no-such-kind"})
+        assert refused.value.field == "kind"

@@ -1,0 +1,29 @@
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from support.tokenizer import write_tokenizer
+
+from .world import World, a_world
+
+
+class MakeWorld(Protocol):
+    def __call__(self, replies: Any = ..., **settings: Any) -> AbstractAsyncContextManager[World]: ...
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def world(tmp_path: Path, tokenizer: Path) -> Iterator[MakeWorld]:
+    """`async with world(replies, **settings)`: a service on the data folder of this test."""
+
+    def make(*replies: Any, **settings: Any) -> AbstractAsyncContextManager[World]:
+        return a_world(tmp_path, tokenizer, *replies, **settings)
+
+    return make

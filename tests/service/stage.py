@@ -1,0 +1,163 @@
+"""What the agents, sandboxes and evaluators of one test meet, and how they are told what to do.
+
+A test opens a `Stage` before its service; everything the service starts then finds it through a context variable,
+so that tests share nothing. Agents are scripts of steps (see `Actor`), given as the task's harness options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Self
+
+from outrider.errors import EngineError, RequestError, RuntimeFailure
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.messages import Message, Role
+from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.memory import MemoryLedger, MemoryRuntime
+from outrider.spec import EvaluatorSpec, RuntimeSpec
+from outrider.trajectory import Verdict
+
+ACTOR = "service.stage:Actor"
+SANDBOX = "service.stage:StagedRuntime"
+GRADER = "service.stage:grade"
+RAW_GRADER = "service.stage:RawGrader"
+
+
+class Stage:
+    """`arrived[name]` is set by whoever comes to the place `name`; who waits there goes on once `open[name]` is set."""
+
+    def __init__(self) -> None:
+        self.ledger = MemoryLedger()
+        self.arrived: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.open: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.count: Counter[str] = Counter()
+        self.order: list[str] = []
+
+    async def wait_at(self, place: str) -> None:
+        self.arrived[place].set()
+        await self.open[place].wait()
+
+
+_stage: ContextVar[Stage] = ContextVar("stage")
+
+
+@contextmanager
+def a_stage() -> Iterator[Stage]:
+    stage = Stage()
+    token = _stage.set(stage)
+    try:
+        yield stage
+    finally:
+        _stage.reset(token)
+
+
+class Actor:
+    """An agent that carries out the steps in `do`, after those of `init`:
+
+    ask: a model call · ask quietly: its errors are swallowed · wait PLACE: until the test opens it · crash: raise ·
+    crash at COUNT: raise in the first attempts only · break: the sandbox is gone · sleep SECONDS · run COMMAND: in the
+    sandbox, failing as it does · note NAME: remember the order
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._init: list[str] = options.get("init", [])
+        self._do: list[str] = options.get("do", ["ask"])
+        self._messages: list[Message] = []
+
+    async def init(self, context: HarnessContext) -> None:
+        for step in self._init:
+            await self._step(step, context)
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        self._messages = [Message(role=Role.USER, content=context.task.instruction)]
+        for step in self._do:
+            await self._step(step, context)
+        return HarnessOutcome(log_tail="left in good order")
+
+    async def _step(self, step: str, context: HarnessContext) -> None:
+        verb, _, rest = step.partition(" ")
+        stage = _stage.get()
+        match verb:
+            case "ask":
+                await self._ask(context, quietly=rest == "quietly")
+            case "wait":
+                await stage.wait_at(rest)
+            case "crash":
+                stage.count["crash"] += 1
+                if not rest or stage.count["crash"] <= int(rest.removeprefix("at ")):
+                    raise ValueError("the agent crashed, as it was told to")
+            case "break":
+                await context.runtime.stop()
+                raise RuntimeFailure("the sandbox is gone")
+            case "sleep":
+                await asyncio.sleep(float(rest))
+            case "run":
+                result = await context.runtime.exec(rest, seconds=60)
+                assert result.exit_code == 0, result
+            case "note":
+                stage.order.append(rest)
+            case _:
+                raise AssertionError(f"no such step: {step}")
+
+    async def _ask(self, context: HarnessContext, *, quietly: bool) -> None:
+        try:
+            reply = await context.model.chat(self._messages)
+        except (EngineError, RequestError):
+            if not quietly:
+                raise
+        else:
+            self._messages += [reply, Message(role=Role.USER, content="go on")]
+
+
+class StagedRuntime(MemoryRuntime):
+    """The memory runtime, reporting to the stage's ledger. Variables of the spec: HANG names the operations that never
+    end; each is a place of the stage, `exec` for instance."""
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
+        return cls.with_ledger(_stage.get().ledger)(spec, context)
+
+    async def start(self) -> None:
+        await super().start()
+        await self._perhaps_hang("start")
+
+    async def exec(self, *args: Any, **kwargs: Any) -> Any:
+        await self._perhaps_hang("exec")
+        return await super().exec(*args, **kwargs)
+
+    async def _perhaps_hang(self, operation: str) -> None:
+        if operation in self._spec.env.get("HANG", "").split(","):
+            await _stage.get().wait_at(operation)
+
+
+async def grade(outcome: Outcome) -> Any:
+    """Gives the options' `verdicts` one by one, the last again and again: a reward, `fail`, `raise` or `wait PLACE`."""
+    stage = _stage.get()
+    verdicts = outcome.task.evaluator.options.get("verdicts", [1.0])
+    verdict = verdicts[min(stage.count["graded"], len(verdicts) - 1)]
+    stage.count["graded"] += 1
+    stage.count[f"graded {outcome.stop_reason}"] += 1
+    if isinstance(verdict, str):
+        if verdict.startswith("wait "):
+            await stage.wait_at(verdict.removeprefix("wait "))
+        raise ValueError("the grader failed, as it was told to")
+    return verdict
+
+
+class RawGrader:
+    """An evaluator class that lets its own errors through."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._after = int(spec.options.get("fails", 0))
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        stage = _stage.get()
+        stage.count["graded"] += 1
+        if stage.count["graded"] <= self._after:
+            raise LookupError("nothing here to grade")
+        return Verdict(reward=1.0)

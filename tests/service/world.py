@@ -1,0 +1,130 @@
+"""A tiny world for the service: the scripted engine, the memory runtime, agents told what to do, and no HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.engines.base import EngineOptions
+from outrider.engines.scripted import ScriptedEngine
+from outrider.lifecycle import SessionState
+from outrider.service.admission import check_shape
+from outrider.service.service import Service
+from outrider.spec import GroupSpec
+from outrider.trajectory import SessionResult
+from outrider.wire import GroupView, LaneStats, SessionView
+
+from .stage import ACTOR, GRADER, SANDBOX, Stage, a_stage
+
+SAY = "hello<|im_end|>"
+RENDERER = "qwen3"
+
+
+class World:
+    """A running service on one scripted engine, and what a test asks of it."""
+
+    def __init__(self, service: Service, stage: Stage, engine: ScriptedEngine) -> None:
+        self.service = service
+        self.stage = stage
+        self.engine = engine
+
+    async def submit(self, *do: str, **fields: Any) -> GroupView:
+        """Submit a group whose agents take the steps `do`; `fields` as in `group`."""
+        return await self.service.submit(group(*do, **fields))
+
+    async def run(self, *do: str, **fields: Any) -> SessionView:
+        """Submit one session and see it done."""
+        submitted = await self.submit(*do, **fields)
+        (session,) = (await self.done(submitted.id)).sessions
+        return session
+
+    async def done(self, group_id: str, *, samples: bool = False) -> GroupView:
+        """The group, once it is in the results."""
+        after = 0
+        while True:
+            page = await self.service.results(after=after, wait=30, limit=100, samples=samples)
+            after = page.cursor
+            for view in page.groups:
+                if view.id == group_id:
+                    return view
+
+    async def state(self, session_id: str, state: SessionState) -> SessionView:
+        """The session, once it is in that state."""
+        while (view := await self.service.reader.session(session_id)).state is not state:
+            assert view.state is not SessionState.DONE
+        return view
+
+    async def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event.data for event in await self.service.events(after=0, limit=10_000) if event.kind == kind]
+
+    def lanes(self) -> tuple[LaneStats, ...]:
+        return self.service.node.stats().lanes
+
+    def assert_quiet(self) -> None:
+        """Nothing is held by anybody: no slot, seat, call or sandbox."""
+        assert self.stage.ledger.balanced
+        assert set(self.stage.ledger.stopped.values()) <= {1}
+        assert [(lane.in_use, lane.waiting) for lane in self.lanes()] == [(0, 0)] * 3
+        assert self.service.node.stats().sessions == 0
+        for engine in self.service.pool.status():
+            assert (engine.in_flight, engine.sessions, engine.assigned_tokens) == (0, 0, 0)
+
+
+def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> GroupSpec:
+    """A group of actors. `evaluator`, `runtime`, `limits` and other parts of the task may be given as objects; the
+    rest of `fields` is the group's."""
+    of_group = {name: fields.pop(name) for name in ("priority", "idempotency_key", "callback_url") if name in fields}
+    verdicts = fields.pop("verdicts", [1.0])
+    task = {
+        "instruction": "do it",
+        "harness": {"agent": ACTOR, "options": {"do": list(do) or ["ask"], "init": list(init)}},
+        "evaluator": {"kind": "callable", "path": GRADER, "options": {"verdicts": verdicts}},
+    }
+    runtime = {"kind": SANDBOX} | fields.pop("runtime", {})
+    return check_shape({"task": task | {"runtime": runtime} | fields, "n": n, **of_group})
+
+
+def result_of(session: SessionView) -> SessionResult:
+    assert session.result is not None
+    return session.result
+
+
+def config(folder: Path, tokenizer: Path, **settings: Any) -> Config:
+    (folder / "files").mkdir(parents=True, exist_ok=True)
+    defaults: dict[str, Any] = {
+        "port": 0,
+        "data": folder / "data",
+        "files": folder / "files",
+        "model": ModelConfig(tokenizer=str(tokenizer), renderer=RENDERER),
+        "lanes": LanesConfig(init=4, run=8, eval=4),
+    }
+    return Config(**defaults | settings)
+
+
+def engine_of(tokenizer: Path, replies: Sequence[Any], **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(
+        EngineOptions(name="scripted", tokenizer=str(tokenizer), options={"replies": list(replies), **options})
+    )
+
+
+@asynccontextmanager
+async def a_world(
+    folder: Path,
+    tokenizer: Path,
+    replies: Sequence[Any] = (SAY,),
+    *,
+    script: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[World]:
+    """`replies` and `script` are the engine's, `settings` those of `Config`. Quiet when a test leaves it: checked."""
+    engine = engine_of(tokenizer, replies, **(script or {}))
+    with a_stage() as stage:
+        async with Service(config(folder, tokenizer, **settings)) as service:
+            await service.pool.add_engine(engine)
+            world = World(service, stage, engine)
+            yield world
+        assert stage.ledger.balanced
+        assert set(stage.ledger.stopped.values()) <= {1}

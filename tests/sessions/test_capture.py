@@ -1,0 +1,135 @@
+"""Engines that only take messages: their ids are captured where they tell any, and nothing is ever spliced."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from outrider.dialects.base import Completion
+from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
+from outrider.engines.pool import EnginePool
+from outrider.lifecycle import StopReason
+from outrider.messages import Message, Role
+from outrider.sessions.calls import Endpoint
+from outrider.sessions.capture import CaptureRecord
+from outrider.sessions.conversation import Conversation
+from outrider.spec import Limits, Sampling
+from outrider.tokens.renderer import make_renderer
+from outrider.tokens.samples import build_samples, count_tokens
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.trajectory import (
+    FinishReason,
+    ForkCause,
+    JoinKind,
+    LogprobKind,
+    SessionResult,
+    TokenMode,
+    Turn,
+    unpack_ids,
+)
+from support.tokenizer import write_tokenizer
+
+from .world import World, text_of
+
+USER = {"role": "user", "content": "hello"}
+RESULT = SessionResult(session_id="s", group_id="g", sample_index=0, attempt=1, stop_reason=StopReason.COMPLETED)
+
+
+class Told:
+    """A chat engine that reports the given (prompt ids, output ids) for one call after the other; None for a
+    call whose ids it keeps to itself."""
+
+    name = "told"
+    mode = TokenMode.CAPTURE
+    logprob_kind = LogprobKind.RAW
+
+    def __init__(self, ids: Sequence[tuple[list[int], list[int]] | None]) -> None:
+        self._ids = list(ids)
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True)
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        told = self._ids.pop(0)
+        yield ChatChunk(text="hel")
+        yield ChatChunk(text="lo")
+        yield ChatChunk(
+            finish=FinishReason.STOP,
+            reply=Message(role=Role.ASSISTANT, content="hello"),
+            prompt_ids=told[0] if told else None,
+            output_ids=told[1] if told else None,
+            logprobs=[-0.5] * len(told[1]) if told else None,
+        )
+
+
+@asynccontextmanager
+async def told(folder: Path, *ids: tuple[list[int], list[int]] | None) -> AsyncIterator[tuple[World, list[Turn]]]:
+    write_tokenizer(folder)
+    turns: list[Turn] = []
+
+    async def record(turn: Turn) -> None:
+        turns.append(turn)
+
+    async with EnginePool(patience=1.0) as pool:
+        await pool.add_engine(Told(ids))
+        conversation = Conversation(
+            Endpoint(renderer=make_renderer(Tokenizer.load(folder), "qwen3"), pool=pool, model="policy"),
+            session_key="s-1-1",
+            limits=Limits(),
+            sampling=Sampling(),
+            history="recorded",
+            record=record,
+        )
+        yield World(conversation, None, turns), turns  # type: ignore[arg-type]
+        await conversation.close()
+
+
+async def test_a_prompt_that_extends_the_record_is_appended(tmp_path: Path) -> None:
+    async with told(tmp_path, ([1, 2, 3], [7, 8]), ([1, 2, 3, 7, 8, 4], [9])) as (world, turns):
+        steps = await world.steps(USER)
+        assert text_of(steps) == "hello"
+        assert isinstance(steps[-1], Completion)
+        await world.ask(USER, {"role": "assistant", "content": "hello"}, USER)
+    assert [(turn.join, turn.mode, turn.drift_tokens) for turn in turns] == [
+        (JoinKind.ROOT, TokenMode.CAPTURE, 0),
+        (JoinKind.APPEND, TokenMode.CAPTURE, 0),
+    ]
+    assert unpack_ids(turns[1].prompt_delta).tolist() == [4]
+
+
+async def test_a_prompt_that_drifted_stands_alone_and_is_counted(tmp_path: Path) -> None:
+    async with told(tmp_path, ([1, 2, 3], [7, 8]), ([1, 2, 3, 5, 8, 4], [9])) as (world, turns):
+        await world.ask(USER)
+        await world.ask(USER, {"role": "assistant", "content": "hello"}, USER)
+    drifted = turns[1]
+    assert (drifted.join, drifted.cause, drifted.parent) == (JoinKind.FORK, ForkCause.CAPTURE_DRIFT, None)
+    assert drifted.drift_tokens == 1
+    assert count_tokens(turns).drift == 1
+    samples = build_samples(turns, RESULT)
+    assert [sample.mode for sample in samples] == [TokenMode.CAPTURE, TokenMode.CAPTURE]
+    assert [sum(sample.loss_mask) for sample in samples] == [2, 1]
+
+
+async def test_an_engine_without_ids_leaves_turns_that_never_train(tmp_path: Path) -> None:
+    async with told(tmp_path, None) as (world, turns):
+        await world.ask(USER)
+    [turn] = turns
+    assert (turn.mode, turn.logprob_kind, turn.output_ids) == (TokenMode.TEXT, LogprobKind.NONE, b"")
+    assert turn.reply_text == "hello"
+    assert count_tokens(turns).sampled == 0
+    assert build_samples(turns, RESULT) == []
+
+
+def test_of_several_earlier_turns_the_longest_that_fits_is_the_parent() -> None:
+    record = CaptureRecord()
+    record.place([1], [2])
+    record.place([1, 2, 3], [4])
+    placed = record.place([1, 2, 3, 4, 5], [6])
+    assert (placed.parent, unpack_ids(placed.delta).tolist()) == (1, [5])

@@ -1,0 +1,58 @@
+"""Settings: flags over environment over file over defaults, and errors that name the setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.config import load_config
+from outrider.errors import InvalidField
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OUTRIDER_PORT", "OUTRIDER_LANES__RUN", "OUTRIDER_ENGINES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_defaults_are_for_one_machine() -> None:
+    config = load_config({})
+    assert (config.host, config.port, config.token) == ("127.0.0.1", 8700, None)
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text("port = 1\nhost = '127.0.0.2'\n[lanes]\nrun = 2\ninit = 3\n")
+    monkeypatch.setenv("OUTRIDER_PORT", "4")
+    monkeypatch.setenv("OUTRIDER_LANES__RUN", "5")
+    config = load_config({"port": 6, "host": None, "lanes": {"run": None}}, file=file)
+    assert (config.port, config.host, config.lanes.run, config.lanes.init) == (6, "127.0.0.2", 5, 3)
+
+
+def test_lists_come_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_ENGINES", '[{"kind": "vllm", "url": "http://127.0.0.1:8000"}]')
+    assert [engine.kind for engine in load_config({}).engines] == ["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("no_such = 1", "no_such"),
+        ("port = 70000", "port"),
+        ("[lanes]\nrun = 0", "lanes.run"),
+        ("[[engines]]\nurl = 'x'", "engines.0.kind"),
+        ("not toml", "config"),
+    ],
+)
+def test_a_bad_setting_is_named(tmp_path: Path, text: str, field: str) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidField) as refused:
+        load_config({}, file=file)
+    assert refused.value.field == field
+
+
+def test_a_missing_file_is_an_error() -> None:
+    with pytest.raises(InvalidField, match="cannot read"):
+        load_config({}, file=Path("no-such.toml"))
