@@ -1,2 +1,135 @@
-"""x"""
-def grade(outcome): return 0.0
+"""Whole sessions per second: the service as shipped, with an engine that answers at once from a script.
+
+A session is a sandbox, the built-in tool agent with two model calls and one bash call between them, a callable
+evaluator, and all that is stored of it. Up to 64 run at once, the default lanes. What is left to measure when the
+model costs nothing is the rest: `cpu_ms_each` (the service and its sandboxes) says how much of it is work, so that
+cores * 1000 / cpu_ms_each is the most this machine could do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.corpus import Corpus
+from outrider.api.server import serving
+from outrider.config import Config, ModelConfig
+from outrider.evaluators.base import Outcome
+from outrider.messages import Role
+from outrider.plugins import resolve
+from outrider.runtimes.base import Runtime
+from outrider.service.service import Service
+from outrider.spec import EngineSpec, GroupSpec
+from outrider.trajectory import SessionResult, StageSeconds
+
+GROUP_SIZE = 8
+WAIT_SECONDS = 60.0
+SAID = "hello from the sandbox"
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo ' + SAID + '"}}\n</tool_call><|im_end|>'
+ANSWER = "It is done.<|im_end|>"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How many sessions, per runtime; a multiple of the group size."""
+
+    sessions: dict[str, int]
+
+
+FULL = Plan({"memory": 768, "namespace": 512})
+QUICK = Plan({"memory": 256, "namespace": 128})
+WARM_SESSIONS = GROUP_SIZE
+
+
+async def run(quick: bool) -> dict[str, Any]:
+    return await measure(QUICK if quick else FULL)
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
+    """Per runtime the rate and the stages; a runtime that this machine cannot run says why instead."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
+        corpus = await asyncio.to_thread(Corpus.make, Path(folder))
+        for kind, sessions in plan.sessions.items():
+            runtime: type[Runtime] = resolve("runtime", kind)
+            can = runtime.available()
+            found[kind] = await _rate(corpus, kind, sessions) if can.ok else {"unavailable": can.detail}
+    return found
+
+
+def grade(outcome: Outcome) -> float:
+    """The evaluator: 1 when the tool's output reached the model."""
+    return float(any(message.role is Role.TOOL and SAID in message.content for message in outcome.transcript))
+
+
+async def _rate(corpus: Corpus, kind: str, sessions: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
+        config = Config(
+            port=0,
+            data=Path(data),
+            model=ModelConfig(tokenizer=str(corpus.folder), renderer="qwen3"),
+            engines=(EngineSpec(kind="scripted", options={"replies": [CALL, ANSWER]}),),
+        )
+        async with Service(config) as service, serving(service):
+            await _finished(service, kind, WARM_SESSIONS, after=0)
+            begun, used = time.perf_counter(), _cpu_seconds()
+            results = await _finished(service, kind, sessions, after=1)
+            seconds = time.perf_counter() - begun
+            # Sandboxes count once they have been waited for, so after the last one's teardown.
+            return {
+                "sessions": sessions,
+                "concurrency": config.lanes.run,
+                "per_second": sessions / seconds,
+                "cpu_ms_each": 1000 * (_cpu_seconds() - used) / sessions,
+                "cores": len(os.sched_getaffinity(0)),
+                "stage_ms": _stages(results),
+            }
+
+
+async def _finished(service: Service, kind: str, sessions: int, *, after: int) -> list[SessionResult]:
+    """Submit so many sessions and wait for the last. Raises RuntimeError when one did not go as it should."""
+    groups = sessions // GROUP_SIZE
+    for _ in range(groups):
+        await service.submit(_group(kind))
+    results: list[SessionResult] = []
+    while len(results) < sessions:
+        page = await service.results(after=after, wait=WAIT_SECONDS, limit=groups, samples=False)
+        if not page.groups:
+            raise RuntimeError(f"no group was done within {WAIT_SECONDS:g} s")
+        after = page.cursor
+        results += [session.result for group in page.groups for session in group.sessions if session.result]
+    for result in results:
+        if result.error is not None or result.verdict is None or result.verdict.reward != 1.0:
+            raise RuntimeError(f"session {result.session_id}: {result.error or result.verdict}")
+    return results
+
+
+def _group(kind: str) -> GroupSpec:
+    task = {
+        "instruction": "Say hello from the sandbox.",
+        "harness": {"agent": "tools", "options": {"tools": ["bash"]}},
+        "runtime": {"kind": kind},
+        "evaluator": {"kind": "callable", "path": "bench.sessions:grade"},
+    }
+    return GroupSpec.model_validate({"task": task, "n": GROUP_SIZE})
+
+
+def _stages(results: list[SessionResult]) -> dict[str, float]:
+    """The median of each stage."""
+    return {
+        name: 1000 * statistics.median(getattr(result.seconds, name) for result in results)
+        for name in StageSeconds.__struct_fields__
+    }
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of all children that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -6,7 +6,7 @@
             ...
 
 Replies are the structs of wire.py. It raises the error the service names (InvalidField, NotFound, ...), and
-ServiceError when the service cannot be reached. It retries nothing but reads.
+ServiceError when the service cannot be reached. It retries nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
-from outrider.errors import ErrorRecord, OutriderError, ServiceError, error_from
+from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import Sample
@@ -65,7 +65,7 @@ class AsyncClient:
 
     async def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
         """Submit a group. Stored when this returns."""
-        body = group.model_dump_json().encode() if isinstance(group, GroupSpec) else msgspec.json.encode(group)
+        body = group.model_dump_json().encode() if isinstance(group, GroupSpec) else _encoded(group)
         return await self._call("POST", "/v1/groups", GroupView, body=body)
 
     async def group(self, group_id: str, *, samples: bool = False) -> GroupView:
@@ -137,7 +137,7 @@ class AsyncClient:
         return (await self._call("GET", "/v1/engines", EngineList)).engines
 
     async def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
-        body = engine.model_dump_json().encode() if isinstance(engine, EngineSpec) else msgspec.json.encode(engine)
+        body = engine.model_dump_json().encode() if isinstance(engine, EngineSpec) else _encoded(engine)
         return await self._call("POST", "/v1/engines", EngineStatus, body=body)
 
     async def drain_engine(self, name: str) -> tuple[EngineStatus, ...]:
@@ -261,6 +261,14 @@ class Client:
             except StopAsyncIteration:
                 return
             yield item
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """Raises InvalidField for what JSON cannot say: other encoders write NaN as null, which means something."""
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidField(f"the body cannot be written as JSON: {error}") from error
 
 
 def _flag(value: bool) -> str:

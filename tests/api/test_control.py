@@ -73,6 +73,13 @@ def test_the_sync_client_says_so_when_nobody_listens() -> None:
         client.status()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+async def test_what_json_cannot_say_is_refused_before_it_is_sent(value: Any) -> None:
+    async with AsyncClient("http://127.0.0.1:9") as client:
+        with pytest.raises(InvalidField, match="JSON"):
+            await client.submit({"task": TASK, "priority": value})
+
+
 async def test_unknown_ids_are_not_found(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
         for ask in (client.group("g-none"), client.session("s-none"), client.turns("s-none"), client.cancel("g-none")):

@@ -84,7 +84,7 @@ def test_no_rows_make_a_file_too(tmp_path: Path, kind: SampleFormat) -> None:
 @pytest.mark.parametrize("kind", SampleFormat)
 def test_a_failure_leaves_the_old_file(tmp_path: Path, kind: SampleFormat) -> None:
     (tmp_path / "rows").write_text("old")
-    broken = msgspec.structs.replace(SAMPLE, metrics={"bad": object()})  # type: ignore[dict-item]
+    broken = msgspec.structs.replace(SAMPLE, metrics={"bad": object()})
     with pytest.raises(TypeError), sample_file(tmp_path / "rows", kind) as writer:
         writer.write([SAMPLE, broken])
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("rows", "old")]

@@ -161,3 +161,21 @@ class RawGrader:
         if stage.count["graded"] <= self._after:
             raise LookupError("nothing here to grade")
         return Verdict(reward=1.0)
+
+
+class BrokenRuntime(StagedRuntime):
+    """Raises what no runtime should."""
+
+    async def start(self) -> None:
+        await super().start()
+        raise OSError("not a failure of ours")
+
+
+class OnceOnly(Actor):
+    """Can be made at submission and never again."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        _stage.get().count["made"] += 1
+        if _stage.get().count["made"] > 1:
+            raise ValueError("no more of these")

@@ -1,4 +1,4 @@
-"""A group cancelled at any stage ends at once: CANCELLED, no verdict, its sandbox stopped once, its slots given back."""
+"""A group cancelled at any stage ends at once: CANCELLED, no verdict, its sandbox stopped once, its slots free."""
 
 from __future__ import annotations
 

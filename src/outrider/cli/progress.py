@@ -19,7 +19,7 @@ def progress_bar(terminal: Terminal) -> Iterator[Watch]:
     """A bar on standard error while the block lasts; nothing where that is not a terminal."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=terminal.err, disable=not terminal.err.is_terminal) as progress:
-        bar = progress.add_task("", total=None)
+        bar = progress.add_task("starting", total=None)
 
         def watch(groups: Sequence[GroupView]) -> None:
             sessions = [session for group in groups for session in group.sessions]

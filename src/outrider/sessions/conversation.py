@@ -97,7 +97,6 @@ class Conversation:
             async with aclosing(self._run(request, dialect)) as steps:
                 async for step in steps:
                     yield step
-            self.failure = None
         except EngineError as error:
             self.failure = error
             raise
@@ -153,6 +152,7 @@ class Conversation:
                 await self._store(turn)
             raise
         await self._store(call.commit())
+        self.failure = None
         completion = call.completion()
         if main:
             self._last = (request, completion.reply)

@@ -1,0 +1,267 @@
+"""Results as sheets: a title, columns, rows of text, and what to know about them. It measures and prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+Results = dict[str, Any]
+
+
+class Sheet(msgspec.Struct, frozen=True, kw_only=True):
+    """One table."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What a figure should be on two cores; `of` finds it in all results. `most` says on which side to be."""
+
+    name: str
+    bench: str
+    goal: float
+    unit: str
+    most: bool
+    of: Callable[[Any], float]
+
+
+TARGETS = (
+    *(
+        Target(
+            name=f"gateway: added to the {byte} byte, {kind}, p50",
+            bench="gateway",
+            goal=1.5,
+            unit="ms",
+            most=True,
+            of=lambda found, kind=kind, byte=byte: found["latency"][kind][byte]["added_ms"]["p50"],
+        )
+        for kind, byte in (("streamed", "first"), ("streamed", "last"), ("whole", "last"))
+    ),
+    *(
+        Target(
+            name=f"gateway: requests at 32 at once, {kind}",
+            bench="gateway",
+            goal=600,
+            unit="/s",
+            most=False,
+            of=lambda found, kind=kind: found["rate"][kind]["gateway_per_second"],
+        )
+        for kind in ("streamed", "whole")
+    ),
+    Target(
+        name="turns: own work at 100k tokens of history",
+        bench="turns",
+        goal=3.0,
+        unit="ms",
+        most=True,
+        of=lambda found: found["points"][-1]["own_ms"],
+    ),
+    Target(
+        name="turns: growth from 1k to 100k",
+        bench="turns",
+        goal=2.0,
+        unit="x",
+        most=True,
+        of=lambda found: found["growth"],
+    ),
+    Target(
+        name="memory: kept per call of 2,000 tokens",
+        bench="memory",
+        goal=10_000,
+        unit="bytes",
+        most=True,
+        of=lambda found: found["bytes_per_call"],
+    ),
+    *(
+        Target(
+            name=f"sessions: {kind} runtime",
+            bench="sessions",
+            goal=50,
+            unit="/s",
+            most=False,
+            of=lambda found, kind=kind: found[kind].get("per_second", 0.0),
+        )
+        for kind in ("memory", "namespace")
+    ),
+)
+
+
+def sheets(results: Results) -> list[Sheet]:
+    """The targets that these results can speak to, then every result in full."""
+    found = [sheet for name, result in results.items() for sheet in SHEETS[name](result)]
+    return [_targets(results), *found]
+
+
+def _targets(results: Results) -> Sheet:
+    rows = []
+    for target in TARGETS:
+        if target.bench in results:
+            value = target.of(results[target.bench])
+            met = value <= target.goal if target.most else value >= target.goal
+            side = "at most" if target.most else "at least"
+            rows.append(
+                (
+                    target.name,
+                    f"{_number(value)} {target.unit}",
+                    f"{side} {_number(target.goal)} {target.unit}",
+                    "yes" if met else "no",
+                )
+            )
+    return Sheet(title="Targets (on 2 cores)", columns=("figure", "measured", "target", "met"), rows=rows)
+
+
+def _gateway(found: Any) -> list[Sheet]:
+    latency = [
+        (kind, f"{byte} byte", what, *(_number(figures[f"{what}_ms"][name]) for name in ("p50", "p95", "p99")))
+        for kind, by_byte in found["latency"].items()
+        for byte, figures in by_byte.items()
+        for what in ("direct", "gateway", "added")
+    ]
+    rates = [
+        (
+            kind,
+            *(_number(found["rate"][kind][f"{way}_per_second"]) for way in ("direct", "gateway")),
+            *(_number(value) for value in found["rate"][kind]["cpu_ms_per_gateway_request"].values()),
+        )
+        for kind in ("streamed", "whole")
+    ]
+    return [
+        Sheet(
+            title="Gateway: latency of one call at a time",
+            columns=("reply", "until", "way", "p50 ms", "p95 ms", "p99 ms"),
+            rows=latency,
+            note=f"{found['prompt_characters']} characters of fresh prompt, {found['reply_tokens']} tokens of reply.",
+        ),
+        Sheet(
+            title=f"Gateway: calls per second at {found['rate']['concurrency']} at once",
+            columns=("reply", "direct", "gateway", "CPU ms: client", "gateway", "engine"),
+            rows=rates,
+            note="Processor time is per call through the gateway; client and engine share the machine with it.",
+        ),
+    ]
+
+
+def _turns(found: Any) -> list[Sheet]:
+    names = ("own", "parse", "tokenizer", "engine_body", "direct", "through", "added")
+    rows = [
+        (f"{point['history_tokens']:,}", *(_number(point[f"{name}_ms"]) for name in names)) for point in found["points"]
+    ]
+    return [
+        Sheet(
+            title="Turns: one more turn on a long history, ms",
+            columns=("history", "own work", "parse", "tokenizer", "ids as JSON", "direct", "gateway", "added"),
+            rows=rows,
+            note=f"{found['new_tokens']} new tokens, {found['reply_tokens']} in reply. Own work is processor time and "
+            f"grows {found['growth']:.2f} times; parse, tokenizer and ids as JSON are parts of it.",
+        )
+    ]
+
+
+def _memory(found: Any) -> list[Sheet]:
+    rows = [("all", _number(found["bytes_per_call"])), *((k, _number(v)) for k, v in found["most_held_by"].items())]
+    return [
+        Sheet(
+            title="Memory: kept per call of a live conversation",
+            columns=("allocated in", "bytes per call"),
+            rows=rows,
+            note=f"{found['tokens_per_call']} tokens a call, over {found['calls']} calls.",
+        )
+    ]
+
+
+def _sessions(found: Any) -> list[Sheet]:
+    able = {kind: figures for kind, figures in found.items() if "per_second" in figures}
+    stages = next(iter(able.values()), {"stage_ms": {}})["stage_ms"]
+    rows = [
+        (
+            kind,
+            _number(figures["per_second"]),
+            _number(figures["cpu_ms_each"]),
+            *(_number(value) for value in figures["stage_ms"].values()),
+        )
+        for kind, figures in able.items()
+    ]
+    unable = [f"{kind}: {figures['unavailable']}" for kind, figures in found.items() if kind not in able]
+    return [
+        Sheet(
+            title="Sessions: whole sessions per second, 64 at once",
+            columns=("runtime", "per second", "CPU ms each", *(f"{name} ms" for name in stages)),
+            rows=rows,
+            note="Two model calls, one bash call and an evaluation each; stages are medians. " + "; ".join(unable),
+        )
+    ]
+
+
+def _sandboxes(found: Any) -> list[Sheet]:
+    starts = [
+        (
+            kind,
+            lanes,
+            _number(figures["start"]["p50_ms"]),
+            _number(figures["start"]["p95_ms"]),
+            _number(figures["stop"]["p50_ms"]) if "stop" in figures else "-",
+            _number(figures["per_second"]),
+            _number(figures["cpu_ms_each"]),
+        )
+        for kind, result in found.items()
+        for lanes, figures in result["start"].items()
+    ]
+    calls = [
+        (kind, name, *(_number(result["calls"][name][figure]) for figure in ("p50_ms", "p95_ms", "per_second")))
+        for kind, result in found.items()
+        if "calls" in result
+        for name in ("exec", "bash", "python")
+    ]
+    calls += [
+        (kind, "bash, 8 sandboxes at once", "-", "-", _number(result["calls"]["bash_in_8_sandboxes_per_second"]))
+        for kind, result in found.items()
+        if "calls" in result
+    ]
+    return [
+        Sheet(
+            title="Sandboxes: start and stop",
+            columns=("runtime", "at once", "start p50 ms", "p95 ms", "stop p50 ms", "per second", "CPU ms each"),
+            rows=starts,
+        ),
+        Sheet(
+            title="Sandboxes: tool calls", columns=("runtime", "call", "p50 ms", "p95 ms", "per second"), rows=calls
+        ),
+    ]
+
+
+def _store(found: Any) -> list[Sheet]:
+    alone, busy, queue = found["add_turn"], found["add_turn_concurrent"], found["queue"]
+    rows = [
+        ("add a turn, alone", _number(alone["p50_ms"]), _number(alone["p99_ms"]), _number(alone["per_second"])),
+        (
+            f"add a turn, {busy['concurrency']} at once",
+            _number(busy["p50_ms"]),
+            _number(busy["p99_ms"]),
+            _number(busy["per_second"]),
+        ),
+        (f"read the queue of {queue['sessions']:,}", _number(queue["read_p50_ms"]), "-", "-"),
+        ("submit a session", "-", "-", _number(queue["submitted_per_second"])),
+    ]
+    return [Sheet(title="Store: SQLite in a file", columns=("what", "p50 ms", "p99 ms", "per second"), rows=rows)]
+
+
+def _number(value: float) -> str:
+    """Three digits that mean something."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
+    "gateway": _gateway,
+    "turns": _turns,
+    "memory": _memory,
+    "sessions": _sessions,
+    "sandboxes": _sandboxes,
+    "store": _store,
+}

@@ -1,0 +1,99 @@
+"""Limits end a session each in its own way; all but the session's time are graded."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.config import LanesConfig
+from outrider.lifecycle import StopReason
+
+from .conftest import MakeWorld
+from .world import SAY, result_of
+
+LONG = "maple jade zone " * 8 + SAY
+
+
+async def test_agent_timeout_is_graded(world: MakeWorld) -> None:
+    async with world() as w:
+        session = await w.run("ask", "wait forever", limits={"agent_seconds": 0.2, "session_seconds": 30})
+        result = result_of(session)
+        assert (result.stop_reason, result.error) == (StopReason.AGENT_TIMEOUT, None)
+        assert result.verdict is not None
+        assert (result.verdict.reward, result.turns, session.attempt) == (1.0, 1, 1)
+        assert w.stage.count["graded agent_timeout"] == 1
+        w.assert_quiet()
+
+
+async def test_agent_timeout_in_the_middle_of_a_reply(world: MakeWorld) -> None:
+    """What was sampled is recorded and dropped: nobody saw it."""
+    async with world([{"reply": SAY, "stall": 1}]) as w:
+        result = result_of(await w.run("ask", limits={"agent_seconds": 0.2}))
+        assert result.stop_reason is StopReason.AGENT_TIMEOUT
+        assert (result.tokens.sampled, result.tokens.dropped, result.samples) == (1, 1, 0)
+        w.assert_quiet()
+
+
+async def test_session_timeout_has_no_verdict(world: MakeWorld) -> None:
+    async with world() as w:
+        session = await w.run("ask", "wait forever", limits={"session_seconds": 0.3, "agent_seconds": 30})
+        result = result_of(session)
+        assert (result.stop_reason, result.verdict, result.error) == (StopReason.SESSION_TIMEOUT, None, None)
+        assert (result.turns, session.attempt, w.stage.count["graded"]) == (1, 1, 0)
+        samples = await w.service.reader.samples(session.id)
+        assert [sample.reward for sample in samples] == [None]
+        w.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"init": ["wait forever"]},
+        {"runtime": {"env": {"HANG": "start"}}},
+        {"runtime": {"env": {"HANG": "exec"}, "prepare": [{"run": "true"}]}},
+    ],
+    ids=["init", "start", "prepare"],
+)
+async def test_session_timeout_before_the_run(world: MakeWorld, fields: dict) -> None:
+    async with world() as w:
+        result = result_of(await w.run("ask", limits={"session_seconds": 0.1}, **fields))
+        assert (result.stop_reason, result.verdict, result.error) == (StopReason.SESSION_TIMEOUT, None, None)
+        w.assert_quiet()
+
+
+async def test_waiting_for_a_lane_is_charged_to_nobody(world: MakeWorld) -> None:
+    """The last session's sandbox is ready for longer than the session may last."""
+    async with world(lanes=LanesConfig(init=5, run=1, eval=1)) as w:
+        limits = {"session_seconds": 1.0, "agent_seconds": 0.9}
+        view = await w.submit("ask", "sleep 0.3", n=5, limits=limits)
+        results = [result_of(session) for session in (await w.done(view.id)).sessions]
+        assert [result.stop_reason for result in results] == [StopReason.COMPLETED] * 5
+        assert max(result.seconds.ready for result in results) > 1.0
+        w.assert_quiet()
+
+
+@pytest.mark.parametrize("last", ["ask", "ask quietly"])
+async def test_turns(world: MakeWorld, last: str) -> None:
+    """Whether the agent minds or not."""
+    async with world() as w:
+        session = await w.run("ask", "ask", last, limits={"turns": 2})
+        result = result_of(session)
+        assert (result.stop_reason, result.turns, result.error) == (StopReason.MAX_TURNS, 2, None)
+        assert result.verdict is not None
+        assert result.samples == 1
+
+
+async def test_response_tokens(world: MakeWorld) -> None:
+    async with world([LONG]) as w:
+        result = result_of(await w.run("ask", "ask", "ask", limits={"response_tokens": 45}))
+        assert result.stop_reason is StopReason.MAX_TOKENS
+        assert (result.tokens.sampled, result.tokens.trained) == (45, 45)
+        assert result.verdict is not None
+
+
+@pytest.mark.parametrize("last", ["ask", "ask quietly"])
+async def test_context_overflow(world: MakeWorld, last: str) -> None:
+    async with world([LONG], script={"context_tokens": 200}) as w:
+        result = result_of(await w.run(*["ask"] * 10, last, sampling={"max_tokens": 60}))
+        assert (result.stop_reason, result.error) == (StopReason.CONTEXT_OVERFLOW, None)
+        assert result.verdict is not None
+        assert result.turns >= 1

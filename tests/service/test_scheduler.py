@@ -1,0 +1,135 @@
+"""The scheduler on a store whose moments can be chosen, and a node that only remembers what it was given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from outrider.errors import Boundary, ErrorRecord
+from outrider.lifecycle import GroupState, StopReason
+from outrider.service.scheduler import Scheduler
+from outrider.sessions.node import Assignment
+from outrider.store.base import GroupRow
+from outrider.store.sql import SqlStore
+from outrider.store.sqlite import SqliteDatabase
+from outrider.trajectory import SessionResult
+from outrider.wire import NodeStats
+
+from .world import group
+
+FAILURE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
+
+
+class Moments(SqlStore):
+    """A store that calls a function as soon as a write is done, before whoever asked for it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(SqliteDatabase(None))
+        self.started: Callable[[str], None] = lambda group_id: None
+        self.requeued: Callable[[], None] = lambda: None
+
+    async def start_attempt(self, session_id: str, *, node: str, lease_until: float) -> int:
+        number = await super().start_attempt(session_id, node=node, lease_until=lease_until)
+        self.started(session_id)
+        return number
+
+    async def requeue(self, session_id: str, attempt: int, error: ErrorRecord) -> None:
+        await super().requeue(session_id, attempt, error)
+        self.requeued()
+
+
+class FakeNode:
+    """Ends every session at once, as `ending` says."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, int]] = []
+        self.error: ErrorRecord | None = None
+
+    def stats(self) -> NodeStats:
+        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=())
+
+    async def run(self, assignment: Assignment) -> SessionResult:
+        self.ran.append((assignment.session_id, assignment.attempt))
+        return SessionResult(
+            session_id=assignment.session_id,
+            group_id=assignment.group_id,
+            sample_index=assignment.sample_index,
+            attempt=assignment.attempt,
+            stop_reason=StopReason.ERROR if self.error else StopReason.COMPLETED,
+            error=self.error,
+        )
+
+
+@asynccontextmanager
+async def scheduling() -> AsyncIterator[tuple[Scheduler, Moments, FakeNode, asyncio.TaskGroup, asyncio.Event]]:
+    done = asyncio.Event()
+    node = FakeNode()
+    async with asyncio.timeout(10), Moments() as store, asyncio.TaskGroup() as tasks:
+        scheduler = Scheduler(store, [node], on_done=done.set)
+        running = tasks.create_task(scheduler.run())
+        yield scheduler, store, node, tasks, done
+        running.cancel()
+
+
+def row(id: str, **fields: object) -> GroupRow:
+    spec = group("ask", **fields).model_dump_json().encode()
+    return GroupRow(
+        id=id,
+        spec=spec,
+        n=1,
+        priority=0,
+        idempotency_key=None,
+        callback_url=None,
+        state=GroupState.ACTIVE,
+        cancelled=False,
+        created=1.0,
+        finished=None,
+        cursor=None,
+    )
+
+
+async def test_cancelled_between_its_lease_and_its_first_step() -> None:
+    async with scheduling() as (scheduler, store, node, tasks, done):
+        await store.create_group(row("g"), ["s"])
+        rows = [await store.session("s")]
+        store.started = lambda _: asyncio.ensure_future(tasks.create_task(scheduler.cancel(rows))) and None
+        scheduler.wake()
+        await done.wait()
+        result = (await store.session("s")).result
+        assert result is not None
+        assert (result.stop_reason, result.attempt, node.ran) == (StopReason.CANCELLED, 1, [])
+
+
+async def test_cancelled_while_its_failed_attempt_goes_back_to_the_queue() -> None:
+    async with scheduling() as (scheduler, store, node, tasks, done):
+        node.error = FAILURE
+        await store.create_group(row("g"), ["s"])
+
+        def cancel() -> None:
+            tasks.create_task(cancelling())
+
+        async def cancelling() -> None:
+            await scheduler.cancel(await store.cancel_group("g"))
+
+        store.requeued = cancel
+        scheduler.wake()
+        await done.wait()
+        result = (await store.session("s")).result
+        assert result is not None
+        assert result.stop_reason is StopReason.CANCELLED
+
+
+async def test_a_failure_worth_it_is_tried_again_until_the_task_has_had_enough() -> None:
+    async with scheduling() as (scheduler, store, node, _, done):
+        node.error = FAILURE
+        await store.create_group(row("g", max_attempts=4), ["s"])
+        scheduler.wake()
+        await done.wait()
+        session = await store.session("s")
+        assert node.ran == [("s", 1), ("s", 2), ("s", 3), ("s", 4)]
+        assert session.last_error == FAILURE
+        assert session.result is not None
+        assert (session.result.stop_reason, session.result.error) == (StopReason.ERROR, FAILURE)
