@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -25,8 +26,17 @@ from outrider.spec import RuntimeSpec
 
 KINDS = ("namespace", "process", "memory")
 CONCURRENCY = (1, 8, 64)
-STARTS = 64
-CALLS = 400
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How many sandboxes are started per concurrency, and how many calls of a kind are made."""
+
+    starts: int
+    calls: int
+
+
+FULL = Plan(starts=64, calls=400)
+QUICK = Plan(starts=16, calls=80)
 
 
 class Yard:
@@ -82,8 +92,8 @@ async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) ->
     return time.perf_counter() - started
 
 
-async def starts(yard: Yard, kind: str, lanes: int) -> dict[str, Any]:
-    """Start and stop `STARTS` sandboxes, `lanes` at once."""
+async def starts(yard: Yard, kind: str, lanes: int, number: int) -> dict[str, Any]:
+    """Start and stop so many sandboxes, `lanes` at once."""
     starting: list[float] = []
     stopping: list[float] = []
 
@@ -97,16 +107,16 @@ async def starts(yard: Yard, kind: str, lanes: int) -> dict[str, Any]:
         stopping.append(time.perf_counter() - b)
 
     cpu = cpu_seconds()
-    wall = await in_lanes(lanes, STARTS, live)
+    wall = await in_lanes(lanes, number, live)
     return {
         "start": summary(starting),
         "stop": summary(stopping),
-        "per_second": round(STARTS / wall, 1),
-        "cpu_ms_each": round((cpu_seconds() - cpu) / STARTS * 1e3, 2),
+        "per_second": round(number / wall, 1),
+        "cpu_ms_each": round((cpu_seconds() - cpu) / number * 1e3, 2),
     }
 
 
-async def bare_bwrap(lanes: int) -> dict[str, Any]:
+async def bare_bwrap(lanes: int, number: int) -> dict[str, Any]:
     """`bwrap true` with the same isolation and root and no tool server: the floor."""
     command = [*bubblewrap.arguments(bubblewrap.find(), None), "--", "/usr/bin/true"]
     taken: list[float] = []
@@ -118,11 +128,11 @@ async def bare_bwrap(lanes: int) -> dict[str, Any]:
         taken.append(time.perf_counter() - a)
 
     cpu = cpu_seconds()
-    wall = await in_lanes(lanes, STARTS, once)
+    wall = await in_lanes(lanes, number, once)
     return {
         "start": summary(taken),
-        "per_second": round(STARTS / wall, 1),
-        "cpu_ms_each": round((cpu_seconds() - cpu) / STARTS * 1e3, 2),
+        "per_second": round(number / wall, 1),
+        "cpu_ms_each": round((cpu_seconds() - cpu) / number * 1e3, 2),
     }
 
 
@@ -135,7 +145,7 @@ async def timed(jobs: int, job: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
     return {**summary(taken), "per_second": round(jobs / sum(taken), 1)}
 
 
-async def calls(yard: Yard, kind: str) -> dict[str, Any]:
+async def calls(yard: Yard, kind: str, number: int) -> dict[str, Any]:
     """Tool calls one after another in one sandbox, and in 8 sandboxes at once."""
     sandboxes = [yard.create(kind) for _ in range(8)]
     try:
@@ -152,29 +162,34 @@ async def calls(yard: Yard, kind: str) -> dict[str, Any]:
             await shell.run("echo hi", seconds=10)
             idle.append(shell)
 
-        wall = await in_lanes(len(shells), CALLS, any_shell)
+        wall = await in_lanes(len(shells), number, any_shell)
         return {
-            "exec": await timed(CALLS // 4, lambda: one.exec(["echo", "hi"], seconds=10)),
-            "bash": await timed(CALLS, lambda: bash.run("echo hi", seconds=10)),
-            "python": await timed(CALLS, lambda: python.run("1 + 1", seconds=10)),
-            "bash_in_8_sandboxes_per_second": round(CALLS / wall, 1),
+            "exec": await timed(number // 4, lambda: one.exec(["echo", "hi"], seconds=10)),
+            "bash": await timed(number, lambda: bash.run("echo hi", seconds=10)),
+            "python": await timed(number, lambda: python.run("1 + 1", seconds=10)),
+            "bash_in_8_sandboxes_per_second": round(number / wall, 1),
         }
     finally:
         for sandbox in sandboxes:
             await sandbox.stop()
 
 
-async def run() -> dict[str, Any]:
+async def run(quick: bool = False) -> dict[str, Any]:
     """All figures: {"bwrap true": {lanes: ...}, KIND: {"start": {lanes: ...}, "calls": ...}}."""
+    return await measure(QUICK if quick else FULL)
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="or-bench-") as folder:
         yard = Yard(Path(folder))
         results: dict[str, Any] = {}
         for kind in KINDS:
-            await starts(yard, kind, 1)  # finds bubblewrap, compiles the tool server
-        results["bwrap true"] = {"start": {str(lanes): await bare_bwrap(lanes) for lanes in CONCURRENCY}}
+            await starts(yard, kind, 1, 4)  # finds bubblewrap, compiles the tool server
+        bare = {str(lanes): await bare_bwrap(lanes, plan.starts) for lanes in CONCURRENCY}
+        results["bwrap true"] = {"start": bare}
         for kind in KINDS:
-            by_lanes = {str(lanes): await starts(yard, kind, lanes) for lanes in CONCURRENCY}
-            results[kind] = {"start": by_lanes, "calls": await calls(yard, kind)}
+            by_lanes = {str(lanes): await starts(yard, kind, lanes, plan.starts) for lanes in CONCURRENCY}
+            results[kind] = {"start": by_lanes, "calls": await calls(yard, kind, plan.calls)}
         return results
 
 

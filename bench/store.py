@@ -38,7 +38,7 @@ QUEUE_READS = 50
 QUEUE_LIMIT = 64
 
 
-async def run() -> dict[str, Any]:
+async def run(quick: bool = False) -> dict[str, Any]:
     """Latency of add_turn at concurrency 1, its rate at 32, and of queued(64) over 100,000 queued sessions."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         async with sqlite_store(Path(folder) / "bench.db") as store:

@@ -12,6 +12,7 @@ ServiceError when the service cannot be reached. It retries nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
