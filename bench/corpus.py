@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 import tokenizers
@@ -71,6 +72,7 @@ class Corpus:
         return [*words, *self.tokenizer.encode("<|im_end|>")]
 
 
+@cache
 def _sources() -> list[str]:
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return [path.read_text(encoding="utf-8", errors="ignore") for path in paths]
@@ -81,15 +83,16 @@ def _density(tokenizer: Tokenizer, text: str) -> float:
     return len(sample) / len(tokenizer.encode(sample))
 
 
+@cache
 def _trained() -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         show_progress=False,

@@ -40,11 +40,11 @@ class Plan(msgspec.Struct, frozen=True):
     latency_block: int
     rate_rounds: int
     rate_block: int
+    warm_requests: int = 100
 
 
 FULL = Plan(latency_rounds=30, latency_block=25, rate_rounds=8, rate_block=400)
-QUICK = Plan(latency_rounds=8, latency_block=25, rate_rounds=2, rate_block=200)
-WARM_REQUESTS = 100
+QUICK = Plan(latency_rounds=6, latency_block=25, rate_rounds=2, rate_block=200)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -82,8 +82,8 @@ async def measure(plan: Plan) -> dict[str, Any]:
         async with world(corpus, reply_tokens=REPLY_TOKENS, sessions=CONCURRENCY) as processes, _client() as client:
             load = Load(client, Requests(corpus, processes))
             for way in WAYS:
-                await load.one_by_one(way, WARM_REQUESTS)
-                await load.at_once(way, WARM_REQUESTS)
+                await load.one_by_one(way, plan.warm_requests)
+                await load.at_once(way, plan.warm_requests)
             return {
                 "prompt_characters": PROMPT_CHARACTERS,
                 "reply_tokens": REPLY_TOKENS,

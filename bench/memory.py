@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 FULL = Plan(conversations=5, calls=60)
-QUICK = Plan(conversations=2, calls=60)
+QUICK = Plan(conversations=1, calls=60)
 
 
 async def run(quick: bool) -> dict[str, Any]:
@@ -116,4 +116,3 @@ async def _conversation(corpus: Corpus, endpoint: Endpoint, *, calls: int, name:
 
 async def _not_stored(turn: Turn) -> None:
     """What the store holds is on disk."""
-

@@ -36,7 +36,8 @@ class ParkedAgent:
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         os.write(self._descriptor, f"{context.endpoint.base_url}\n".encode())
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[HarnessOutcome] = asyncio.get_running_loop().create_future()
+        return await never
 
 
 class Parking(msgspec.Struct, frozen=True):

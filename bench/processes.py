@@ -97,9 +97,7 @@ async def _serve_upstream(folder: str, reply_tokens: str) -> None:
     corpus = Corpus(Path(folder))
     reply = {"ids": corpus.reply(int(reply_tokens))}
     engine = ScriptedEngine(
-        EngineOptions(
-            name="upstream", tokenizer=folder, options={"replies": [reply], "context_tokens": CONTEXT_TOKENS}
-        )
+        EngineOptions(name="upstream", tokenizer=folder, options={"replies": [reply], "context_tokens": CONTEXT_TOKENS})
     )
     async with serving(engine_app(engine, "vllm", ServeSettings(tokenizer=corpus.tokenizer))) as url:
         await _until_told([url])

@@ -63,7 +63,7 @@ def keep(report: Report) -> Path:
     """Write the report into the results folder, as JSON under its date and as the latest in Markdown."""
     path = FOLDER / f"{report.at[:10]}.json"
     write_json(report, path)
-    (FOLDER / "latest.md").write_text(_markdown(report))
+    (FOLDER / "latest.md").write_text(markdown(report))
     return path
 
 
@@ -71,7 +71,7 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def _markdown(report: Report) -> str:
+def markdown(report: Report) -> str:
     parts = [f"# Benchmarks of {report.at[:10]}", _circumstances(report), "What each means: [README](../README.md)."]
     for sheet in sheets(report.results):
         parts += [f"## {sheet.title}", _markdown_table(sheet)]

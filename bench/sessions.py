@@ -44,7 +44,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 FULL = Plan({"memory": 768, "namespace": 512})
-QUICK = Plan({"memory": 256, "namespace": 128})
+QUICK = Plan({"memory": 128, "namespace": 64})
 WARM_SESSIONS = GROUP_SIZE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     note: str = ""
 
 
@@ -30,31 +30,47 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     of: Callable[[Any], float]
 
 
+def _added(kind: str, byte: str) -> Target:
+    return Target(
+        name=f"gateway: added, {byte} byte, {kind}",
+        bench="gateway",
+        goal=1.5,
+        unit="ms p50",
+        most=True,
+        of=lambda found: found["latency"][kind][byte]["added_ms"]["p50"],
+    )
+
+
+def _requests(kind: str) -> Target:
+    return Target(
+        name=f"gateway: 32 at once, {kind}",
+        bench="gateway",
+        goal=600,
+        unit="/s",
+        most=False,
+        of=lambda found: found["rate"][kind]["gateway_per_second"],
+    )
+
+
+def _whole_sessions(kind: str) -> Target:
+    return Target(
+        name=f"sessions: {kind} runtime",
+        bench="sessions",
+        goal=50,
+        unit="/s",
+        most=False,
+        of=lambda found: found.get(kind, {}).get("per_second", 0.0),
+    )
+
+
 TARGETS = (
-    *(
-        Target(
-            name=f"gateway: added to the {byte} byte, {kind}, p50",
-            bench="gateway",
-            goal=1.5,
-            unit="ms",
-            most=True,
-            of=lambda found, kind=kind, byte=byte: found["latency"][kind][byte]["added_ms"]["p50"],
-        )
-        for kind, byte in (("streamed", "first"), ("streamed", "last"), ("whole", "last"))
-    ),
-    *(
-        Target(
-            name=f"gateway: requests at 32 at once, {kind}",
-            bench="gateway",
-            goal=600,
-            unit="/s",
-            most=False,
-            of=lambda found, kind=kind: found["rate"][kind]["gateway_per_second"],
-        )
-        for kind in ("streamed", "whole")
-    ),
+    _added("streamed", "first"),
+    _added("streamed", "last"),
+    _added("whole", "last"),
+    _requests("streamed"),
+    _requests("whole"),
     Target(
-        name="turns: own work at 100k tokens of history",
+        name="turns: own work at 100k tokens",
         bench="turns",
         goal=3.0,
         unit="ms",
@@ -70,31 +86,23 @@ TARGETS = (
         of=lambda found: found["growth"],
     ),
     Target(
-        name="memory: kept per call of 2,000 tokens",
+        name="memory: kept per 2,000-token call",
         bench="memory",
         goal=10_000,
         unit="bytes",
         most=True,
         of=lambda found: found["bytes_per_call"],
     ),
-    *(
-        Target(
-            name=f"sessions: {kind} runtime",
-            bench="sessions",
-            goal=50,
-            unit="/s",
-            most=False,
-            of=lambda found, kind=kind: found[kind].get("per_second", 0.0),
-        )
-        for kind in ("memory", "namespace")
-    ),
+    _whole_sessions("memory"),
+    _whole_sessions("namespace"),
 )
 
 
 def sheets(results: Results) -> list[Sheet]:
     """The targets that these results can speak to, then every result in full."""
     found = [sheet for name, result in results.items() for sheet in SHEETS[name](result)]
-    return [_targets(results), *found]
+    targets = _targets(results)
+    return [targets, *found] if targets.rows else found
 
 
 def _targets(results: Results) -> Sheet:
@@ -154,10 +162,10 @@ def _turns(found: Any) -> list[Sheet]:
     return [
         Sheet(
             title="Turns: one more turn on a long history, ms",
-            columns=("history", "own work", "parse", "tokenizer", "ids as JSON", "direct", "gateway", "added"),
+            columns=("history", "own", "parse", "tokenize", "ids", "direct", "gateway", "added"),
             rows=rows,
             note=f"{found['new_tokens']} new tokens, {found['reply_tokens']} in reply. Own work is processor time and "
-            f"grows {found['growth']:.2f} times; parse, tokenizer and ids as JSON are parts of it.",
+            f"grows {found['growth']:.2f} times; parsing, tokenizing and writing the ids as JSON are parts of it.",
         )
     ]
 
@@ -176,7 +184,7 @@ def _memory(found: Any) -> list[Sheet]:
 
 def _sessions(found: Any) -> list[Sheet]:
     able = {kind: figures for kind, figures in found.items() if "per_second" in figures}
-    stages = next(iter(able.values()), {"stage_ms": {}})["stage_ms"]
+    stages = [name for figures in list(able.values())[:1] for name in figures["stage_ms"]]
     rows = [
         (
             kind,
@@ -190,9 +198,10 @@ def _sessions(found: Any) -> list[Sheet]:
     return [
         Sheet(
             title="Sessions: whole sessions per second, 64 at once",
-            columns=("runtime", "per second", "CPU ms each", *(f"{name} ms" for name in stages)),
+            columns=("runtime", "per s", "CPU ms", *stages),
             rows=rows,
-            note="Two model calls, one bash call and an evaluation each; stages are medians. " + "; ".join(unable),
+            note="Two model calls, one bash call and an evaluation each. CPU is per session; stages are medians in ms. "
+            + "; ".join(unable),
         )
     ]
 
@@ -225,12 +234,10 @@ def _sandboxes(found: Any) -> list[Sheet]:
     return [
         Sheet(
             title="Sandboxes: start and stop",
-            columns=("runtime", "at once", "start p50 ms", "p95 ms", "stop p50 ms", "per second", "CPU ms each"),
+            columns=("runtime", "at once", "start ms", "p95 ms", "stop ms", "per s", "CPU ms"),
             rows=starts,
         ),
-        Sheet(
-            title="Sandboxes: tool calls", columns=("runtime", "call", "p50 ms", "p95 ms", "per second"), rows=calls
-        ),
+        Sheet(title="Sandboxes: tool calls", columns=("runtime", "call", "p50 ms", "p95 ms", "per second"), rows=calls),
     ]
 
 

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from outrider.lifecycle import GroupState
 from outrider.store.base import GroupRow, Store
 from outrider.store.sqlite import sqlite_store
@@ -29,42 +31,55 @@ from outrider.trajectory import (
 PROMPT_TOKENS = 500
 OUTPUT_TOKENS = 200
 WARM_TURNS = 200
-LONE_TURNS = 2_000
 CONCURRENCY = 32
-TURNS_EACH = 300
-QUEUE_GROUPS = 100
 QUEUE_GROUP_SIZE = 1_000
 QUEUE_READS = 50
 QUEUE_LIMIT = 64
 
 
+class Plan(msgspec.Struct, frozen=True):
+    """Turns stored one after another, turns of each of the concurrent sessions, and groups in the queue."""
+
+    lone_turns: int
+    turns_each: int
+    queue_groups: int
+
+
+FULL = Plan(lone_turns=2_000, turns_each=300, queue_groups=100)
+QUICK = Plan(lone_turns=500, turns_each=50, queue_groups=20)
+
+
 async def run(quick: bool = False) -> dict[str, Any]:
     """Latency of add_turn at concurrency 1, its rate at 32, and of queued(64) over 100,000 queued sessions."""
+    return await measure(QUICK if quick else FULL)
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         async with sqlite_store(Path(folder) / "bench.db") as store:
             return {
                 "turn_tokens": PROMPT_TOKENS + OUTPUT_TOKENS,
-                "add_turn": await _lone_turns(store),
-                "add_turn_concurrent": await _concurrent_turns(store),
-                "queue": await _queue(store),
+                "add_turn": await _lone_turns(store, plan.lone_turns),
+                "add_turn_concurrent": await _concurrent_turns(store, plan.turns_each),
+                "queue": await _queue(store, plan.queue_groups),
             }
 
 
-async def _lone_turns(store: Store) -> dict[str, float]:
+async def _lone_turns(store: Store, number: int) -> dict[str, float]:
     session_id, attempt = await _started(store, "lone")
     for index in range(WARM_TURNS):
         await store.add_turn(session_id, attempt, _turn(index))
-    spent = [await _timed(store, session_id, attempt, index) for index in range(WARM_TURNS, WARM_TURNS + LONE_TURNS)]
+    spent = [await _timed(store, session_id, attempt, index) for index in range(WARM_TURNS, WARM_TURNS + number)]
     cuts = statistics.quantiles(spent, n=100)
     return {"p50_ms": cuts[49], "p95_ms": cuts[94], "p99_ms": cuts[98], "per_second": 1000 / statistics.mean(spent)}
 
 
-async def _concurrent_turns(store: Store) -> dict[str, float]:
+async def _concurrent_turns(store: Store, turns_each: int) -> dict[str, float]:
     sessions = [await _started(store, f"busy-{number}") for number in range(CONCURRENCY)]
     spent: list[float] = []
 
     async def worker(session_id: str, attempt: int) -> None:
-        for index in range(TURNS_EACH):
+        for index in range(turns_each):
             spent.append(await _timed(store, session_id, attempt, index))
 
     begun = time.perf_counter()
@@ -81,9 +96,9 @@ async def _concurrent_turns(store: Store) -> dict[str, float]:
     }
 
 
-async def _queue(store: Store) -> dict[str, float]:
+async def _queue(store: Store, groups: int) -> dict[str, float]:
     begun = time.perf_counter()
-    for number in range(QUEUE_GROUPS):
+    for number in range(groups):
         await _group(store, f"queue-{number}", QUEUE_GROUP_SIZE, priority=number % 7)
     filled = time.perf_counter() - begun
     spent: list[float] = []
@@ -92,8 +107,8 @@ async def _queue(store: Store) -> dict[str, float]:
         await store.queued(QUEUE_LIMIT)
         spent.append((time.perf_counter() - begun) * 1000)
     return {
-        "sessions": QUEUE_GROUPS * QUEUE_GROUP_SIZE,
-        "submitted_per_second": QUEUE_GROUPS * QUEUE_GROUP_SIZE / filled,
+        "sessions": groups * QUEUE_GROUP_SIZE,
+        "submitted_per_second": groups * QUEUE_GROUP_SIZE / filled,
         "read_p50_ms": statistics.median(spent),
     }
 

@@ -188,7 +188,8 @@ def _asgi_turn(gateway: Gateway, path: str) -> Turn:
         async def receive() -> MutableMapping[str, Any]:
             if waiting:
                 return waiting.pop()
-            return await asyncio.get_running_loop().create_future()  # the client never hangs up
+            hung_up: asyncio.Future[MutableMapping[str, Any]] = asyncio.get_running_loop().create_future()
+            return await hung_up  # the client never does
 
         async def send(message: MutableMapping[str, Any]) -> None:
             if message.get("status", 200) != 200:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -12,7 +14,7 @@ import pytest_asyncio
 
 import outrider
 
-from .vllm_cpu import VllmServer, vllm_server
+from .vllm_cpu import CONTEXT_TOKENS, VllmServer, vllm_server
 
 FOLDER = Path(__file__).parent
 INSTALLER = FOLDER.parent.parent / "scripts" / "install_vllm_cpu.py"
@@ -44,8 +46,20 @@ def vllm_prefix() -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="session")
+def roomy_policy(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy said to have a context long enough for an agent's prompts; it was trained on far shorter ones,
+    so it makes no sense there, but its log-probabilities are as well defined."""
+    folder = tmp_path_factory.mktemp("policy") / "policy"
+    shutil.copytree(policy_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = CONTEXT_TOKENS
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def vllm_url(vllm_prefix: Path, policy_folder: Path) -> AsyncIterator[VllmServer]:
+async def vllm_url(vllm_prefix: Path, roomy_policy: Path) -> AsyncIterator[VllmServer]:
     """One vLLM serving the demo's policy for all tests of the session: `.url`, `.model`, `.model_folder`."""
-    async with vllm_server(vllm_prefix, policy_folder) as server:
+    async with vllm_server(vllm_prefix, roomy_policy) as server:
         yield server

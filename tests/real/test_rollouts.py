@@ -56,7 +56,7 @@ def a_group(harness: str, **task: Any) -> dict[str, Any]:
             "instruction": "Write the word hello into the file out.txt in the working directory.",
             "harness": {"preset": harness},
             "runtime": {"kind": "namespace"},
-            "evaluator": {"kind": "command", "run": "grep -qx hello out.txt"},
+            "evaluator": {"kind": "command", "run": '[ "$(cat out.txt)" = hello ]'},
             "limits": {"agent_seconds": 240},
             "max_attempts": 1,
             **task,

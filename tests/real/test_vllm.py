@@ -28,12 +28,13 @@ pytestmark = pytest.mark.real
 
 PROMPT = '<|im_start|>user\nWhere is "maple"?<|im_end|>\n<|im_start|>assistant\n'
 NONSENSE = [5, 6, 7]
+TRIES = 4  # on a busy machine a generation may be over before its first token is seen
 HOTTEST = 2.0  # vLLM takes none above
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def vllm_without_token_route(vllm_prefix: Path, policy_folder: Path) -> AsyncIterator[VllmServer]:
-    async with vllm_server(vllm_prefix, policy_folder, token_route=False) as server:
+async def vllm_without_token_route(vllm_prefix: Path, roomy_policy: Path) -> AsyncIterator[VllmServer]:
+    async with vllm_server(vllm_prefix, roomy_policy, token_route=False) as server:
         yield server
 
 
@@ -112,7 +113,7 @@ async def test_token_route_is_closed_unless_asked_for(server: VllmServer) -> Non
 
 
 async def test_logprobs_are_the_models_own_before_temperature(
-    engine: VLLMEngine, tokenizer: Tokenizer, policy_folder: Path
+    engine: VLLMEngine, tokenizer: Tokenizer, server: VllmServer
 ) -> None:
     ways = [
         SamplingParams(max_tokens=40, temperature=1.0),
@@ -127,7 +128,7 @@ async def test_logprobs_are_the_models_own_before_temperature(
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(sampled(engine, prompt, way)) for prompt, way in zip(prompts, ways, strict=True)]
     samples = [sample_of(engine, prompt, task.result()) for prompt, task in zip(prompts, running, strict=True)]
-    assert_agrees(samples, policy_folder, tolerance=1e-4)
+    assert_agrees(samples, server.model_folder, tolerance=1e-4)
 
 
 async def test_same_seed_gives_the_same_ids(engine: VLLMEngine, tokenizer: Tokenizer) -> None:
@@ -166,13 +167,19 @@ async def test_stop_string_ends_with_the_id_that_completes_it(engine: VLLMEngine
 
 async def test_closing_the_stream_aborts_upstream(engine: VLLMEngine, server: VllmServer) -> None:
     long, full = await longest(engine)
+    spent = [await spent_when_closed_early(engine, server, long) for _ in range(TRIES)]
+    assert min(spent) < full / 2
+
+
+async def spent_when_closed_early(engine: VLLMEngine, server: VllmServer, way: SamplingParams) -> float:
+    """How many tokens the server samples for a generation that is closed at its first one."""
     before = await metric(server, "vllm:generation_tokens_total")
-    async with aclosing(engine.generate(request_for(NONSENSE, long))) as stream:
+    async with aclosing(engine.generate(request_for(NONSENSE, way))) as stream:
         await anext(stream)
     async with asyncio.timeout(30):
         while await metric(server, "vllm:num_requests_running") > 0:
             pass
-    assert await metric(server, "vllm:generation_tokens_total") - before < full / 2
+    return await metric(server, "vllm:generation_tokens_total") - before
 
 
 async def longest(engine: VLLMEngine) -> tuple[SamplingParams, int]:
@@ -221,10 +228,16 @@ async def test_token_check_is_the_servers_tokenizer(engine: VLLMEngine, tokenize
 
 
 async def test_tokens_keep_the_version_that_sampled_them(engine: VLLMEngine, server: VllmServer) -> None:
-    """The label changes in the middle; the completions route of this vLLM has no spans: it keeps the first one."""
+    """The completions route of this vLLM has no spans: its tokens keep the version they began with."""
     long, _ = await longest(engine)
+    seen = [await versions_of_a_relabelled_generation(engine, long) for _ in range(TRIES)]
+    assert ([0, 1] in seen) == server.token_route
+    assert all(versions in ([0, 1], [0]) for versions in seen)
+
+
+async def versions_of_a_relabelled_generation(engine: VLLMEngine, way: SamplingParams) -> list[int]:
     try:
-        async with aclosing(engine.generate(request_for(NONSENSE, long))) as stream:
+        async with aclosing(engine.generate(request_for(NONSENSE, way))) as stream:
             chunks = [await anext(stream)]
             await engine.pause("keep")
             await engine.set_version(1)
@@ -233,7 +246,6 @@ async def test_tokens_keep_the_version_that_sampled_them(engine: VLLMEngine, ser
         assert (await engine.health()).version == 1
     finally:
         await engine.set_version(0)
-    total = sum(len(chunk.ids) for chunk in chunks)
     spans = chunks[-1].versions
-    assert [span.version for span in spans] == ([0, 1] if server.token_route else [0])
-    assert (spans[0].start, spans[-1].end) == (0, total)
+    assert (spans[0].start, spans[-1].end) == (0, sum(len(chunk.ids) for chunk in chunks))
+    return [span.version for span in spans]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-CONTEXT_TOKENS = 1024
+CONTEXT_TOKENS = 16384
 START_SECONDS = 300
 STOP_SECONDS = 15
 STOP_POLL_SECONDS = 0.05

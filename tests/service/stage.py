@@ -136,17 +136,19 @@ class StagedRuntime(MemoryRuntime):
 
 
 async def grade(outcome: Outcome) -> Any:
-    """Gives the options' `verdicts` one by one, the last again and again: a reward, `fail`, `raise` or `wait PLACE`."""
+    """Gives the options' `verdicts` one by one, the last again and again: a reward, `fail` or
+    `wait PLACE`."""
     stage = _stage.get()
     verdicts = outcome.task.evaluator.options.get("verdicts", [1.0])
     verdict = verdicts[min(stage.count["graded"], len(verdicts) - 1)]
     stage.count["graded"] += 1
     stage.count[f"graded {outcome.stop_reason}"] += 1
-    if isinstance(verdict, str):
-        if verdict.startswith("wait "):
-            await stage.wait_at(verdict.removeprefix("wait "))
-        raise ValueError("the grader failed, as it was told to")
-    return verdict
+    if not isinstance(verdict, str):
+        return verdict
+    if verdict.startswith("wait "):
+        await stage.wait_at(verdict.removeprefix("wait "))
+        return 1.0
+    raise ValueError("the grader failed, as it was told to")
 
 
 class RawGrader:

@@ -7,16 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from outrider.errors import Boundary, ErrorRecord
-from outrider.lifecycle import GroupState, StopReason
+from outrider.lifecycle import StopReason
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.node import Assignment
-from outrider.store.base import GroupRow
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
 from outrider.trajectory import SessionResult
 from outrider.wire import NodeStats
 
-from .world import group
+from .world import row
 
 FAILURE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
 
@@ -26,12 +25,12 @@ class Moments(SqlStore):
 
     def __init__(self) -> None:
         super().__init__(SqliteDatabase(None))
-        self.started: Callable[[str], None] = lambda group_id: None
+        self.started: Callable[[], None] = lambda: None
         self.requeued: Callable[[], None] = lambda: None
 
     async def start_attempt(self, session_id: str, *, node: str, lease_until: float) -> int:
         number = await super().start_attempt(session_id, node=node, lease_until=lease_until)
-        self.started(session_id)
+        self.started()
         return number
 
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord) -> None:
@@ -74,28 +73,15 @@ async def scheduling() -> AsyncIterator[tuple[Scheduler, Moments, FakeNode, asyn
         running.cancel()
 
 
-def row(id: str, **fields: object) -> GroupRow:
-    spec = group("ask", **fields).model_dump_json().encode()
-    return GroupRow(
-        id=id,
-        spec=spec,
-        n=1,
-        priority=0,
-        idempotency_key=None,
-        callback_url=None,
-        state=GroupState.ACTIVE,
-        cancelled=False,
-        created=1.0,
-        finished=None,
-        cursor=None,
-    )
-
-
 async def test_cancelled_between_its_lease_and_its_first_step() -> None:
     async with scheduling() as (scheduler, store, node, tasks, done):
         await store.create_group(row("g"), ["s"])
         rows = [await store.session("s")]
-        store.started = lambda _: asyncio.ensure_future(tasks.create_task(scheduler.cancel(rows))) and None
+
+        def cancel() -> None:
+            tasks.create_task(scheduler.cancel(rows))
+
+        store.started = cancel
         scheduler.wake()
         await done.wait()
         result = (await store.session("s")).result

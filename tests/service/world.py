@@ -10,10 +10,11 @@ from typing import Any
 from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.engines.base import EngineOptions
 from outrider.engines.scripted import ScriptedEngine
-from outrider.lifecycle import SessionState
+from outrider.lifecycle import GroupState, SessionState
 from outrider.service.admission import check_shape
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
+from outrider.store.base import GroupRow
 from outrider.trajectory import SessionResult
 from outrider.wire import GroupView, LaneStats, SessionView
 
@@ -85,6 +86,24 @@ def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> Grou
     }
     runtime = {"kind": SANDBOX} | fields.pop("runtime", {})
     return check_shape({"task": task | {"runtime": runtime} | fields, "n": n, **of_group})
+
+
+def row(id: str, **fields: Any) -> GroupRow:
+    """A group of one session as the service stores it."""
+    spec = group("ask", **fields).model_dump_json().encode()
+    return GroupRow(
+        id=id,
+        spec=spec,
+        n=1,
+        priority=0,
+        idempotency_key=None,
+        callback_url=None,
+        state=GroupState.ACTIVE,
+        cancelled=False,
+        created=1.0,
+        finished=None,
+        cursor=None,
+    )
 
 
 def result_of(session: SessionView) -> SessionResult:

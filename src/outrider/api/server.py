@@ -71,6 +71,7 @@ async def serving(service: Service) -> AsyncIterator[str]:
             (_Server(_settings(create_app(service))), outside),
             (_Server(_settings(Gateway(service.node))), inside),
         ]
+        failure: Exception | None = None
         async with asyncio.TaskGroup() as group:
             for server, bound in servers:
                 group.create_task(server.serve(sockets=[bound]), name="http server")
@@ -78,9 +79,13 @@ async def serving(service: Service) -> AsyncIterator[str]:
                 await server.ready.wait()
             try:
                 yield url
+            except Exception as error:  # the caller's own: it is given back as it was, not in a group
+                failure = error
             finally:
                 for server, _ in servers:
                     server.should_exit = server.force_exit = True
+        if failure is not None:
+            raise failure
 
 
 def _settings(app: Any) -> uvicorn.Config:

@@ -21,15 +21,18 @@ log = logging.getLogger("outrider.delivery")
 TRY_SECONDS = 30.0
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 600.0
+MAX_DOUBLINGS = 32
 AT_ONCE = 16
 
 
 class Deliverer:
-    """`run` it in a task group; `wake` it when a group is done."""
+    """`run` it in a task group; `wake` it when a group is done. A failed push is repeated after `first_pause`
+    seconds, then after twice as many, and so on."""
 
-    def __init__(self, store: Store, reader: Reader) -> None:
+    def __init__(self, store: Store, reader: Reader, *, first_pause: float = FIRST_PAUSE) -> None:
         self._store = store
         self._reader = reader
+        self._first_pause = first_pause
         self._work = asyncio.Event()
 
     def wake(self) -> None:
@@ -49,7 +52,7 @@ class Deliverer:
 
     async def _rest(self) -> None:
         try:
-            async with asyncio.timeout(FIRST_PAUSE):
+            async with asyncio.timeout(self._first_pause):
                 await self._work.wait()
         except TimeoutError:
             return
@@ -61,7 +64,7 @@ class Deliverer:
             async with http.post(delivery.url, data=msgspec.json.encode(view), headers=headers) as reply:
                 reply.raise_for_status()
         except (aiohttp.ClientError, TimeoutError) as error:
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**delivery.tries)
+            pause = min(LONGEST_PAUSE, self._first_pause * 2 ** min(delivery.tries, MAX_DOUBLINGS))
             log.warning("callback of %s failed, again in %.0f s: %s", delivery.group_id, pause, error)
             await self._store.delivery_failed(delivery.group_id, next_try=time.time() + pause)
         else:

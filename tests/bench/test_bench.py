@@ -1,0 +1,93 @@
+"""Every benchmark runs in its smallest form, so that none of them rots. What they measure is not judged here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from rich.console import Console
+
+from bench import gateway, memory, report, sandboxes, sessions, sheets, store, turns
+from outrider.runtimes.namespace import NamespaceRuntime
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_gateway_calls_through_and_past_it_are_all_answered() -> None:
+    found = await gateway.measure(
+        gateway.Plan(latency_rounds=1, latency_block=2, rate_rounds=1, rate_block=40, warm_requests=1)
+    )
+
+    assert found["latency"]["streamed"]["first"]["gateway_ms"]["p50"] > 0
+    assert found["rate"]["whole"]["gateway_per_second"] > 0
+    check_shown("gateway", found)
+
+
+async def test_turns_grow_the_history_that_they_measure() -> None:
+    found = await turns.measure([turns.Point(600, 1, 1), turns.Point(1_200, 1, 1)])
+
+    assert [point["history_tokens"] for point in found["points"]] == [600, 1_200]
+    assert all(point["own_ms"] > point["tokenizer_ms"] > 0 for point in found["points"])
+    check_shown("turns", found)
+
+
+async def test_memory_counts_at_least_the_ids() -> None:
+    found = await memory.measure(memory.Plan(conversations=1, calls=4))
+
+    assert found["bytes_per_call"] > 4 * found["tokens_per_call"] * 0.9
+    check_shown("memory", found)
+
+
+async def test_sessions_end_well_and_are_timed() -> None:
+    found = await sessions.measure(sessions.Plan({"memory": sessions.GROUP_SIZE}))
+
+    assert found["memory"]["per_second"] > 0
+    check_shown("sessions", found)
+
+
+@pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
+async def test_sandboxes_start_and_answer() -> None:
+    found = await sandboxes.measure(sandboxes.Plan(starts=1, calls=4))
+
+    assert found["namespace"]["calls"]["bash"]["per_second"] > 0
+    check_shown("sandboxes", found)
+
+
+async def test_the_store_takes_turns() -> None:
+    found = await store.measure(store.Plan(lone_turns=2, turns_each=1, queue_groups=1))
+
+    assert found["queue"]["sessions"] == store.QUEUE_GROUP_SIZE
+    check_shown("store", found)
+
+
+def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    command = [sys.executable, "-m", "bench", "store", "--quick", "--json", str(file)]
+
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    written = orjson.loads(file.read_bytes())
+    assert "Store: SQLite in a file" in shown
+    assert written["quick"] is True
+    assert list(written["results"]) == ["store"]
+    assert str(ROOT) not in file.read_text()
+
+
+def check_shown(name: str, found: dict[str, Any]) -> None:
+    """Its tables can be made, printed and written."""
+    made = report.Report(
+        at=report.now(),
+        machine=report.machine(),
+        load=(0.0, 0.0),
+        seconds={name: 1.0},
+        quick=True,
+        results={name: found},
+    )
+    console = Console(record=True, quiet=True, width=200)
+    report.show(made, console)
+    assert all(sheet.rows for sheet in sheets.sheets(made.results))
+    assert "| " in report.markdown(made)

@@ -1,0 +1,49 @@
+"""`python -m service.crash FOLDER TOKENIZER`: a service with sessions at every stage, waiting to be killed.
+
+It says `ready` once two groups have finished and the others are stuck: in the queue, in a prepare step, ready, in the
+middle of a reply, between calls, and in their evaluator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from outrider.config import LanesConfig
+from outrider.lifecycle import SessionState
+
+from .world import SAY, World, a_world
+
+LANES = LanesConfig(init=2, run=3, eval=1)
+
+
+async def fill(world: World) -> None:
+    finished = [await world.submit("ask", n=2) for _ in range(2)]
+    for view in finished:
+        await world.done(view.id)
+    await world.submit("ask", verdicts=["wait never"])
+    await world.stage.arrived["never"].wait()
+    await world.submit("ask", "wait door", n=2)
+    await world.stage.arrived["door"].wait()
+    await world.submit("ask", instruction="stall here")
+    await world.engine.stalled.wait()
+    ready = await world.submit("ask")
+    await world.state(ready.sessions[0].id, SessionState.READY)
+    await world.submit("ask", runtime={"env": {"HANG": "exec"}, "prepare": [{"run": "true"}]})
+    await world.stage.arrived["exec"].wait()
+    await world.submit("ask", "ask", n=3)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+async def main() -> None:
+    folder, tokenizer = map(Path, sys.argv[1:])
+    async with a_world(
+        folder, tokenizer, [SAY, {"reply": SAY, "when": "stall here", "stall": 1}], lanes=LANES
+    ) as world:
+        await fill(world)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,249 @@
+"""Bad input is a 400 or 422 that names the field, whichever door it comes by, and nothing of it is stored."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from outrider.api.server import serving
+from outrider.errors import OutriderError
+from outrider.harnesses.command import MAX_INSTRUCTION
+from outrider.service.admission import check_group, parse_group
+from outrider.spec import MAX_GROUP, MAX_INLINE_FILE, MAX_TEXT
+
+from .conftest import MakeWorld
+
+GOOD: dict[str, Any] = {
+    "task": {
+        "instruction": "do it",
+        "harness": {"command": ["true"]},
+        "runtime": {"kind": "memory", "prepare": [{"run": "true"}]},
+        "evaluator": {"run": "true"},
+        "limits": {},
+        "sampling": {},
+    },
+    "n": 2,
+}
+DELETE = object()
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    body = copy.deepcopy(GOOD)
+    *way, last = path.split(".")
+    place: Any = body
+    for step in way:
+        place = place[int(step) if step.isdigit() else step]
+    if value is DELETE:
+        del place[last]
+    else:
+        place[int(last) if last.isdigit() else last] = value
+    return body
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+STEP = "task.runtime.prepare.0"
+
+# path of the change, the value put there, the field that must be named (None: the path itself)
+TABLE: list[tuple[str, Any, str | None]] = [
+    # unknown fields at every level
+    ("nn", 1, None),
+    ("task.instructions", "x", None),
+    ("task.harness.presets", "x", None),
+    ("task.runtime.image", "x", None),
+    ("task.evaluator.command", "x", None),
+    ("task.limits.steps", 1, None),
+    ("task.sampling.temprature", 1, None),
+    (f"{STEP}.shell", "x", None),
+    # missing
+    ("task", DELETE, None),
+    ("task.instruction", DELETE, None),
+    ("task.harness", DELETE, None),
+    ("task.evaluator", DELETE, None),
+    # wrong types
+    ("task", [], None),
+    ("n", "2", None),
+    ("n", 2.5, None),
+    ("n", True, None),
+    ("n", None, None),
+    ("priority", "high", None),
+    ("idempotency_key", 7, None),
+    ("callback_url", "nowhere", None),
+    ("callback_url", "ftp://host/x", None),
+    ("callback_url", 3, None),
+    ("task.instruction", ["x"], None),
+    ("task.harness.command", "ls", None),
+    ("task.harness.command", [1], "task.harness.command.0"),
+    ("task.harness.env", [], None),
+    ("task.runtime.kind", 3, None),
+    ("task.runtime.prepare", {}, None),
+    ("task.labels", {"a": 1}, "task.labels.a"),
+    ("task.limits.turns", 1.5, None),
+    ("task.history", "forgotten", None),
+    (STEP, "true", None),
+    (STEP, {"run": 3}, f"{STEP}.run"),
+    (STEP, {"write": 3, "to": "x"}, f"{STEP}.write"),
+    (STEP, {"upload": "a"}, f"{STEP}.to"),
+    (STEP, {"write": "x", "to": "y", "encoding": "rot13"}, f"{STEP}.encoding"),
+    (STEP, {"write": "???", "to": "y", "encoding": "base64"}, STEP),
+    # none, and absurd sizes
+    ("n", 0, None),
+    ("n", -1, None),
+    ("n", MAX_GROUP + 1, None),
+    ("n", 10**30, None),
+    ("priority", 1001, None),
+    ("idempotency_key", "", None),
+    ("idempotency_key", "k" * 257, None),
+    ("task.instruction", "", None),
+    ("task.instruction", "x" * (MAX_TEXT + 1), None),
+    ("task.instruction", "é" * (MAX_INSTRUCTION // 2 + 1), None),
+    ("task.max_attempts", 0, None),
+    ("task.max_attempts", 101, None),
+    ("task.labels", {str(number): "x" for number in range(65)}, None),
+    ("task.harness.command", [], None),
+    ("task.harness.command", ["x"] * 1025, None),
+    ("task.runtime.prepare", [{"run": "true"}] * 1025, None),
+    ("task.runtime.env", {f"A{number}": "x" for number in range(1025)}, None),
+    ("task.limits.session_seconds", 0, None),
+    ("task.limits.session_seconds", -1.0, None),
+    ("task.limits.agent_seconds", 1e12, None),
+    ("task.limits.turns", 0, None),
+    ("task.limits.response_tokens", 0, None),
+    ("task.sampling.temperature", -0.1, None),
+    ("task.sampling.top_p", 0, None),
+    ("task.sampling.max_tokens", 0, None),
+    (STEP, {"write": "x" * (MAX_INLINE_FILE + 1), "to": "y"}, f"{STEP}.write"),
+    (STEP, {"run": ""}, f"{STEP}.run"),
+    ("task.evaluator.options", {"x": nested(500)}, None),
+    # names of things that are not there
+    ("task.runtime.kind", "vmware", None),
+    ("task.runtime.kind", "os:path", None),
+    ("task.runtime.kind", "os.path:join", None),
+    ("task.runtime.kind", "no.such.module:Runtime", None),
+    ("task.runtime.kind", "pathlib:Path", None),
+    ("task.runtime.kind", ":", None),
+    ("task.runtime.rootfs", "/no/such/folder", None),
+    ("task.runtime.rootfs", "relative", None),
+    ("task.runtime.workdir", "relative", None),
+    ("task.evaluator.kind", "oracle", None),
+    ("task.evaluator.kind", "os:path", None),
+    ("task.evaluator", {"kind": "callable", "path": "no.such:grader"}, "task.evaluator.path"),
+    ("task.evaluator", {"kind": "callable", "path": "math:pi"}, "task.evaluator.path"),
+    ("task.evaluator", {"kind": "callable"}, "task.evaluator"),
+    ("task.evaluator", {}, "task.evaluator"),
+    ("task.harness", {"preset": "no-such-agent"}, "task.harness.preset"),
+    ("task.harness", {"preset": "../../etc/passwd"}, "task.harness.preset"),
+    ("task.harness", {"preset": "a\0b"}, "task.harness.preset"),
+    ("task.harness", {"agent": "no.such:Agent"}, "task.harness.agent"),
+    ("task.harness", {"agent": "os:path"}, "task.harness.agent"),
+    ("task.harness", {"agent": "tools", "options": {"tool": "x"}}, "task.harness.options.tool"),
+    ("task.harness", {}, "task.harness"),
+    ("task.harness", {"command": ["true"], "agent": "tools"}, "task.harness"),
+    # paths that escape, or are none
+    (STEP, {"upload": "none.txt", "to": "x"}, f"{STEP}.upload"),
+    (STEP, {"upload": "../secret", "to": "x"}, f"{STEP}.upload"),
+    (STEP, {"upload": "/etc/passwd", "to": "x"}, f"{STEP}.upload"),
+    (STEP, {"upload": "link", "to": "x"}, f"{STEP}.upload"),
+    (STEP, {"upload": "a\0b", "to": "x"}, f"{STEP}.upload"),
+    (STEP, {"upload": "x" * 300, "to": "x"}, f"{STEP}.upload"),
+    (STEP, {"write": "x", "to": "../x"}, f"{STEP}.to"),
+    (STEP, {"write": "x", "to": "a\0b"}, f"{STEP}.to"),
+    ("task.runtime.workdir", "/a/../b", None),
+    ("task.runtime.workdir", "/a\0b", None),
+    ("task.runtime.rootfs", "/a\0b", None),
+    # what no program can be given
+    ("task.harness.command", ["echo", "a\0b"], "task.harness.command.1"),
+    ("task.harness.command", [""], "task.harness.command.0"),
+    ("task.harness.env", {"A": "a\0b"}, "task.harness.env.A"),
+    ("task.harness.env", {"A=B": "x"}, "task.harness.env.A=B"),
+    ("task.harness.env", {"OPENAI_API_KEY": "x"}, "task.harness.env.OPENAI_API_KEY"),
+    ("task.instruction", "a\0b", None),
+    ("task.runtime.env", {"A": "a\0b"}, "task.runtime.env.A"),
+    (STEP, {"run": "a\0b"}, f"{STEP}.run"),
+    ("task.evaluator.run", "a\0b", None),
+]
+
+RAW: list[tuple[bytes, str]] = [
+    (b"", "not JSON"),
+    (b"{", "not JSON"),
+    (b"null", "JSON object"),
+    (b"[]", "JSON object"),
+    (b'"x"', "JSON object"),
+    (b'{"n": NaN}', "not JSON"),
+    (b'{"n": Infinity}', "not JSON"),
+    (b'{"task": {"limits": {"session_seconds": 1e999}}}', "not JSON"),
+    (b'{"task": {"instruction": "\xff\xfe"}}', "not JSON"),
+    (b'{"task": {"instruction": "\\ud800"}}', "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "link").symlink_to("/etc/passwd")
+    (tmp_path / "secret").write_text("no")
+    return folder
+
+
+def ids(case: tuple[str, Any, str | None]) -> str:
+    return f"{case[0]}={repr(case[1])[:30]}"
+
+
+def test_the_good_one_is_good(files: Path) -> None:
+    check_group(parse_group(orjson.dumps(GOOD)), files=files)
+    assert changed("n", 3) == GOOD | {"n": 3}
+
+
+@pytest.mark.parametrize("case", TABLE, ids=ids)
+def test_the_field_is_named(files: Path, case: tuple[str, Any, str | None]) -> None:
+    path, value, field = case
+    with pytest.raises(OutriderError) as refused:
+        check_group(parse_group(body(path, value)), files=files)
+    assert (refused.value.field, refused.value.http_status) == (field or path, 422)
+    assert refused.value.message
+    assert len(refused.value.message) < 1000
+
+
+@pytest.mark.parametrize(("raw", "words"), RAW, ids=lambda value: repr(value)[:30])
+def test_what_is_no_json_object(raw: bytes, words: str) -> None:
+    with pytest.raises(OutriderError, match=words) as refused:
+        parse_group(raw)
+    assert refused.value.http_status == 400
+
+
+def body(path: str, value: Any) -> bytes:
+    """JSON, also of what orjson would not write."""
+    if isinstance(value, int) and value > 1 << 63:
+        return orjson.dumps(changed(path, 1)).replace(b'"n":1', b'"n":%d' % value)
+    return orjson.dumps(changed(path, value))
+
+
+async def test_over_http_nothing_is_stored(world: MakeWorld, tmp_path: Path) -> None:
+    async with world() as w, serving(w.service) as url, aiohttp.ClientSession() as http:
+        (tmp_path / "files" / "link").symlink_to("/etc/passwd")
+        for path, value, field in TABLE:
+            async with http.post(f"{url}/v1/groups", data=body(path, value)) as reply:
+                error = await reply.json()
+                assert (reply.status, error["field"]) == (422, field or path), error
+                assert error["message"]
+        for raw, words in RAW:
+            async with http.post(f"{url}/v1/groups", data=raw) as reply:
+                assert reply.status == 400
+                assert words in (await reply.json())["message"]
+        assert await w.service.store.groups() == []
+        assert await w.service.store.events(after=0, limit=1) == []
+        async with http.post(f"{url}/v1/groups", data=orjson.dumps(GOOD)) as reply:
+            assert reply.status == 201
+            await w.service.cancel((await reply.json())["id"])

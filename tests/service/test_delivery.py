@@ -1,0 +1,112 @@
+"""Callbacks: pushed until a 2xx, marked so that a receiver can drop what it has had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from outrider.lifecycle import SessionState, StopReason
+from outrider.service.delivery import Deliverer
+from outrider.service.reading import Reader
+from outrider.store.base import GroupRow, Store
+from outrider.store.sqlite import sqlite_store
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.trajectory import SessionResult
+from outrider.wire import GroupView
+
+from .conftest import MakeWorld
+from .world import row
+
+
+class Receiver:
+    """Answers with the given statuses in turn, then 200; keeps what it was sent."""
+
+    def __init__(self, statuses: list[int]) -> None:
+        self.url = ""
+        self.keys: list[str] = []
+        self.views: list[GroupView] = []
+        self.accepted = asyncio.Event()
+        self._statuses = statuses
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers["Idempotency-Key"])
+        self.views.append(msgspec.json.decode(await request.read(), type=GroupView))
+        status = self._statuses.pop(0) if self._statuses else 200
+        if status == 200:
+            self.accepted.set()
+        return web.Response(status=status)
+
+
+@asynccontextmanager
+async def receiving(*statuses: int) -> AsyncIterator[Receiver]:
+    receiver = Receiver(list(statuses))
+    app = web.Application()
+    app.router.add_post("/done", receiver.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        receiver.url = f"http://127.0.0.1:{runner.addresses[0][1]}/done"
+        yield receiver
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_finished_group_is_pushed_with_its_samples(world: MakeWorld) -> None:
+    async with receiving() as receiver, world() as w, asyncio.timeout(20):
+        submitted = await w.submit("ask", n=3, callback_url=receiver.url)
+        await receiver.accepted.wait()
+        (view,) = receiver.views
+        assert receiver.keys == [submitted.id]
+        assert view == await w.service.reader.group(submitted.id, samples=True)
+        assert len(view.samples or ()) == 3
+        while await w.service.store.deliveries(now=1e12, limit=1):
+            await w.service.status()
+
+
+async def test_a_cancelled_group_is_pushed_too(world: MakeWorld) -> None:
+    async with receiving() as receiver, world() as w, asyncio.timeout(20):
+        submitted = await w.submit("wait forever", callback_url=receiver.url)
+        await w.service.cancel(submitted.id)
+        await receiver.accepted.wait()
+        assert receiver.views[0].cancelled
+
+
+async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: Path) -> None:
+    async with receiving(500, 404) as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
+        await finished_group(store, msgspec.structs.replace(row("g"), callback_url=receiver.url))
+        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), first_pause=0.01)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(deliverer.run())
+            await receiver.accepted.wait()
+            while await store.deliveries(now=1e12, limit=1):
+                await store.counts()
+            running.cancel()
+        assert receiver.keys == ["g", "g", "g"]
+
+
+async def test_a_receiver_that_is_not_there_is_no_failure_of_the_service(world: MakeWorld) -> None:
+    async with world() as w:
+        async with receiving() as receiver:
+            gone = receiver.url
+        submitted = await w.submit("ask", callback_url=gone)
+        await w.done(submitted.id)
+        while not (due := await w.service.store.deliveries(now=1e12, limit=1)) or not due[0].tries:
+            await w.service.status()
+        assert due[0].group_id == submitted.id
+
+
+async def finished_group(store: Store, row: GroupRow) -> None:
+    await store.create_group(row, ["s"])
+    attempt = await store.start_attempt("s", node="n", lease_until=1e12)
+    await store.set_state("s", attempt, SessionState.READY)
+    result = SessionResult(
+        session_id="s", group_id=row.id, sample_index=0, attempt=attempt, stop_reason=StopReason.COMPLETED
+    )
+    assert await store.finish("s", attempt, result)

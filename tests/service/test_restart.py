@@ -1,0 +1,108 @@
+"""Whatever becomes of the process: every accepted group finishes, and nothing is counted twice."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import ServiceError
+from outrider.lifecycle import StopReason
+from outrider.service.service import Service
+from outrider.store.sqlite import sqlite_store
+from outrider.wire import GroupView
+
+from .conftest import MakeWorld
+from .world import World, config, result_of
+
+TESTS = Path(__file__).parent.parent
+PLACES = ("door", "never", "exec")
+
+
+async def finish_all(w: World, count: int) -> list[GroupView]:
+    """The results from the first on, once there are `count`; every door is open."""
+    for place in PLACES:
+        w.stage.open[place].set()
+    seen: list[GroupView] = []
+    while len(seen) < count:
+        page = await w.service.results(after=len(seen), wait=30, limit=3, samples=True)
+        seen += page.groups
+    assert [view.cursor for view in seen] == list(range(1, count + 1))
+    return seen
+
+
+def assert_nothing_twice(groups: list[GroupView], done_events: list[str | None]) -> None:
+    """One result a session, and samples of the attempt that the result is about only."""
+    sessions = [session for group in groups for session in group.sessions]
+    assert Counter(done_events) == Counter(session.id for session in sessions)
+    for group in groups:
+        for sample in group.samples or ():
+            result = result_of(group.sessions[sample.sample_index])
+            assert (sample.session_id, sample.attempt) == (result.session_id, result.attempt)
+            assert sample.rows == result.samples
+
+
+async def done_events(w: World) -> list[str | None]:
+    events = await w.service.events(after=0, limit=10_000)
+    return [event.session_id for event in events if event.kind == "session.done"]
+
+
+async def test_stopped_in_the_middle_and_started_again(world: MakeWorld) -> None:
+    async with world() as w:
+        first = await w.done((await w.submit("ask", n=2)).id, samples=True)
+        await w.submit("ask", "wait door", "ask", n=10)
+        await w.submit("ask", verdicts=["wait never"])
+        await w.submit("ask", n=5)
+        await w.stage.arrived["door"].wait()
+    async with world() as w:
+        groups = await finish_all(w, 4)
+        assert groups[0] == first
+        for group in groups:
+            assert [result_of(session).stop_reason for session in group.sessions] == [StopReason.COMPLETED] * group.n
+        assert_nothing_twice(groups, await done_events(w))
+        errors = [session.last_error for group in groups for session in group.sessions if session.last_error]
+        assert {error.code for error in errors} == {"lease_expired"}
+        w.assert_quiet()
+
+
+async def test_a_cancel_that_the_service_did_not_live_to_carry_out(world: MakeWorld, tmp_path: Path) -> None:
+    async with world() as w:
+        view = await w.submit("ask", "wait door", n=3)
+        await w.stage.arrived["door"].wait()
+    async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
+        await store.cancel_group(view.id)
+    async with world() as w:
+        done = await w.done(view.id)
+        assert [result_of(session).stop_reason for session in done.sessions] == [StopReason.CANCELLED] * 3
+        w.assert_quiet()
+
+
+async def test_a_data_folder_has_one_service(world: MakeWorld, tmp_path: Path, tokenizer: Path) -> None:
+    async with world() as w:
+        with pytest.raises(ServiceError, match="another service is using"):
+            async with Service(config(tmp_path, tokenizer)):
+                pass
+        assert result_of(await w.run("ask")).stop_reason is StopReason.COMPLETED
+
+
+async def test_killed_with_sessions_at_every_stage(world: MakeWorld, tmp_path: Path, tokenizer: Path) -> None:
+    command = [sys.executable, "-m", "service.crash", str(tmp_path), str(tokenizer)]
+    process = await asyncio.create_subprocess_exec(*command, cwd=TESTS, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"ready\n"
+    finally:
+        process.kill()
+        await process.wait()
+    async with world() as w:
+        groups = await finish_all(w, 8)
+        attempts = Counter(result_of(session).attempt for group in groups for session in group.sessions)
+        assert attempts == {1: 4 + 3, 2: 6}  # those done and those queued; those under way
+        for group in groups:
+            assert [result_of(session).stop_reason for session in group.sessions] == [StopReason.COMPLETED] * group.n
+            assert all(sample.reward == 1.0 for sample in group.samples or ())
+        assert_nothing_twice(groups, await done_events(w))
+        w.assert_quiet()
