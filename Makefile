@@ -9,6 +9,9 @@ TORCH ?= torch==2.13.0
 # Further arguments, such as `make test ARGS="-k tree"` or `make demo ARGS=--json`.
 ARGS ?=
 
+# Where test-real keeps the agent programs that it installs.
+PROGRAMS ?= $(CURDIR)/.cache/outrider
+
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -36,7 +39,7 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/mypy
 
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU and agents (installs them; 3 GB, minutes)
-	$(ONE_THREAD) $(BIN)/pytest -m real tests/real $(ARGS)
+	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -m real tests/real $(ARGS)
 
 bench: $(STAMPS)/dev ## the benchmarks, as a table and JSON in bench/results
 	$(ONE_THREAD) $(BIN)/python -m bench $(ARGS)

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -25,8 +26,17 @@ MAX_TEXT = 1 << 20
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
 
+
+def without_nul(value: str) -> str:
+    """Text that a program or the file system can be given."""
+    if "\0" in value:
+        raise ValueError("must not contain NUL")
+    return value
+
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
+EnvValue = Annotated[Text, AfterValidator(without_nul)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
 
@@ -67,7 +77,7 @@ class Limits(Spec):
 class Run(Spec):
     """Prepare step: a shell command in the sandbox; non-zero exit fails the attempt."""
 
-    run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
+    run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
     seconds: Seconds = 300
 
 
@@ -80,7 +90,7 @@ class Upload(Spec):
     @field_validator("upload")
     @classmethod
     def _inside(cls, value: str) -> str:
-        path = PurePosixPath(value)
+        path = PurePosixPath(without_nul(value))
         if path.is_absolute() or ".." in path.parts:
             raise ValueError("must be a relative path that stays inside the service's files folder")
         return value
@@ -134,8 +144,13 @@ class RuntimeSpec(Spec):
     kind: Name = "namespace"
     rootfs: Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] | None = None
     workdir: Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] = "/work"
-    env: Annotated[dict[EnvName, Text], Field(max_length=1024)] = {}
+    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
     prepare: Annotated[list[PrepareStep], Field(max_length=1024)] = []
+
+    @field_validator("workdir")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        return checked_target(value)
 
 
 class HarnessSpec(Spec):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 import pytest
 
 from outrider.api.server import serving
@@ -124,7 +124,7 @@ TABLE: list[tuple[str, Any, str | None]] = [
     ("task.sampling.max_tokens", 0, None),
     (STEP, {"write": "x" * (MAX_INLINE_FILE + 1), "to": "y"}, f"{STEP}.write"),
     (STEP, {"run": ""}, f"{STEP}.run"),
-    ("task.evaluator.options", {"x": nested(500)}, None),
+    ("task.evaluator.options", {"x": nested(500)}, "task.evaluator.options.x"),
     # names of things that are not there
     ("task.runtime.kind", "vmware", None),
     ("task.runtime.kind", "os:path", None),
@@ -202,7 +202,7 @@ def ids(case: tuple[str, Any, str | None]) -> str:
 
 
 def test_the_good_one_is_good(files: Path) -> None:
-    check_group(parse_group(orjson.dumps(GOOD)), files=files)
+    check_group(parse_group(json.dumps(GOOD).encode()), files=files)
     assert changed("n", 3) == GOOD | {"n": 3}
 
 
@@ -224,10 +224,7 @@ def test_what_is_no_json_object(raw: bytes, words: str) -> None:
 
 
 def body(path: str, value: Any) -> bytes:
-    """JSON, also of what orjson would not write."""
-    if isinstance(value, int) and value > 1 << 63:
-        return orjson.dumps(changed(path, 1)).replace(b'"n":1', b'"n":%d' % value)
-    return orjson.dumps(changed(path, value))
+    return json.dumps(changed(path, value)).encode()
 
 
 async def test_over_http_nothing_is_stored(world: MakeWorld, tmp_path: Path) -> None:
@@ -244,6 +241,6 @@ async def test_over_http_nothing_is_stored(world: MakeWorld, tmp_path: Path) -> 
                 assert words in (await reply.json())["message"]
         assert await w.service.store.groups() == []
         assert await w.service.store.events(after=0, limit=1) == []
-        async with http.post(f"{url}/v1/groups", data=orjson.dumps(GOOD)) as reply:
+        async with http.post(f"{url}/v1/groups", data=json.dumps(GOOD)) as reply:
             assert reply.status == 201
             await w.service.cancel((await reply.json())["id"])

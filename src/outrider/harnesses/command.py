@@ -72,7 +72,7 @@ class CommandHarness:
     async def install(self, context: HarnessContext) -> None:
         """Write the preset's config files. Raises InvalidField for an instruction that no program can be given,
         HarnessUnavailable when the program is not installed."""
-        _check_instruction(context.task.instruction)
+        check_instruction(context.task.instruction)
         words = self._words(context)
         if not self._preset.files:
             return
@@ -138,7 +138,8 @@ class CommandHarness:
         return home
 
 
-def _check_instruction(instruction: str) -> None:
+def check_instruction(instruction: str) -> None:
+    """Raises InvalidField for one that no program can be given."""
     if "\0" in instruction:
         raise InvalidField("must not contain NUL: a program is given it", field="task.instruction")
     if (size := len(instruction.encode())) > MAX_INSTRUCTION:

@@ -5,7 +5,8 @@ It resolves every name and starts nothing. Invariant: a task that passes can fai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from outrider.errors import HarnessUnavailable, InvalidField, RequestError, RuntimeUnavailable
 from outrider.evaluators.factory import make_evaluator
+from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
@@ -21,8 +23,14 @@ from outrider.spec import GroupSpec, RuntimeSpec, Upload
 
 Location = tuple[int | str, ...]
 
-KIND_WORDS = frozenset({"Run", "Upload", "Write"})
-"""Names that pydantic puts into a location to say which prepare step it tried; they are no fields."""
+Location = tuple[int | str, ...]
+
+MAX_DEPTH = 64
+"""Levels of objects and lists in a request."""
+
+STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
+"""What pydantic puts into a location to say which kind of prepare step it tried."""
+NO_FIELDS = STEP_KINDS | {"[key]"}
 
 
 def parse_group(body: bytes) -> GroupSpec:
@@ -38,6 +46,7 @@ def parse_group(body: bytes) -> GroupSpec:
 
 def check_shape(value: Mapping[str, Any]) -> GroupSpec:
     """The spec that plain values stand for. Raises InvalidField naming the field."""
+    _check_depth(value)
     try:
         return GroupSpec.model_validate(value)
     except ValidationError as error:
@@ -47,8 +56,10 @@ def check_shape(value: Mapping[str, Any]) -> GroupSpec:
 def check_group(spec: GroupSpec, *, files: Path) -> None:
     """Raises InvalidField, RuntimeUnavailable or HarnessUnavailable."""
     task = spec.task
-    runtime: type[Runtime] = resolve("runtime", task.runtime.kind, field="task.runtime.kind")
+    runtime = _runtime(task.runtime)
     harness = make_harness(task.harness)
+    if task.harness.agent is None:
+        check_instruction(task.instruction)
     make_evaluator(task.evaluator)
     _check_files(task.runtime, files)
     if not (can := runtime.available()).ok:
@@ -59,6 +70,14 @@ def check_group(spec: GroupSpec, *, files: Path) -> None:
         )
     if not (can := harness.available()).ok:
         raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
+
+
+def _runtime(spec: RuntimeSpec) -> type[Runtime]:
+    made = resolve("runtime", spec.kind, field="task.runtime.kind")
+    if not all(callable(getattr(made, name, None)) for name in ("create", "available", "start", "exec", "stop")):
+        raise InvalidField(f"{spec.kind!r} is not a runtime class", field="task.runtime.kind")
+    runtime: type[Runtime] = made
+    return runtime
 
 
 def _check_files(spec: RuntimeSpec, files: Path) -> None:
@@ -77,24 +96,34 @@ def _check_files(spec: RuntimeSpec, files: Path) -> None:
 
 
 def _invalid(error: ValidationError) -> InvalidField:
-    """The first complaint. Of a prepare step, only those about the kind whose own key it has: that was meant."""
-    found = error.errors(include_url=False)
-    not_meant = {
-        detail["loc"][:-1] for detail in found if detail["type"] == "missing" and _is_own_key(detail["loc"][-2:])
-    }
-    details = next((detail for detail in found if _kind(detail["loc"]) not in not_meant), found[0])
-    path = ".".join(str(part) for part in details["loc"] if part not in KIND_WORDS)
-    return InvalidField(_sentence(details), field=path)
+    """One complaint. Of the kinds that a prepare step may be, the one with the fewest complaints is what was meant."""
+    errors = error.errors(include_url=False)
+    complaints = Counter(_kind_tried(details["loc"]) for details in errors)
+    chosen = min(errors, key=lambda details: complaints[_kind_tried(details["loc"])])
+    path = ".".join(str(part) for part in chosen["loc"] if part not in NO_FIELDS)
+    return InvalidField(_sentence(chosen), field=path)
 
 
-def _kind(location: Location) -> Location:
-    """The part of a location that says which kind of step was tried; empty elsewhere."""
-    ends = [index for index, part in enumerate(location) if part in KIND_WORDS]
-    return location[: ends[-1] + 1] if ends else ()
+def _kind_tried(location: Location) -> Location:
+    """The location up to the kind of prepare step it names; empty when it names none."""
+    end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
+    return location[:end]
 
 
-def _is_own_key(end: Location) -> bool:
-    return len(end) == 2 and end[0] in KIND_WORDS and str(end[0]).lower() == end[1]
+def _check_depth(value: Any) -> None:
+    """Raises InvalidField: what is nested deeper than MAX_DEPTH could be read, but not written again."""
+    level: list[tuple[Location, Any]] = [((), value)]
+    for _ in range(MAX_DEPTH):
+        level = [((*path, name), inner) for path, outer in level for name, inner in _inside(outer)]
+    if level:
+        field = ".".join(map(str, level[0][0][:4]))
+        raise InvalidField(f"is nested deeper than {MAX_DEPTH} levels", field=field)
+
+
+def _inside(value: Any) -> Iterable[tuple[int | str, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list) else ()
 
 
 def _sentence(details: Any) -> str:
