@@ -207,7 +207,8 @@ async def test_a_prompt_that_leaves_no_room_overflows(engine: VLLMEngine, length
 
 
 async def test_output_is_cut_at_the_context_length(engine: VLLMEngine) -> None:
-    way = SamplingParams(max_tokens=64, temperature=HOTTEST, seed=3)
+    # Without a seed: vLLM 0.32 on CPU dies of one when a prompt is prefilled in several chunks.
+    way = SamplingParams(max_tokens=64, temperature=0.0)
     output = await sampled(engine, [5] * (CONTEXT_TOKENS - 4), way)
     assert (len(output.ids), output.finish) == (4, FinishReason.LENGTH)
 
