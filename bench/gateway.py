@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
     warm_requests: int = 100
 
 
-FULL = Plan(latency_rounds=30, latency_block=25, rate_rounds=8, rate_block=400)
+FULL = Plan(latency_rounds=24, latency_block=25, rate_rounds=6, rate_block=400)
 QUICK = Plan(latency_rounds=6, latency_block=25, rate_rounds=2, rate_block=200)
 
 

@@ -200,8 +200,8 @@ def _sessions(found: Any) -> list[Sheet]:
             title="Sessions: whole sessions per second, 64 at once",
             columns=("runtime", "per s", "CPU ms", *stages),
             rows=rows,
-            note="Two model calls, one bash call and an evaluation each. CPU is per session; stages are medians in ms. "
-            + "; ".join(unable),
+            note="Two model calls, one bash call and an evaluation each. CPU is per session; stages are medians in ms."
+            + "".join(f" {reason}." for reason in unable),
         )
     ]
 

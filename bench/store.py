@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from outrider.lifecycle import GroupState
+from outrider.messages import Message, Role
 from outrider.store.base import GroupRow, Store
 from outrider.store.sqlite import sqlite_store
 from outrider.trajectory import (
@@ -158,6 +159,7 @@ def _turn(index: int) -> Turn:
         dialect="chat",
         engine="bench",
         sampling={"temperature": 1.0, "top_p": 1.0, "max_tokens": 2048},
-        reply_text="x" * (OUTPUT_TOKENS * 4),
+        messages=(Message(role=Role.USER, content="x" * (PROMPT_TOKENS * 4)),),
+        reply=Message(role=Role.ASSISTANT, content="x" * (OUTPUT_TOKENS * 4)),
         timings=TurnTimings(received=0.0, first_token=0.0, finished=0.0),
     )

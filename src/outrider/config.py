@@ -85,11 +85,6 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def sandbox_base_environment() -> dict[str, str]:
-    """The few variables of the host that a trusted (`process`) sandbox inherits."""
-    return {name: os.environ[name] for name in ("PATH", "LANG", "TZ") if name in os.environ}
-
-
 def cache_home() -> Path:
     """Where installed harness programs live: $OUTRIDER_HOME, else ~/.cache/outrider."""
     if home := os.environ.get(PREFIX + "HOME"):

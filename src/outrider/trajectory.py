@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import StopReason
+from outrider.messages import Message
 
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float64]
@@ -112,6 +113,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. `index` counts a session attempt's turns in the order they were committed.
 
     `conversation` is 0 for the session's first conversation; those that began independently of it count up.
+    `messages` are what the request added to its parent's conversation (all of them without a parent), `reply` is
+    what the client was told, None when it had left.
     """
 
     index: int
@@ -134,8 +137,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any]
     cached_tokens: int | None = None
     drift_tokens: int = 0
-    reply_text: str = ""
-    tool_calls: int = 0
+    messages: tuple[Message, ...] = ()
+    reply: Message | None = None
     malformed_calls: int = 0
     timings: TurnTimings
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -73,3 +74,9 @@ def test_no_usable_interpreter() -> None:
     with pytest.raises(RuntimeUnavailable, match="cannot run"):
         compiled((), "/no/such/python", ())
     assert compiled((), sys.executable, ())
+
+
+def test_threads_that_ask_at_once_get_the_same_bytecode() -> None:
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(compiled, (), sys.executable, (at // 8,)) for at in range(16)]
+    assert len({task.result() for task in asked}) == 1

@@ -1,3 +1,4 @@
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -17,6 +18,15 @@ class MakeWorld(Protocol):
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files, empty: a short path, for a Unix socket's is at most 107 bytes long."""
+    with tempfile.TemporaryDirectory(prefix="or-") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""`python -m service.crash FOLDER TOKENIZER`: a service with sessions at every stage, waiting to be killed.
+"""`python -m service.crash FOLDER TOKENIZER [MARK]`: a service with sessions under way, waiting to be killed.
 
 It says `ready` once two groups have finished and the others are stuck: in the queue, in a prepare step, ready, in the
-middle of a reply, between calls, and in their evaluator.
+middle of a reply, between calls, and in their evaluator. With MARK, a group of three is under way in real sandboxes
+whose processes carry it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from outrider.lifecycle import SessionState
 from .world import SAY, World, a_world
 
 LANES = LanesConfig(init=2, run=3, eval=1)
+REPLIES = (SAY, {"reply": SAY, "when": "stall here", "stall": 1})
 
 
 async def fill(world: World) -> None:
@@ -33,16 +35,20 @@ async def fill(world: World) -> None:
     await world.submit("ask", runtime={"env": {"HANG": "exec"}, "prepare": [{"run": "true"}]})
     await world.stage.arrived["exec"].wait()
     await world.submit("ask", "ask", n=3)
-    print("ready", flush=True)
-    await asyncio.Event().wait()
+
+
+async def fill_sandboxes(world: World, mark: str) -> None:
+    runtime = {"kind": "namespace", "env": {"MARK": mark}, "prepare": [{"run": "setsid sleep 4011 &"}]}
+    await world.submit("ask", "run sleep 4011 & (setsid sleep 4011 &)", "wait door", n=3, runtime=runtime)
+    await world.stage.arrived["door"].wait()
 
 
 async def main() -> None:
-    folder, tokenizer = map(Path, sys.argv[1:])
-    async with a_world(
-        folder, tokenizer, [SAY, {"reply": SAY, "when": "stall here", "stall": 1}], lanes=LANES
-    ) as world:
-        await fill(world)
+    folder, tokenizer, *mark = sys.argv[1:]
+    async with a_world(Path(folder), Path(tokenizer), REPLIES, http=True, lanes=LANES) as world:
+        await (fill_sandboxes(world, *mark) if mark else fill(world))
+        print("ready", flush=True)
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

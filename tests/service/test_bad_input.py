@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from outrider.api.server import serving
 from outrider.errors import OutriderError
 from outrider.harnesses.command import MAX_INSTRUCTION
 from outrider.service.admission import check_group, parse_group
@@ -133,6 +133,7 @@ TABLE: list[tuple[str, Any, str | None]] = [
     ("task.runtime.kind", "pathlib:Path", None),
     ("task.runtime.kind", ":", None),
     ("task.runtime.rootfs", "/no/such/folder", None),
+    ("task.runtime.rootfs", "/" + "x" * 300, None),
     ("task.runtime.rootfs", "relative", None),
     ("task.runtime.workdir", "relative", None),
     ("task.evaluator.kind", "oracle", None),
@@ -155,7 +156,8 @@ TABLE: list[tuple[str, Any, str | None]] = [
     (STEP, {"upload": "/etc/passwd", "to": "x"}, f"{STEP}.upload"),
     (STEP, {"upload": "link", "to": "x"}, f"{STEP}.upload"),
     (STEP, {"upload": "a\0b", "to": "x"}, f"{STEP}.upload"),
-    (STEP, {"upload": "x" * 300, "to": "x"}, f"{STEP}.upload"),
+    (STEP, {"upload": "x" * 256, "to": "x"}, f"{STEP}.upload"),
+    (STEP, {"upload": "loop", "to": "x"}, f"{STEP}.upload"),
     (STEP, {"write": "x", "to": "../x"}, f"{STEP}.to"),
     (STEP, {"write": "x", "to": "a\0b"}, f"{STEP}.to"),
     ("task.runtime.workdir", "/a/../b", None),
@@ -190,10 +192,14 @@ RAW: list[tuple[bytes, str]] = [
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    folder = tmp_path / "files"
-    folder.mkdir()
+    return fill(tmp_path / "files")
+
+
+def fill(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / "link").symlink_to("/etc/passwd")
-    (tmp_path / "secret").write_text("no")
+    (folder / "loop").symlink_to("loop")
+    (folder.parent / "secret").write_text("no")
     return folder
 
 
@@ -228,19 +234,19 @@ def body(path: str, value: Any) -> bytes:
 
 
 async def test_over_http_nothing_is_stored(world: MakeWorld, tmp_path: Path) -> None:
-    async with world() as w, serving(w.service) as url, aiohttp.ClientSession() as http:
-        (tmp_path / "files" / "link").symlink_to("/etc/passwd")
+    async with world(http=True) as w, aiohttp.ClientSession(w.url) as http:
+        fill(tmp_path / "files")
         for path, value, field in TABLE:
-            async with http.post(f"{url}/v1/groups", data=body(path, value)) as reply:
+            async with http.post("/v1/groups", data=BytesIO(body(path, value))) as reply:
                 error = await reply.json()
                 assert (reply.status, error["field"]) == (422, field or path), error
                 assert error["message"]
         for raw, words in RAW:
-            async with http.post(f"{url}/v1/groups", data=raw) as reply:
+            async with http.post("/v1/groups", data=BytesIO(raw)) as reply:
                 assert reply.status == 400
                 assert words in (await reply.json())["message"]
         assert await w.service.store.groups() == []
         assert await w.service.store.events(after=0, limit=1) == []
-        async with http.post(f"{url}/v1/groups", data=json.dumps(GOOD)) as reply:
+        async with http.post("/v1/groups", data=json.dumps(GOOD)) as reply:
             assert reply.status == 201
             await w.service.cancel((await reply.json())["id"])

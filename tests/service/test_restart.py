@@ -6,17 +6,22 @@ import asyncio
 import sys
 from collections import Counter
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from outrider.errors import ServiceError
 from outrider.lifecycle import StopReason
+from outrider.plugins import resolve
+from outrider.runtimes.namespace import NamespaceRuntime
 from outrider.service.service import Service
 from outrider.store.sqlite import sqlite_store
 from outrider.wire import GroupView
 
 from .conftest import MakeWorld
-from .world import World, config, result_of
+from .marks import marked, mounts, names
+from .program import program
+from .world import World, a_world, config, result_of
 
 TESTS = Path(__file__).parent.parent
 PLACES = ("door", "never", "exec")
@@ -88,8 +93,9 @@ async def test_a_data_folder_has_one_service(world: MakeWorld, tmp_path: Path, t
         assert result_of(await w.run("ask")).stop_reason is StopReason.COMPLETED
 
 
-async def test_killed_with_sessions_at_every_stage(world: MakeWorld, tmp_path: Path, tokenizer: Path) -> None:
-    command = [sys.executable, "-m", "service.crash", str(tmp_path), str(tokenizer)]
+async def kill_when_ready(*arguments: str | Path) -> None:
+    """Run the program of crash.py until it says that it is ready, and no longer."""
+    command = [sys.executable, "-m", "service.crash", *map(str, arguments)]
     process = await asyncio.create_subprocess_exec(*command, cwd=TESTS, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -97,7 +103,15 @@ async def test_killed_with_sessions_at_every_stage(world: MakeWorld, tmp_path: P
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_killed_with_sessions_at_every_stage(
+    world: MakeWorld, tmp_path: Path, tokenizer: Path, temporary: Path
+) -> None:
+    await kill_when_ready(tmp_path, tokenizer)
+    (left,) = names(temporary)
     async with world() as w:
+        assert left not in names(temporary)
         groups = await finish_all(w, 8)
         attempts = Counter(result_of(session).attempt for group in groups for session in group.sessions)
         assert attempts == {1: 4 + 3, 2: 6}  # those done and those queued; those under way
@@ -106,3 +120,53 @@ async def test_killed_with_sessions_at_every_stage(world: MakeWorld, tmp_path: P
             assert all(sample.reward == 1.0 for sample in group.samples or ())
         assert_nothing_twice(groups, await done_events(w))
         w.assert_quiet()
+    assert names(temporary) == []
+
+
+@pytest.mark.parametrize("kind", ["process", "namespace"])
+async def test_the_gateway_is_there_before_and_after_every_session(world: MakeWorld, kind: str, tmp_path: Path) -> None:
+    """Stopping the service fails no program that is talking to its model, and starting it fails none either."""
+    if not (can := resolve("runtime", kind).available()).ok:
+        pytest.skip(f"{kind}: {can.detail}")
+    talking = program("until [[ $answer == *enough* ]]; do ask; done")
+    async with world(["more<|im_end|>"], http=True) as w:
+        view = await w.submit(harness=talking, runtime={"kind": kind}, max_attempts=1, n=3, limits={"turns": 100_000})
+        for session in view.sessions:
+            while len(await w.service.store.turns(session.id)) < 3:  # each is in the middle of its talk
+                assert (await w.service.reader.session(session.id)).result is None
+    async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
+        assert [session.result for session in await store.sessions(view.id)] == [None] * 3
+    async with world(["enough<|im_end|>"], http=True) as w:
+        (done,) = await finish_all(w, 1)
+        assert [result_of(session).error for session in done.sessions] == [None] * 3
+        assert [result_of(session).attempt for session in done.sessions] == [2] * 3
+
+
+async def test_killed_with_real_sandboxes(world: MakeWorld, tmp_path: Path, tokenizer: Path, temporary: Path) -> None:
+    if not (can := NamespaceRuntime.available()).ok:
+        pytest.skip(f"namespace: {can.detail}")
+    before = mounts()
+    mark = f"crash-{uuid4().hex}"
+    await kill_when_ready(tmp_path, tokenizer, mark)
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(marked, mark, str(temporary)):
+            """They die with their parent, but not in its last moment."""
+    assert mounts() == before
+    async with world(http=True) as w:
+        (group,) = await finish_all(w, 1)
+        assert [result_of(session).attempt for session in group.sessions] == [2, 2, 2]
+        assert [result_of(session).stop_reason for session in group.sessions] == [StopReason.COMPLETED] * 3
+    assert names(temporary) == []
+    assert not marked(mark, str(temporary))
+
+
+async def test_another_service_keeps_its_folder(world: MakeWorld, temporary: Path, tokenizer: Path) -> None:
+    """Only what dead services left is removed, and nothing that looks like it."""
+    (temporary / "outrider-notes").mkdir()
+    (temporary / "outrider-file").touch()
+    async with world() as w:
+        async with a_world(temporary / "other", tokenizer) as other:
+            assert w.service.node.gateway_socket.parent.is_dir()
+            assert result_of(await other.run("ask")).stop_reason is StopReason.COMPLETED
+        assert result_of(await w.run("ask")).stop_reason is StopReason.COMPLETED
+    assert names(temporary) == ["other", "outrider-file", "outrider-notes"]

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from outrider.api.server import serving
 from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.engines.base import EngineOptions
 from outrider.engines.scripted import ScriptedEngine
@@ -27,8 +28,9 @@ RENDERER = "qwen3"
 class World:
     """A running service on one scripted engine, and what a test asks of it."""
 
-    def __init__(self, service: Service, stage: Stage, engine: ScriptedEngine) -> None:
+    def __init__(self, service: Service, url: str, stage: Stage, engine: ScriptedEngine) -> None:
         self.service = service
+        self.url = url
         self.stage = stage
         self.engine = engine
 
@@ -136,14 +138,24 @@ async def a_world(
     replies: Sequence[Any] = (SAY,),
     *,
     script: dict[str, Any] | None = None,
+    http: bool = False,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """`replies` and `script` are the engine's, `settings` those of `Config`. Quiet when a test leaves it: checked."""
+    """`replies` and `script` are the engine's, `settings` those of `Config`; `http` serves it, else `url` is empty.
+
+    When it has ended, every sandbox that was started has been stopped, once: that is checked.
+    """
     engine = engine_of(tokenizer, replies, **(script or {}))
     with a_stage() as stage:
         async with Service(config(folder, tokenizer, **settings)) as service:
             await service.pool.add_engine(engine)
-            world = World(service, stage, engine)
-            yield world
+            async with serving(service) if http else unserved(service) as url:
+                yield World(service, url, stage, engine)
         assert stage.ledger.balanced
         assert set(stage.ledger.stopped.values()) <= {1}
+
+
+@asynccontextmanager
+async def unserved(service: Service) -> AsyncIterator[str]:
+    async with service.running():
+        yield ""

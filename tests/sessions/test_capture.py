@@ -122,14 +122,15 @@ async def test_an_engine_without_ids_leaves_turns_that_never_train(tmp_path: Pat
         await world.ask(USER)
     [turn] = turns
     assert (turn.mode, turn.logprob_kind, turn.output_ids) == (TokenMode.TEXT, LogprobKind.NONE, b"")
-    assert turn.reply_text == "hello"
+    assert turn.reply is not None
+    assert turn.reply.content == "hello"
     assert count_tokens(turns).sampled == 0
     assert build_samples(turns, RESULT) == []
 
 
 def test_of_several_earlier_turns_the_longest_that_fits_is_the_parent() -> None:
     record = CaptureRecord()
-    record.place([1], [2])
-    record.place([1, 2, 3], [4])
-    placed = record.place([1, 2, 3, 4, 5], [6])
-    assert (placed.parent, unpack_ids(placed.delta).tolist()) == (1, [5])
+    record.place([1], [2], messages=1)
+    record.place([1, 2, 3], [4], messages=3)
+    placed = record.place([1, 2, 3, 4, 5], [6], messages=5)
+    assert (placed.parent, unpack_ids(placed.delta).tolist(), placed.known_messages) == (1, [5], 4)

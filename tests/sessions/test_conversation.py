@@ -14,6 +14,7 @@ from outrider.errors import ContextOverflow, EngineUnavailable, RequestError
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta
 from outrider.sessions.conversation import Ended, LimitReached
+from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, unpack_ids, unpack_logprobs
 
@@ -188,4 +189,4 @@ async def test_the_transcript_is_the_main_conversation_with_its_last_reply(tmp_p
     async with a_world(tmp_path, ["one<|im_end|>", "title<|im_end|>"]) as world:
         await world.ask(USER)
         await world.ask({"role": "system", "content": "make a title"}, {"role": "user", "content": "of this"})
-        assert [message.content for message in world.conversation.transcript()] == ["hello there", "one"]
+        assert [message.content for message in transcript(world.turns)] == ["hello there", "one"]

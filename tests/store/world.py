@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.messages import Message, Role
 from outrider.store.base import EventKind, GroupRow, Store
 from outrider.trajectory import (
     FinishReason,
@@ -88,7 +89,7 @@ def turn(index: int = 0, *, text: str = "hi") -> Turn:
         dialect="chat",
         engine="scripted",
         sampling={"temperature": 1.0, "stop": ["x"]},
-        reply_text=text,
+        reply=Message(role=Role.ASSISTANT, content=text),
         timings=TurnTimings(received=1.0, first_token=2.0, finished=3.0),
     )
 

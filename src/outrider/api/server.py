@@ -11,12 +11,11 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
-from typing import Any
 
 import uvicorn
 
-from outrider.api.app import create_app
-from outrider.api.gateway import Gateway
+from outrider.api.app import Application, create_app
+from outrider.api.gateway import Gateway, Receive, Scope, Send
 from outrider.errors import InvalidField, ServiceError
 from outrider.service.service import Service
 
@@ -25,15 +24,31 @@ BACKLOG = 2048
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling: whoever runs us decides what a signal means. `ready` is set once
-    it listens."""
+    it listens. No request outlives it: what it is answering when it shuts down is cut off."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, app: Application) -> None:
+        async def until_cut_off(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                if not self.should_exit:
+                    raise
+
+        super().__init__(_settings(until_cut_off))
         self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
+        if cut_off := tuple(self.server_state.tasks):
+            for task in cut_off:
+                task.cancel()
+            await asyncio.wait(cut_off)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -56,7 +71,7 @@ def check_address(host: str, token: str | None) -> None:
 
 @asynccontextmanager
 async def serving(service: Service) -> AsyncIterator[str]:
-    """Serve a running service; yields its base URL, such as http://127.0.0.1:8700.
+    """Serve a service and run its sessions meanwhile; yields its base URL, such as http://127.0.0.1:8700.
 
     Raises InvalidField for a public address without a token, ServiceError when the address is taken.
     """
@@ -68,8 +83,8 @@ async def serving(service: Service) -> AsyncIterator[str]:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         service.node.gateway_url = url
         servers = [
-            (_Server(_settings(create_app(service))), outside),
-            (_Server(_settings(Gateway(service.node))), inside),
+            (_Server(create_app(service)), outside),
+            (_Server(Gateway(service.node)), inside),
         ]
         failure: Exception | None = None
         async with asyncio.TaskGroup() as group:
@@ -78,7 +93,8 @@ async def serving(service: Service) -> AsyncIterator[str]:
             for server, _ in servers:
                 await server.ready.wait()
             try:
-                yield url
+                async with service.running():
+                    yield url
             except Exception as error:  # the caller's own: it is given back as it was, not in a group
                 failure = error
             finally:
@@ -88,7 +104,7 @@ async def serving(service: Service) -> AsyncIterator[str]:
             raise failure
 
 
-def _settings(app: Any) -> uvicorn.Config:
+def _settings(app: Application) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http="httptools",

@@ -76,9 +76,9 @@ def serve(
 
     Examples:
 
-        outrider serve --engine vllm=http://127.0.0.1:8000 --tokenizer models/Qwen3-8B
+        outrider serve --engine vllm=http://127.0.0.1:8000 --tokenizer models/Qwen3-8B --renderer qwen3
 
-        outrider serve --engine embedded=models/tiny --port 0
+        outrider serve --engine embedded=models/tiny --renderer template:qwen3 --port 0
 
         outrider serve --config outrider.toml
     """

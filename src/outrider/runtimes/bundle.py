@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib.resources
 import subprocess
+import threading
 from collections.abc import Sequence
 
 from outrider.errors import RuntimeUnavailable
@@ -36,13 +37,15 @@ COMPILE = (
 )
 FLAGS = ("-I", "-S")
 
-
 INSIDE = "outrider.runtimes.inside"
 MODULES = (
     *("wire", "processes", "loop", "connection", "calls", "capture"),
     *("job", "shell", "bridge", "files", "server"),
 )
 """In the order in which they build on each other."""
+
+COMPILING = threading.Lock()
+"""Sandboxes that start together compile once; and Python 3.11's `ast.parse` fails when threads use it at once."""
 
 
 def source(name: str) -> str:
@@ -76,13 +79,18 @@ def delivery(bytecode: bytes) -> bytes:
     return len(bytecode).to_bytes(4, "big") + bytecode
 
 
-@functools.lru_cache(maxsize=64)  # pure, given `stamp`
 def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
     """The tool server as `interpreter`, run below `enter` (the sandbox's arguments), compiles it.
 
     `stamp` tells one state of the interpreter's file system from another. Raises RuntimeUnavailable when there is no
-    Python of 3.8 or newer. Blocks for about 50 ms the first time.
+    Python of 3.8 or newer. Blocks for about 50 ms the first time, and while another thread is at it.
     """
+    with COMPILING:
+        return _compiled(enter, interpreter, stamp)
+
+
+@functools.lru_cache(maxsize=64)  # pure, given `stamp`
+def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
     command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
     try:
         done = subprocess.run(command, input=program().encode(), capture_output=True, env={}, timeout=60, check=False)

@@ -5,6 +5,7 @@ It resolves every name and starts nothing. Invariant: a task that passes can fai
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,8 +21,6 @@ from outrider.harnesses.factory import make_harness
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
 from outrider.spec import GroupSpec, RuntimeSpec, Upload
-
-Location = tuple[int | str, ...]
 
 Location = tuple[int | str, ...]
 
@@ -86,12 +85,12 @@ def _check_files(spec: RuntimeSpec, files: Path) -> None:
         if not isinstance(step, Upload):
             continue
         field = f"task.runtime.prepare.{number}.upload"
-        path = (root / step.upload).resolve()
+        path = Path(os.path.realpath(root / step.upload))
         if not path.is_relative_to(root):
             raise InvalidField(f"{step.upload!r} leads out of the files folder", field=field)
-        if not path.exists():
+        if not os.path.exists(path):
             raise InvalidField(f"{step.upload!r} is not in the service's files folder", field=field)
-    if spec.rootfs is not None and not Path(spec.rootfs).is_dir():
+    if spec.rootfs is not None and not os.path.isdir(spec.rootfs):
         raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
 
 

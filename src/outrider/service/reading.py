@@ -72,12 +72,12 @@ class Reader:
             prompt_tokens=turn.prompt_length,
             output_tokens=len(turn.output_ids) // 4,
             context=self._tokenizer.decode(unpack_ids(turn.prompt_delta).tolist()),
-            sampled=self._tokenizer.decode(unpack_ids(turn.output_ids).tolist()) or turn.reply_text,
+            sampled=self._tokenizer.decode(unpack_ids(turn.output_ids).tolist()) or _text(turn),
             finish=turn.finish.value,
             mode=turn.mode.value,
             dialect=turn.dialect,
             engine=turn.engine,
-            tool_calls=turn.tool_calls,
+            tool_calls=len(turn.reply.tool_calls) if turn.reply else 0,
             malformed_calls=turn.malformed_calls,
             cached_tokens=turn.cached_tokens,
             drift_tokens=turn.drift_tokens,
@@ -85,6 +85,11 @@ class Reader:
             sampling=turn.sampling,
             timings=turn.timings,
         )
+
+
+def _text(turn: Turn) -> str:
+    """What a turn without ids said."""
+    return turn.reply.content if turn.reply else ""
 
 
 def session_view(row: SessionRow) -> SessionView:

@@ -10,7 +10,8 @@ import fcntl
 import os
 import secrets
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +39,10 @@ from outrider.wire import EventView, GroupView, ResultsPage, ServiceStatus
 
 
 class Service:
-    """`async with Service(config) as service`. Raises InvalidField for settings that cannot work here."""
+    """`async with Service(config) as service`. Raises InvalidField for settings that cannot work here.
+
+    It takes groups from then on, and runs them within `async with service.running()`.
+    """
 
     def __init__(self, config: Config) -> None:
         if config.model.tokenizer is None:
@@ -80,9 +84,6 @@ class Service:
             for spec in self.config.engines:
                 await self.pool.add(spec)
             await stack.enter_async_context(self.node)
-            tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
-            stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
             self._stack = stack.pop_all()
         return self
 
@@ -90,6 +91,19 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.__aexit__(None, None, None)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run sessions and deliver results, once. To be entered when the model gateway is served, and left before
+        it is not: a session that loses its gateway fails. What is then under way is the next service's to take up."""
+        tasks = asyncio.TaskGroup()
+        async with AsyncExitStack() as stack:
+            await tasks.__aenter__()
+            # Without the error that ends it all: that is the caller's own, and not to be wrapped in a group.
+            stack.push_async_callback(tasks.__aexit__, None, None, None)
+            stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
+            stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
+            yield
 
     async def submit(self, spec: GroupSpec) -> GroupView:
         """Check, store, and wake the scheduler. Raises what admission raises, and Conflict for a repeated

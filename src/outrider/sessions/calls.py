@@ -20,7 +20,7 @@ from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.engines.member import Assignment
 from outrider.engines.pool import EnginePool
 from outrider.errors import EngineUnavailable
-from outrider.messages import Delta, Message, Role
+from outrider.messages import Delta, Message, Role, WireMessages
 from outrider.tokens.renderer import Renderer
 from outrider.tokens.stream import ReplyStream
 from outrider.tokens.tree import Joined, TokenTree
@@ -188,11 +188,16 @@ class TokenCall:
             sampling=msgspec.to_builtins(self._sampling),
             cached_tokens=self._last.cached_tokens if self._last else None,
             drift_tokens=self._drift,
-            reply_text=self._reply.content,
-            tool_calls=len(self._reply.tool_calls),
+            messages=parsed(self._request.messages, prompt.parent.prompt.messages + 1 if prompt.parent else 0),
+            reply=reply,
             malformed_calls=self._malformed,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
+
+
+def parsed(messages: WireMessages, start: int) -> tuple[Message, ...]:
+    """A request's messages from `start` on."""
+    return tuple(messages.parse(index) for index in range(start, len(messages)))
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:

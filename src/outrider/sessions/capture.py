@@ -19,7 +19,7 @@ from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta
-from outrider.sessions.calls import Endpoint, count_differences
+from outrider.sessions.calls import Endpoint, count_differences, parsed
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -62,12 +62,11 @@ class CaptureCall:
         self._last: ChatChunk | None = None
 
     async def steps(self) -> AsyncGenerator[Opening | Delta, None]:
-        messages = self._request.messages
         generation = self._endpoint.pool.chat(
             ChatRequest(
                 request_id=self.id,
                 session_key=self._session_key,
-                messages=tuple(messages.parse(index) for index in range(len(messages))),
+                messages=parsed(self._request.messages, 0),
                 tools=self._request.tools,
                 sampling=self._sampling,
             )
@@ -91,7 +90,8 @@ class CaptureCall:
         assert served is not None
         captured = last.output_ids is not None and last.prompt_ids is not None
         output = last.output_ids or [] if captured else []
-        placed = self._record.place(last.prompt_ids or [] if captured else [], output)
+        request = self._request.messages
+        placed = self._record.place(last.prompt_ids or [] if captured else [], output, messages=len(request))
         versions = last.versions or ((VersionSpan(served.version, 0, len(output)),) if output else ())
         return Turn(
             index=placed.index,
@@ -110,8 +110,8 @@ class CaptureCall:
             engine=served.engine,
             sampling=msgspec.to_builtins(self._sampling),
             drift_tokens=placed.drift,
-            reply_text=last.reply.content,
-            tool_calls=len(last.reply.tool_calls),
+            messages=parsed(request, placed.known_messages),
+            reply=last.reply,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
 
@@ -143,6 +143,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     join: JoinKind
     delta: bytes
     drift: int
+    known_messages: int
 
 
 class CaptureRecord:
@@ -150,18 +151,22 @@ class CaptureRecord:
 
     def __init__(self) -> None:
         self._ends: list[list[int]] = []
+        self._messages: list[int] = []
 
-    def place(self, prompt: list[int], output: list[int]) -> Placed:
+    def place(self, prompt: list[int], output: list[int], *, messages: int) -> Placed:
+        """`messages` is how many the request had; its reply makes one more."""
         index = len(self._ends)
         parent = self._longest_prefix(prompt)
         self._ends.append(prompt + output)
+        self._messages.append(messages + 1)
         if parent is not None:
-            known = len(self._ends[parent])
-            return Placed(index=index, parent=parent, join=JoinKind.APPEND, delta=pack_ids(prompt[known:]), drift=0)
+            delta = pack_ids(prompt[len(self._ends[parent]) :])
+            known = self._messages[parent]
+            return Placed(index=index, parent=parent, join=JoinKind.APPEND, delta=delta, drift=0, known_messages=known)
         before = self._ends[index - 1] if index else []
         drift = count_differences(np.asarray(before, dtype=np.int32), prompt[: len(before)]) if prompt else 0
         join = JoinKind.FORK if index and prompt else JoinKind.ROOT
-        return Placed(index=index, parent=None, join=join, delta=pack_ids(prompt), drift=drift)
+        return Placed(index=index, parent=None, join=join, delta=pack_ids(prompt), drift=drift, known_messages=0)
 
     def _longest_prefix(self, prompt: list[int]) -> int | None:
         best: int | None = None

@@ -17,7 +17,6 @@ from outrider.engines.base import SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import ContextOverflow, EngineError, RequestError
 from outrider.lifecycle import StopReason
-from outrider.messages import Message
 from outrider.sessions.calls import Call, Endpoint, Step, TokenCall
 from outrider.sessions.capture import CaptureCall, CaptureRecord
 from outrider.spec import Limits, Sampling
@@ -80,7 +79,6 @@ class Conversation:
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = True
-        self._last: tuple[ModelRequest, Message] | None = None
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[Step, None]:
         """One model call: an Opening once the engine has it, Deltas as tokens are sampled, one Completion.
@@ -119,13 +117,6 @@ class Conversation:
         """The model's context length: as configured, else as the session's engine says."""
         return self.endpoint.context_tokens or (await self.endpoint.pool.select(self.session_key)).context_tokens
 
-    def transcript(self) -> tuple[Message, ...]:
-        """The main conversation as of its last finished turn, that turn's reply included."""
-        if self._last is None:
-            return ()
-        request, reply = self._last
-        return (*(request.messages.parse(index) for index in range(len(request.messages))), reply)
-
     def _admit(self) -> None:
         if not self._open:
             raise Ended("this session's run is over")
@@ -142,7 +133,7 @@ class Conversation:
 
     async def _run(self, request: ModelRequest, dialect: str) -> AsyncGenerator[Step, None]:
         assigned = await self.endpoint.pool.select(self.session_key)
-        main, call = self._begin(request, dialect, assigned)
+        call = self._begin(request, dialect, assigned)
         try:
             async with aclosing(call.steps()) as steps:
                 async for step in steps:
@@ -153,22 +144,18 @@ class Conversation:
             raise
         await self._store(call.commit())
         self.failure = None
-        completion = call.completion()
-        if main:
-            self._last = (request, completion.reply)
-        yield completion
+        yield call.completion()
 
-    def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> tuple[bool, Call]:
-        """The call, and whether it belongs to the session's main conversation."""
+    def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
         if assigned.mode is not TokenMode.TOKENS:
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
-            return True, CaptureCall(
+            return CaptureCall(
                 self.endpoint, self._captured, request, sampling, dialect=dialect, session_key=self.session_key
             )
         joined = self.tree.join(request.messages, request.tools, request.tools_raw)
         sampling = self._sampling_for(request.sampling, context, prompt_tokens=joined.prompt.length)
-        return joined.prompt.conversation == 0, TokenCall(
+        return TokenCall(
             self.endpoint, self.tree, joined, request, sampling, dialect=dialect, session_key=self.session_key
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-import tempfile
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -25,6 +25,7 @@ from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.sessions.calls import Endpoint
 from outrider.sessions.conversation import Conversation
+from outrider.sessions.folder import NodeFolder
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.session import Ending, Parts, SessionRun
 from outrider.sessions.shield import run_to_end
@@ -70,7 +71,7 @@ class LocalNode:
         self._sessions = 0
 
     async def __aenter__(self) -> Self:
-        self._directory = Path(tempfile.mkdtemp(prefix="outrider-"))
+        self._folder = await asyncio.to_thread(NodeFolder.make)
         await self._teardowns.__aenter__()
         return self
 
@@ -80,7 +81,7 @@ class LocalNode:
         try:
             await self._teardowns.__aexit__(None, None, None)
         finally:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            await asyncio.to_thread(self._folder.remove)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -89,7 +90,7 @@ class LocalNode:
     @property
     def gateway_socket(self) -> Path:
         """The Unix socket on which the model gateway must listen; sandboxes without network use it."""
-        return self._directory / "gateway.sock"
+        return self._folder.path / "gateway.sock"
 
     def conversation(self, key: str) -> Conversation | None:
         """The conversation a credential belongs to, while its run lasts."""
@@ -102,7 +103,7 @@ class LocalNode:
 
     async def run(self, assignment: Assignment) -> SessionResult:
         key = secrets.token_urlsafe(24)
-        directory = self._directory / f"{assignment.session_id}-{assignment.attempt}"
+        directory = self._folder.path / f"{assignment.session_id}-{assignment.attempt}"
         self._sessions += 1
         try:
             try:
@@ -157,6 +158,7 @@ class LocalNode:
             evaluator=make_evaluator(task.evaluator),
             lanes=self._lanes,
             enter=enter,
+            turns=partial(self._turns, assignment),
             teardown=self._stop,
         )
 

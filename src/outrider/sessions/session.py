@@ -28,8 +28,9 @@ from outrider.sessions.conversation import Conversation, LimitReached
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.model_client import ConversationClient
 from outrider.sessions.prepare import prepare
+from outrider.sessions.transcript import transcript
 from outrider.spec import TaskSpec
-from outrider.trajectory import StageSeconds, Verdict
+from outrider.trajectory import StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
 
@@ -48,6 +49,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     evaluator: Evaluator
     lanes: Lanes
     enter: Callable[[SessionState], Awaitable[None]]
+    turns: Callable[[], Awaitable[list[Turn]]]
     teardown: Callable[[Runtime], Awaitable[None]]
 
 
@@ -211,7 +213,7 @@ class SessionRun:
             runtime=parts.runtime,
             stop_reason=reason,
             harness=harness,
-            transcript=parts.conversation.transcript(),
+            transcript=transcript(await parts.turns()),
             turns=parts.conversation.turns,
         )
         failure = EvaluatorError("not evaluated")

@@ -74,6 +74,10 @@ class ReplyStream:
             self._call_open = markup.call_open if tools else None
             self._state = _State.LEADING
             self._first = _State.REASONING if renderer.thinking(prompt_tail) else _State.CONTENT
+            self._content_ends = dict.fromkeys(self._stop, _State.STOPPED)
+            if self._call_open is not None:
+                self._content_ends[self._call_open] = _State.HELD
+            self._reasoning_ends = {self._think_close: _State.CONTENT, **self._content_ends}
 
     def push(self, ids: Sequence[int]) -> ReplyPart:
         """What becomes visible with these ids."""
@@ -169,12 +173,12 @@ class ReplyStream:
         text: list[str] = []
         reasoning: list[str] = []
         while True:
-            before = (self._state, len(self._pending))
+            before = self._state
             part = self._step(final=final)
             if part is not None:
                 text.append(part.text)
                 reasoning.append(part.reasoning)
-            if (self._state, len(self._pending)) == before:
+            if self._state is before:  # a step that stays in its state has done all it can with this text
                 return ReplyPart("".join(text), "".join(reasoning))
 
     def _step(self, *, final: bool) -> ReplyPart | None:
@@ -182,9 +186,9 @@ class ReplyStream:
             case _State.LEADING:
                 return self._leading(final=final)
             case _State.REASONING:
-                return self._visible(self._reasoning_markers(), final=final)
+                return self._visible(self._reasoning_ends, final=final)
             case _State.CONTENT:
-                return self._visible(self._content_markers(), final=final)
+                return self._visible(self._content_ends, final=final)
             case _State.HELD:
                 return self._held()
             case _State.STOPPED:
@@ -199,18 +203,6 @@ class ReplyStream:
         elif final or (stripped and not self._think_open.startswith(stripped)):
             self._state = self._first
         return None
-
-    def _reasoning_markers(self) -> dict[str, _State]:
-        markers = {self._think_close: _State.CONTENT, **dict.fromkeys(self._stop, _State.STOPPED)}
-        if self._call_open is not None:
-            markers[self._call_open] = _State.HELD
-        return markers
-
-    def _content_markers(self) -> dict[str, _State]:
-        markers = dict.fromkeys(self._stop, _State.STOPPED)
-        if self._call_open is not None:
-            markers[self._call_open] = _State.HELD
-        return markers
 
     def _visible(self, markers: dict[str, _State], *, final: bool) -> ReplyPart | None:
         """Emit up to the first marker, or up to what may become one."""

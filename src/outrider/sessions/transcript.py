@@ -1,0 +1,22 @@
+"""The main conversation of a session, read back from its stored turns. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.messages import Message
+from outrider.trajectory import Turn
+
+
+def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
+    """As of the newest turn of the first conversation that was answered, its reply included; `turns[i].index`
+    must be `i`."""
+    answered = (turn for turn in reversed(turns) if turn.conversation == 0 and turn.reply is not None)
+    turn = next(answered, None)
+    messages: list[Message] = []
+    while turn is not None:
+        if turn.reply is not None:
+            messages.append(turn.reply)
+        messages.extend(reversed(turn.messages))
+        turn = turns[turn.parent] if turn.parent is not None else None
+    return tuple(reversed(messages))

@@ -1,0 +1,102 @@
+"""Every `outrider ...` that a page names is a command that exists, with options that it has."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+
+from outrider.cli.main import UsageError, commands
+from outrider.cli.terminal import Terminal
+
+from .pages import PAGES, Page
+
+END_OF_COMMAND = re.compile(r"[|&;<>()]+")
+ROOT_OPTIONS = {"--help", "-h", "--version"}
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+COMMANDS: Any = typer.main.get_command(commands())
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """The words of each `outrider` command in a shell text."""
+    lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    lexer.commenters = "#"
+    for is_end, words in itertools.groupby(lexer, lambda word: bool(END_OF_COMMAND.fullmatch(word))):
+        command = list(itertools.dropwhile(ASSIGNMENT.match, words))
+        if not is_end and command[:1] == ["outrider"]:
+            yield command[1:]
+
+
+class Shown(NamedTuple):
+    """A command on a page: to be typed as it is (`whole`), or only named."""
+
+    where: str
+    words: list[str]
+    whole: bool
+
+
+def shown(page: Page) -> Iterator[Shown]:
+    """The commands of console blocks, and of code within a line."""
+    for block in page.blocks:
+        if block.info == "console":
+            for line in block.text.splitlines():
+                if line.startswith("$ "):
+                    yield from (Shown(block.where, words, True) for words in command_lines(line[2:]))
+    for span in page.spans:
+        # `list|add|rm` stands for three commands; a pipe proper has spaces around it.
+        for choice in itertools.product(*(word.split("|") if "|" in word else [word] for word in span.split(" "))):
+            yield from (Shown(page.name, words, False) for words in command_lines(" ".join(choice)))
+
+
+def complaint(words: list[str], *, whole: bool = True) -> str | None:
+    """What the command line would not understand; it is parsed and not run. Arguments are missed if it is `whole`."""
+    command, words = COMMANDS, list(words)
+    while words and (inner := getattr(command, "commands", None)):
+        name = words.pop(0)
+        if name in ROOT_OPTIONS:
+            return None
+        if name not in inner:
+            return f"no command {name!r}"
+        command = inner[name]
+    if hasattr(command, "commands"):
+        return None
+    try:
+        command.make_context("outrider", [word for word in words if word not in ROOT_OPTIONS], obj=Terminal())
+    except UsageError as error:
+        left_out = type(error).__name__ == "MissingParameter" and not whole
+        return None if left_out else f"{' '.join(words)}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=repr)
+def test_commands_exist(page: Page) -> None:
+    found = [(each.where, complaint(each.words, whole=each.whole)) for each in shown(page)]
+    assert [(where, wrong) for where, wrong in found if wrong] == []
+
+
+def test_the_pages_show_every_command() -> None:
+    seen = {each.words[0] for page in PAGES for each in shown(page) if each.words} - ROOT_OPTIONS
+    assert seen == set(COMMANDS.commands)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "outrider serv",
+        "outrider run -n 8",
+        "outrider run task.toml -m 8",
+        "outrider export --format csv",
+        "outrider engines delete x",
+        "make demo && outrider show a b",
+        "X=1 outrider status --urls x",
+    ],
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    (words,) = command_lines(line)
+    assert complaint(words)

@@ -1,0 +1,221 @@
+"""Tables of fields, names and codes hold what the code holds: every one, no other, and the same defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import PurePath
+from typing import Any, get_args
+
+import msgspec
+import pytest
+import typer
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from outrider.api.engines import engine_routes
+from outrider.api.groups import group_routes
+from outrider.cli.main import commands
+from outrider.config import Config
+from outrider.engines.scripted import Reply, ScriptOptions
+from outrider.errors import ErrorRecord, OutriderError
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.agent import ToolOptions
+from outrider.harnesses.command import ENDPOINT_VARIABLES
+from outrider.harnesses.presets import load_preset, preset_names
+from outrider.lifecycle import SessionState, StopReason
+from outrider.plugins import names
+from outrider.sessions.conversation import Ended, LimitReached
+from outrider.spec import EngineSpec, GroupSpec
+from outrider.store.base import EventKind
+from outrider.tokens.markup import MARKUP
+from outrider.tokens.samples import POLICY
+from outrider.trajectory import BranchKind, ForkCause, JoinKind, LogprobKind, Sample, TokenMode
+
+from .pages import Table, code, page
+
+REQUIRED = "required"
+
+
+def default(value: Any) -> Any:
+    """A default as JSON has it."""
+    match value:
+        case PurePath():
+            return str(value)
+        case tuple():
+            return list(value)
+        case _:
+            return value
+
+
+def fields_of(model: type[BaseModel], above: str = "", *, lists: bool = True) -> dict[str, Any]:
+    """Every leaf of a model by its dotted path, with its default; `[]` stands for the elements of a list."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        path = f"{above}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= fields_of(field.annotation, f"{path}.", lists=lists)
+            continue
+        found[path] = REQUIRED if field.is_required() else default(field.get_default(call_default_factory=True))
+        for inner in models_in(field.annotation) if lists else ():
+            found |= fields_of(inner, f"{path}[].")
+    return found
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in models_in(inner)]
+
+
+def struct_fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        if field.default is not msgspec.NODEFAULT:
+            found[field.name] = default(field.default)
+        elif field.default_factory is not msgspec.NODEFAULT:
+            found[field.name] = default(field.default_factory())
+        else:
+            found[field.name] = REQUIRED
+    return found
+
+
+def written(table: Table) -> dict[str, Any]:
+    """The table's fields with the defaults it gives."""
+    words = {"required": REQUIRED, "none": None}
+    defaults = [words[cell] if cell in words else json.loads(code(cell)) for cell in table.column("Default")]
+    return dict(zip(listed(table), defaults, strict=True))
+
+
+def listed(table: Table) -> list[str]:
+    """The first column, which is code."""
+    return [code(row[0]) for row in table.rows]
+
+
+def values(kind: Iterable[StrEnum]) -> set[str]:
+    return {item.value for item in kind}
+
+
+def test_tasks_has_every_field_with_its_default() -> None:
+    (table,) = page("docs/tasks.md").tables("Field")
+    assert written(table) == fields_of(GroupSpec)
+
+
+def test_config_has_every_setting_with_its_default_and_its_variable() -> None:
+    (table,) = page("docs/config.md").tables("Setting")
+    settings = dict(zip(listed(table), table.rows, strict=True))
+    expected = fields_of(Config, lists=False)
+    assert settings.keys() == expected.keys()
+    for name, (_, _, variable, given, _) in settings.items():
+        assert code(variable) == "OUTRIDER_" + name.upper().replace(".", "__")
+        assert (None if given == "none" else json.loads(code(given))) == expected[name], name
+
+
+def test_config_has_every_flag_of_serve() -> None:
+    (table,) = page("docs/config.md").tables("Setting")
+    serve: Any = typer.main.get_command(commands()).commands["serve"]  # type: ignore[attr-defined]
+    flags = {option for parameter in serve.params for option in parameter.opts if option.startswith("--")}
+    assert set(map(code, table.column("Flag"))) == flags - {"--config", "--verbose"}
+
+
+def test_config_has_every_streamed_family() -> None:
+    missing = MARKUP.keys() - set(page("docs/config.md").spans)
+    assert not missing
+
+
+def test_engines_has_every_field_and_kind() -> None:
+    spec, script, reply = page("docs/engines.md").tables("Field")
+    assert written(spec) == fields_of(EngineSpec)
+    assert written(script) == struct_fields(ScriptOptions)
+    assert written(reply) == struct_fields(Reply)
+    (kinds,) = page("docs/engines.md").tables("Kind")
+    assert listed(kinds) == ["vllm", "sglang", "openai", "embedded", "scripted"]
+    assert set(listed(kinds)) == set(names("engine"))
+
+
+def test_runtimes_has_every_kind() -> None:
+    (kinds,) = page("docs/runtimes.md").tables("Kind")
+    assert set(listed(kinds)) == set(names("runtime"))
+
+
+def test_tokens_has_every_column_of_a_sample() -> None:
+    (table,) = page("docs/tokens.md").tables("Column")
+    assert listed(table) == list(struct_fields(Sample))
+
+
+def test_tokens_has_every_join_cause_and_branch() -> None:
+    tokens = page("docs/tokens.md")
+    (joins,), (causes,), (branches,) = tokens.tables("Join"), tokens.tables("Cause"), tokens.tables("Branch kind")
+    assert set(listed(joins)) == values(JoinKind)
+    assert set(listed(causes)) == values(ForkCause)
+    assert dict(zip(listed(branches), branches.column("Policy"), strict=True)) == {
+        kind.value: POLICY[kind].value for kind in BranchKind
+    }
+    assert set(tokens.spans) >= values(LogprobKind) | values(TokenMode)
+
+
+def test_tasks_and_failure_name_every_stop_reason() -> None:
+    (table,) = page("docs/tasks.md").tables("What ends")
+    reasons = set(map(code, table.column("Stop reason")))
+    assert reasons | {StopReason.EARLY_STOP.value} == values(StopReason)
+    assert StopReason.EARLY_STOP.value in page("docs/failure.md").spans
+
+
+def every_error(kind: type[OutriderError] = OutriderError) -> list[type[OutriderError]]:
+    return [found for child in kind.__subclasses__() for found in (child, *every_error(child))]
+
+
+def test_failure_has_every_error_with_its_status() -> None:
+    errors = {error.code: error for error in every_error() if error.__module__.startswith("outrider.")}
+    assert {LimitReached.code, Ended.code} < errors.keys()
+    fields, codes = *page("docs/failure.md").tables("Field"), *page("docs/failure.md").tables("Code")
+    assert written(fields) == struct_fields(ErrorRecord)
+    assert {code(row[0]): row[1:4] for row in codes.rows} == {
+        name: (error.boundary.value, str(error.http_status), "yes" if error.retryable else "no")
+        for name, error in errors.items()
+    }
+
+
+def test_api_has_every_route() -> None:
+    # The routes are read, never called: no service is needed.
+    app = FastAPI(docs_url=None, redoc_url=None)
+    for routes in (group_routes, engine_routes):
+        app.include_router(routes(None))  # type: ignore[arg-type]
+    control = {f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
+    (table,) = page("docs/api.md").tables("Route")
+    assert set(listed(table)) == control | {"GET /healthz", "GET /readyz", "GET /openapi.json"}
+
+
+def test_api_has_every_event_and_state() -> None:
+    (events,) = page("docs/api.md").tables("Event")
+    assert set(listed(events)) == values(EventKind)
+    assert set(page("docs/api.md").spans) >= values(SessionState)
+
+
+def test_harnesses_has_every_preset_and_variable() -> None:
+    harnesses = page("docs/harnesses.md")
+    assert set(harnesses.spans) >= ENDPOINT_VARIABLES
+    for name in preset_names():
+        assert f'preset = "{name}"' in harnesses.spans
+        assert f"harnesses/{name}.md" in harnesses.links
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_presets_page_has_its_options(name: str) -> None:
+    expected = {
+        option: REQUIRED if given.default is None else given.default
+        for option, given in load_preset(name).options.items()
+    }
+    tables = page(f"docs/harnesses/{name}.md").tables("Option")
+    assert [written(table) for table in tables] == ([expected] if expected else [])
+
+
+def test_the_built_in_agents_page_has_its_options() -> None:
+    (table,) = page("docs/harnesses/inprocess.md").tables("Option")
+    assert written(table) == fields_of(ToolOptions)
+
+
+def test_evaluators_has_everything_of_an_outcome() -> None:
+    (table,) = page("docs/evaluators.md").tables("Attribute")
+    assert listed(table) == list(struct_fields(Outcome))
