@@ -225,6 +225,15 @@ class GroupSpec(Spec):
     idempotency_key: Name | None = None
     callback_url: Annotated[HttpUrl, Field(strict=False)] | None = None
 
+    @field_validator("callback_url")
+    @classmethod
+    def _has_a_host(cls, value: HttpUrl | None) -> HttpUrl | None:
+        try:
+            (value.host or "" if value else "").encode("idna")
+        except UnicodeError as error:
+            raise ValueError("names no host that could be looked up") from error
+        return value
+
 
 class EngineSpec(Spec):
     """An inference backend to attach. `url` for servers; `options` are the kind's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from pathlib import Path
@@ -15,6 +16,8 @@ from outrider.api.server import check_address
 from outrider.client import AsyncClient, Client
 from outrider.errors import InvalidField, NotFound, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
+from outrider.runtimes.base import Availability
+from outrider.runtimes.memory import MemoryRuntime
 from support.service import running_service, say
 
 TASK = {
@@ -115,6 +118,70 @@ async def test_the_token_guards_control_and_nothing_else(tmp_path: Path) -> None
                     assert reply.status == 200
             async with http.post("/s/no-such-key/v1/chat/completions", json={}) as reply:
                 assert (reply.status, "error" in await reply.json()) == (401, True)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "rebound.example:8700"},
+        {"Origin": "https://some.page.example"},
+        {"Origin": "null"},
+        {"Host": "rebound.example", "Origin": "http://rebound.example"},
+        {"Host": "[half"},
+    ],
+)
+async def test_a_page_in_a_browser_cannot_use_a_service_without_a_token(
+    tmp_path: Path, headers: dict[str, str]
+) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url), aiohttp.ClientSession(url) as http:
+        body = msgspec.json.encode({"task": TASK})  # with a content type that needs no preflight
+        async with http.post("/v1/groups", data=body, headers={"Content-Type": "text/plain"} | headers) as reply:
+            error = await reply.json()
+        assert (reply.status, error["code"]) == (401, "unauthorized")
+        assert await service.store.groups() == []
+
+
+@pytest.mark.parametrize("place", ["localhost", "LOCALHOST:80", "127.0.0.1:8700", "[::1]:8700"])
+async def test_every_name_of_this_machine_will_do(tmp_path: Path, place: str) -> None:
+    headers = {"Host": place, "Origin": f"http://{place}"}
+    async with (
+        running_service(tmp_path=tmp_path) as (_, url),
+        aiohttp.ClientSession(url, headers=headers) as http,
+        http.get("/v1/status") as reply,
+    ):
+        assert reply.status == 200
+
+
+async def test_a_token_may_have_any_characters(tmp_path: Path) -> None:
+    token = "pässword"
+    async with running_service(tmp_path=tmp_path, token=token) as (_, url), AsyncClient(url, token=token) as client:
+        assert (await client.status()).model == "policy"
+
+
+class Unwell(MemoryRuntime):
+    @classmethod
+    def available(cls) -> Availability:
+        raise ZeroDivisionError("a runtime's own mistake")
+
+
+async def test_a_bug_is_told_in_our_shape(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        task = TASK | {"runtime": {"kind": f"{__name__}:Unwell"}}
+        with pytest.raises(ServiceError, match="ZeroDivisionError: a runtime's own mistake"):
+            await client.submit({"task": task})
+
+
+async def test_no_request_outlives_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with aiohttp.ClientSession() as http:
+        async with running_service(tmp_path=tmp_path) as (_, url):
+            async with AsyncClient(url) as client:
+                await client.submit({"task": TASK})
+            stream = await http.get(f"{url}/v1/events")
+            assert await stream.content.readline() == b"id: 1\n"
+        assert [task for task in asyncio.all_tasks() if "run_asgi" in repr(task)] == []
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await stream.read()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "some-host"])

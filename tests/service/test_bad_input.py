@@ -81,6 +81,8 @@ TABLE: list[tuple[str, Any, str | None]] = [
     ("callback_url", "nowhere", None),
     ("callback_url", "ftp://host/x", None),
     ("callback_url", 3, None),
+    ("callback_url", "http://a..b/", None),
+    ("callback_url", f"http://{'a' * 64}.example/", None),
     ("task.instruction", ["x"], None),
     ("task.harness.command", "ls", None),
     ("task.harness.command", [1], "task.harness.command.0"),

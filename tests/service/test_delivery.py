@@ -102,11 +102,25 @@ async def test_a_receiver_that_is_not_there_is_no_failure_of_the_service(world: 
         assert due[0].group_id == submitted.id
 
 
+async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path, tokenizer: Path) -> None:
+    async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
+        await finished_group(store, msgspec.structs.replace(row("bad"), callback_url="http://a..b/"))
+        await finished_group(store, msgspec.structs.replace(row("good"), callback_url=receiver.url))
+        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), first_pause=0.01)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(deliverer.run())
+            await receiver.accepted.wait()
+            while [due.group_id for due in await store.deliveries(now=1e12, limit=9)] != ["bad"]:
+                await store.counts()
+            running.cancel()
+        assert receiver.keys == ["good"]
+
+
 async def finished_group(store: Store, row: GroupRow) -> None:
-    await store.create_group(row, ["s"])
-    attempt = await store.start_attempt("s", node="n", lease_until=1e12)
-    await store.set_state("s", attempt, SessionState.READY)
+    await store.create_group(row, [f"{row.id}.0"])
+    attempt = await store.start_attempt(f"{row.id}.0", node="n", lease_until=1e12)
+    await store.set_state(f"{row.id}.0", attempt, SessionState.READY)
     result = SessionResult(
-        session_id="s", group_id=row.id, sample_index=0, attempt=attempt, stop_reason=StopReason.COMPLETED
+        session_id=f"{row.id}.0", group_id=row.id, sample_index=0, attempt=attempt, stop_reason=StopReason.COMPLETED
     )
-    assert await store.finish("s", attempt, result)
+    assert await store.finish(f"{row.id}.0", attempt, result)

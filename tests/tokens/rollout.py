@@ -14,7 +14,7 @@ from typing import Any
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
 from outrider.tokens.renderer import FamilyRenderer, History
-from outrider.tokens.samples import build_samples, count_tokens
+from outrider.tokens.samples import build_samples, count_samples, count_tokens
 from outrider.tokens.stream import ReplyStream
 from outrider.tokens.tree import Joined, PromptNode, TokenTree
 from outrider.trajectory import (
@@ -148,6 +148,7 @@ class Rollout:
 
     def check_samples(self) -> list[Sample]:
         samples = build_samples(self.turns, RESULT)
+        assert len(samples) == count_samples(self.turns)
         trained: Counter[int] = Counter()
         for sample in samples:
             trained.update(self._checked_sample(sample))

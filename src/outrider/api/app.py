@@ -1,4 +1,4 @@
-"""The whole HTTP surface: control routes behind a bearer token, the model gateway beside them.
+"""The whole HTTP surface: control routes behind a guard, the model gateway beside them.
 
 A factory builds it from a running service; it owns nothing.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
 from outrider.api.engines import engine_routes
@@ -39,23 +41,51 @@ class RootApp:
             await self._control(scope, receive, send)
 
 
-class BearerToken:
-    """Refuses control calls without the service's token."""
+class Guard:
+    """Refuses control calls without the service's token. Without one only this machine can connect, and then what
+    a web page makes its browser send is refused: by the Host and Origin headers, which a page cannot forge."""
 
     def __init__(self, app: Application, token: str | None) -> None:
         self._app = app
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._token is None or scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or (error := self._fault(scope)) is None:
             await self._app(scope, receive, send)
-            return
-        given = Request(scope).headers.get("authorization", "")
-        if secrets.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            await self._app(scope, receive, send)
-            return
-        error = Unauthorized("this service wants its token", hint="send the header `Authorization: Bearer TOKEN`")
-        await json_reply(error.record(), status=error.http_status)(scope, receive, send)
+        else:
+            await json_reply(error.record(), status=error.http_status)(scope, receive, send)
+
+    def _fault(self, scope: Scope) -> Unauthorized | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self._token is not None:
+            given = headers.get(b"authorization", b"")
+            if secrets.compare_digest(given, f"Bearer {self._token}".encode()):
+                return None
+            return Unauthorized("this service wants its token", hint="send the header `Authorization: Bearer TOKEN`")
+        for name in (b"host", b"origin"):
+            place = headers.get(name, b"localhost").decode("latin-1")
+            if not is_local(_hostname(place)):
+                return Unauthorized(
+                    f"without a token this service answers its own machine only, not {name.decode()} {place!r}",
+                    hint="use its address on 127.0.0.1, or serve with a token: --token or OUTRIDER_TOKEN",
+                )
+        return None
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name or address can only mean this machine."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _hostname(place: str) -> str:
+    """The host in a Host or Origin header; empty when there is none to be read."""
+    try:
+        return urlsplit(place if "//" in place else f"//{place}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def control_app(service: Service) -> FastAPI:
@@ -70,6 +100,7 @@ def control_app(service: Service) -> FastAPI:
     app.include_router(group_routes(service))
     app.include_router(engine_routes(service))
     app.add_exception_handler(OutriderError, outrider_error)
+    app.add_exception_handler(Exception, outrider_error)
     app.add_exception_handler(RequestValidationError, bad_query)
     app.add_exception_handler(404, unknown_route)
     app.add_exception_handler(405, unknown_route)
@@ -91,4 +122,4 @@ def control_app(service: Service) -> FastAPI:
 
 def create_app(service: Service) -> RootApp:
     """Everything, for the service's own address."""
-    return RootApp(BearerToken(control_app(service), service.config.token), Gateway(service.node))
+    return RootApp(Guard(control_app(service), service.config.token), Gateway(service.node))

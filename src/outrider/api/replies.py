@@ -14,7 +14,7 @@ def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:
 
 
 async def outrider_error(request: Request, error: Exception) -> Response:
-    """An error we raised on purpose, with its own status."""
+    """An error we raised on purpose, with its own status; any other is a bug, and says so."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     return json_reply(record_of(error), status=status)
 

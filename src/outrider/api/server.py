@@ -10,11 +10,10 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from ipaddress import ip_address
 
 import uvicorn
 
-from outrider.api.app import Application, create_app
+from outrider.api.app import Application, create_app, is_local
 from outrider.api.gateway import Gateway, Receive, Scope, Send
 from outrider.errors import InvalidField, ServiceError
 from outrider.service.service import Service
@@ -57,11 +56,7 @@ class _Server(uvicorn.Server):
 
 def check_address(host: str, token: str | None) -> None:
     """Refuses to serve others without a token. Raises InvalidField."""
-    try:
-        local = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local and not token:
+    if not is_local(host) and not token:
         raise InvalidField(
             f"{host} can be reached from other machines, and no token is set",
             field="token",
@@ -112,6 +107,7 @@ def _settings(app: Application) -> uvicorn.Config:
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=75,
         server_header=False,

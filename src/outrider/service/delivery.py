@@ -63,7 +63,7 @@ class Deliverer:
         try:
             async with http.post(delivery.url, data=msgspec.json.encode(view), headers=headers) as reply:
                 reply.raise_for_status()
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: of a URL that it cannot use
             pause = min(LONGEST_PAUSE, self._first_pause * 2 ** min(delivery.tries, MAX_DOUBLINGS))
             log.warning("callback of %s failed, again in %.0f s: %s", delivery.group_id, pause, error)
             await self._store.delivery_failed(delivery.group_id, next_try=time.time() + pause)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from outrider.lifecycle import StopReason
 from outrider.store.base import SessionRow
-from outrider.tokens.samples import build_samples, count_tokens
+from outrider.tokens.samples import count_samples, count_tokens
 from outrider.trajectory import SessionResult, Turn
 
 
@@ -16,7 +14,7 @@ def interrupted_result(
     session: SessionRow, reason: StopReason, turns: Sequence[Turn], *, labels: Mapping[str, str] | None = None
 ) -> SessionResult:
     """`session.attempt` names the attempt that `turns` belong to."""
-    result = SessionResult(
+    return SessionResult(
         session_id=session.id,
         group_id=session.group_id,
         sample_index=session.sample_index,
@@ -24,6 +22,6 @@ def interrupted_result(
         stop_reason=reason,
         turns=len(turns),
         tokens=count_tokens(turns),
+        samples=count_samples(turns),
         labels=dict(labels or {}),
     )
-    return msgspec.structs.replace(result, samples=len(build_samples(turns, result)))

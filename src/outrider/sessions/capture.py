@@ -12,7 +12,6 @@ from contextlib import aclosing
 from uuid import uuid4
 
 import msgspec
-import numpy as np
 
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
@@ -29,6 +28,7 @@ from outrider.trajectory import (
     VersionSpan,
     pack_ids,
     pack_logprobs,
+    unpack_ids,
 )
 
 
@@ -150,28 +150,28 @@ class CaptureRecord:
     """The ids of a session's captured turns: a prompt that begins with all of an earlier turn's extends it."""
 
     def __init__(self) -> None:
-        self._ends: list[list[int]] = []
+        self._ends: list[bytes] = []
         self._messages: list[int] = []
 
     def place(self, prompt: list[int], output: list[int], *, messages: int) -> Placed:
         """`messages` is how many the request had; its reply makes one more."""
         index = len(self._ends)
-        parent = self._longest_prefix(prompt)
-        self._ends.append(prompt + output)
+        packed = pack_ids(prompt)
+        parent = self._longest_prefix(packed)
+        self._ends.append(packed + pack_ids(output))
         self._messages.append(messages + 1)
         if parent is not None:
-            delta = pack_ids(prompt[len(self._ends[parent]) :])
+            delta = packed[len(self._ends[parent]) :]
             known = self._messages[parent]
             return Placed(index=index, parent=parent, join=JoinKind.APPEND, delta=delta, drift=0, known_messages=known)
-        before = self._ends[index - 1] if index else []
-        drift = count_differences(np.asarray(before, dtype=np.int32), prompt[: len(before)]) if prompt else 0
+        before = unpack_ids(self._ends[index - 1] if index else b"")
+        drift = count_differences(before, prompt[: len(before)]) if prompt else 0
         join = JoinKind.FORK if index and prompt else JoinKind.ROOT
-        return Placed(index=index, parent=None, join=join, delta=pack_ids(prompt), drift=drift, known_messages=0)
+        return Placed(index=index, parent=None, join=join, delta=packed, drift=drift, known_messages=0)
 
-    def _longest_prefix(self, prompt: list[int]) -> int | None:
-        best: int | None = None
-        for index, ids in enumerate(self._ends):
-            longer = best is None or len(ids) > len(self._ends[best])
-            if ids and longer and len(ids) < len(prompt) and prompt[: len(ids)] == ids:
-                best = index
-        return best
+    def _longest_prefix(self, prompt: bytes) -> int | None:
+        """Of the turns whose ids the prompt goes on from, the longest; the first among equals."""
+        fitting = [
+            index for index, ids in enumerate(self._ends) if ids and len(ids) < len(prompt) and prompt.startswith(ids)
+        ]
+        return max(fitting, key=lambda index: len(self._ends[index]), default=None)

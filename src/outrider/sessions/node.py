@@ -31,7 +31,7 @@ from outrider.sessions.session import Ending, Parts, SessionRun
 from outrider.sessions.shield import run_to_end
 from outrider.spec import TaskSpec
 from outrider.store.base import Store
-from outrider.tokens.samples import build_samples, count_tokens
+from outrider.tokens.samples import count_samples, count_tokens
 from outrider.trajectory import SessionResult, Turn
 from outrider.wire import NodeStats
 
@@ -171,7 +171,7 @@ class LocalNode:
     def _result(
         self, assignment: Assignment, conversation: Conversation, ending: Ending, turns: list[Turn]
     ) -> SessionResult:
-        result = SessionResult(
+        return SessionResult(
             session_id=assignment.session_id,
             group_id=assignment.group_id,
             sample_index=assignment.sample_index,
@@ -183,9 +183,9 @@ class LocalNode:
             forks={cause.value: number for cause, number in conversation.tree.forks.items()},
             tokens=count_tokens(turns),
             seconds=ending.seconds,
+            samples=count_samples(turns),
             labels=assignment.task.labels,
         )
-        return msgspec.structs.replace(result, samples=len(build_samples(turns, result)))
 
 
 def _never_begun(assignment: Assignment, error: ErrorRecord) -> SessionResult:

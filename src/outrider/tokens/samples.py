@@ -25,6 +25,9 @@ from outrider.trajectory import (
     unpack_logprobs,
 )
 
+Request = tuple[int | None, bytes]
+"""What tells a session's requests apart: the turn gone on from, and the ids added to it."""
+
 POLICY: Mapping[BranchKind, BranchPolicy] = {
     BranchKind.MAIN: BranchPolicy.TRAIN,
     BranchKind.SUBAGENT: BranchPolicy.TRAIN,
@@ -50,10 +53,9 @@ def branches(turns: Sequence[Turn]) -> list[Branch]:
     those turns keep a branch of their own, and it gets one of kind ABORTED.
     """
     gone_on = _gone_on(turns)
+    used = _used(turns, gone_on)
     found = [
-        Branch(_kind(turn, turns, gone_on), _path(turn, turns))
-        for turn in turns
-        if turn.index not in gone_on and turn.output_ids
+        Branch(_kind(turn, used), _path(turn, turns)) for turn in turns if turn.index not in gone_on and turn.output_ids
     ]
     order = list(BranchKind)
     return sorted(found, key=lambda branch: (order.index(branch.kind), branch.turns[0], -branch.turns[-1]))
@@ -88,9 +90,14 @@ def count_tokens(turns: Sequence[Turn]) -> TokenCounts:
     )
 
 
+def count_samples(turns: Sequence[Turn]) -> int:
+    """How many rows `build_samples` makes, without making them."""
+    return len(_kept(turns))
+
+
 def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
     """The session's training rows. Empty when no turn has ids (a text-only engine)."""
-    kept = [branch for branch in branches(turns) if POLICY[branch.kind] is not BranchPolicy.DROP]
+    kept = _kept(turns)
     trained: set[int] = set()
     samples = []
     for row, branch in enumerate(kept):
@@ -98,6 +105,10 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
         samples.append(_sample(branch, [turns[index] for index in branch.turns], fresh, row, len(kept), result))
         trained |= fresh
     return samples
+
+
+def _kept(turns: Sequence[Turn]) -> list[Branch]:
+    return [branch for branch in branches(turns) if POLICY[branch.kind] is not BranchPolicy.DROP]
 
 
 def _sample(
@@ -170,23 +181,25 @@ def _path(leaf: Turn, turns: Sequence[Turn]) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-def _kind(leaf: Turn, turns: Sequence[Turn], gone_on: Container[int]) -> BranchKind:
+def _kind(leaf: Turn, used: Mapping[Request, int]) -> BranchKind:
     """ABORTED and RETRY describe the leaf; a branch of a conversation that began independently of the session's
     first is a SUBAGENT; everything else is MAIN."""
     if leaf.finish is FinishReason.ABORT:
         return BranchKind.ABORTED
-    if _superseded(leaf, turns, gone_on):
+    if used.get(_request(leaf), leaf.index) != leaf.index:
         return BranchKind.RETRY
     return BranchKind.MAIN if leaf.conversation == 0 else BranchKind.SUBAGENT
 
 
-def _superseded(leaf: Turn, turns: Sequence[Turn], gone_on: Container[int]) -> bool:
-    """Whether the same request was answered again later, or its other answer was gone on with."""
-    return any(
-        turn.index != leaf.index
-        and turn.parent == leaf.parent
-        and turn.prompt_delta == leaf.prompt_delta
-        and (turn.index > leaf.index or turn.index in gone_on)
-        and turn.finish is not FinishReason.ABORT
-        for turn in turns
-    )
+def _used(turns: Sequence[Turn], gone_on: Container[int]) -> dict[Request, int]:
+    """Per request, of the answers that were not cut off, the one that was gone on with, else the last one."""
+    used: dict[Request, int] = {}
+    for turn in turns:
+        request = _request(turn)
+        if turn.finish is not FinishReason.ABORT and used.get(request, -1) not in gone_on:
+            used[request] = turn.index
+    return used
+
+
+def _request(turn: Turn) -> Request:
+    return turn.parent, turn.prompt_delta
