@@ -12,8 +12,8 @@ from outrider.errors import InvalidField
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OUTRIDER_PORT", "OUTRIDER_LANES__RUN", "OUTRIDER_ENGINES"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("PORT", "TOKEN", "LANES", "LANES__RUN", "ENGINES"):
+        monkeypatch.delenv(f"OUTRIDER_{name}", raising=False)
 
 
 def test_the_defaults_are_for_one_machine() -> None:
@@ -33,6 +33,32 @@ def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytes
 def test_lists_come_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_ENGINES", '[{"kind": "vllm", "url": "http://127.0.0.1:8000"}]')
     assert [engine.kind for engine in load_config({}).engines] == ["vllm"]
+
+
+def test_a_section_and_a_setting_in_it_may_both_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_LANES__RUN", "5")
+    monkeypatch.setenv("OUTRIDER_LANES", '{"run": 2, "init": 3}')
+    assert (load_config({}).lanes.run, load_config({}).lanes.init) == (5, 3)
+    monkeypatch.setenv("OUTRIDER_LANES", "many")
+    assert load_config({}).lanes.run == 5
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_TOKEN", "")
+    monkeypatch.setenv("OUTRIDER_PORT", "")
+    assert (load_config({}).token, load_config({}).port) == (None, 8700)
+
+
+def test_an_error_says_where_the_setting_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "outrider.toml"
+    file.write_text("[lanes]\ninit = 0")
+    with pytest.raises(InvalidField, match=r"outrider\.toml"):
+        load_config({"lanes": {"run": 1}}, file=file)
+    monkeypatch.setenv("OUTRIDER_PORT", "high")
+    with pytest.raises(InvalidField, match="from the environment"):
+        load_config({}, file=None)
+    with pytest.raises(InvalidField, match="from flags"):
+        load_config({"port": -1})
 
 
 @pytest.mark.parametrize(

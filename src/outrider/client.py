@@ -54,15 +54,18 @@ class AsyncClient:
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=300))
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=300))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.close()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
         """Submit a group. Stored when this returns."""
@@ -147,6 +150,12 @@ class AsyncClient:
     async def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
         return (await self._call("DELETE", f"/v1/engines/{name}", EngineList)).engines
 
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise _not_open()
+        return self._session
+
     async def _call(
         self,
         method: str,
@@ -180,6 +189,7 @@ class Client:
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
         self._client = AsyncClient(url, token=token)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
@@ -192,9 +202,11 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._wait(self._client.__aexit__(None, None, None))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+            loop.close()
 
     def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
         return self._wait(self._client.submit(group))
@@ -245,6 +257,9 @@ class Client:
         return self._wait(self._client.remove_engine(name))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            work.close()
+            raise _not_open()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -262,6 +277,11 @@ class Client:
             except StopAsyncIteration:
                 return
             yield item
+
+
+def _not_open() -> ServiceError:
+    hint = "open it first: `with Client(url) as client:` or `async with AsyncClient(url) as client:`"
+    return ServiceError("the client is not open", hint=hint)
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:

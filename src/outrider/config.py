@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +77,8 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
-        raise InvalidField(f"setting {path!r}: {first['msg']}", field=path) from error
+        source = next((name for name, values in reversed(sources) if _names(values, first["loc"])), "nowhere")
+        raise InvalidField(f"setting {path!r} from {source}: {first['msg']}", field=path) from error
 
 
 def environment(name: str) -> str | None:
@@ -93,18 +94,17 @@ def cache_home() -> Path:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in OUTRIDER_* variables; an empty one is as good as none."""
     known = set(Config.model_fields)
     found: dict[str, Any] = {}
-    for name, text in environ.items():
-        if not name.startswith(PREFIX):
-            continue
+    for name, text in sorted(environ.items()):
         path = name.removeprefix(PREFIX).lower().split("__")
-        if path[0] not in known:
+        if not name.startswith(PREFIX) or path[0] not in known or not text:
             continue
-        section = found
-        for part in path[:-1]:
-            section = section.setdefault(part, {})
-        section[path[-1]] = _value(text)
+        setting: Any = _value(text)
+        for part in reversed(path):
+            setting = {part: setting}
+        _merge(found, setting)
     return found
 
 
@@ -135,3 +135,14 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
             _merge(into[name], value)
         else:
             into[name] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _names(values: Any, location: Sequence[int | str]) -> bool:
+    """Whether a source of settings says anything about the one at `location`."""
+    for part in location:
+        if not isinstance(values, Mapping):
+            return True
+        if part not in values:
+            return False
+        values = values[part]
+    return True

@@ -6,6 +6,7 @@ module imports none of them.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from importlib.metadata import entry_points
 from typing import Any
@@ -37,19 +38,15 @@ BUILTINS: dict[str, dict[str, str]] = {
 
 def names(kind: str) -> list[str]:
     """Every name that `resolve` knows for a kind, sorted."""
-    found = {point.name for point in entry_points(group=f"outrider.{kind}")}
-    return sorted(found | set(BUILTINS.get(kind, {})))
+    return sorted({**_published(kind), **BUILTINS.get(kind, {})})
 
 
 def resolve(kind: str, name: str, *, field: str | None = None) -> Any:
     """The object `name` stands for. Raises InvalidField when there is none, naming what there is."""
     if ":" in name:
         return load(name, field=field)
-    if path := BUILTINS.get(kind, {}).get(name):
+    if path := BUILTINS.get(kind, {}).get(name) or _published(kind).get(name):
         return load(path, field=field)
-    for point in entry_points(group=f"outrider.{kind}"):
-        if point.name == name:
-            return point.load()
     raise InvalidField(
         f"unknown {kind} {name!r}",
         field=field,
@@ -64,6 +61,12 @@ def load(path: str, *, field: str | None = None) -> Any:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
-    except Exception as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported, or try to leave
         raise InvalidField(f"cannot import {path!r}: {type(error).__name__}: {error}", field=field) from error
     return target
+
+
+@functools.cache  # to read what every installed package publishes takes milliseconds
+def _published(kind: str) -> dict[str, str]:
+    """The entry points of a kind: names and dotted paths."""
+    return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=f"outrider.{kind}")}

@@ -76,6 +76,17 @@ def test_the_sync_client_says_so_when_nobody_listens() -> None:
         client.status()
 
 
+async def test_a_client_is_opened_before_it_is_used() -> None:
+    client = AsyncClient("http://127.0.0.1:9")
+    for _ in range(2):
+        with pytest.raises(ServiceError, match="not open"):
+            await client.status()
+        async with client:
+            pass
+    with pytest.raises(ServiceError, match="not open"):
+        Client("http://127.0.0.1:9").status()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
 async def test_what_json_cannot_say_is_refused_before_it_is_sent(value: Any) -> None:
     async with AsyncClient("http://127.0.0.1:9") as client:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -134,6 +138,40 @@ async def test_setsid_escapees_of_the_process_runtime_die(world: World) -> None:
     assert lives("sleep\x004003")
     await sandbox.stop()
     assert not lives("sleep\x004003")
+
+
+async def test_starts_that_run_out_of_descriptors(world: World, kind: str) -> None:
+    """However far the start has come: a failure of the sandbox, which leaves nothing; with enough of them it works."""
+    await (await world.start(kind)).stop()
+    before = Traces()
+    for available in range(20):
+        sandbox = world.create(kind)
+        with at_most(available):
+            try:
+                await sandbox.start()
+            except RuntimeFailure:
+                assert before.left() == (set(), False, 0)
+            else:
+                break
+            finally:
+                await sandbox.stop()
+    else:
+        pytest.fail("20 descriptors must do")
+    assert available > 3
+    assert before.left() == (set(), False, 0)
+
+
+@contextmanager
+def at_most(available: int) -> Iterator[None]:
+    """Let this process open only so many more descriptors."""
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = itertools.filterfalse(used.__contains__, itertools.count())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, available, None)), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_program_that_is_not_a_server(folder: Path) -> None:

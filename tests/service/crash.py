@@ -26,8 +26,9 @@ async def fill(world: World) -> None:
         await world.done(view.id)
     await world.submit("ask", verdicts=["wait never"])
     await world.stage.arrived["never"].wait()
-    await world.submit("ask", "wait door", n=2)
-    await world.stage.arrived["door"].wait()
+    for place in ("door", "hall"):
+        await world.submit("ask", f"wait {place}")
+        await world.stage.arrived[place].wait()
     await world.submit("ask", instruction="stall here")
     await world.engine.stalled.wait()
     ready = await world.submit("ask")

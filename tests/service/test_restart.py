@@ -24,7 +24,7 @@ from .program import program
 from .world import World, a_world, config, result_of
 
 TESTS = Path(__file__).parent.parent
-PLACES = ("door", "never", "exec")
+PLACES = ("door", "hall", "never", "exec")
 
 
 async def finish_all(w: World, count: int) -> list[GroupView]:
@@ -112,7 +112,7 @@ async def test_killed_with_sessions_at_every_stage(
     (left,) = names(temporary)
     async with world() as w:
         assert left not in names(temporary)
-        groups = await finish_all(w, 8)
+        groups = await finish_all(w, 9)
         attempts = Counter(result_of(session).attempt for group in groups for session in group.sessions)
         assert attempts == {1: 4 + 3, 2: 6}  # those done and those queued; those under way
         for group in groups:

@@ -35,7 +35,7 @@ class Child:
     ) -> Child:
         """Start `argv[0]` in a session of its own; `extra` maps its descriptors (> 2) to ours.
 
-        Raises RuntimeFailure when it cannot be executed.
+        Raises RuntimeFailure when it cannot be executed, OSError when there is no descriptor left to watch it by.
         """
         log = os.memfd_create("stderr")
         actions = [(os.POSIX_SPAWN_DUP2, end.fileno(), target) for target in (0, 1)]
@@ -54,7 +54,13 @@ class Child:
         except OSError as error:
             os.close(log)
             raise RuntimeFailure(f"cannot start {argv[0]}: {error.strerror}") from error
-        return cls(pid, os.pidfd_open(pid), log)
+        try:
+            return cls(pid, os.pidfd_open(pid), log)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(log)
+            raise
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -60,18 +60,21 @@ class HostedServer:
         With `namespace` the command is a bwrap that writes its info to INFO_FD, and the server is the first process
         of a pid namespace: its death is that of all. Raises RuntimeFailure, leaving nothing.
         """
-        info_read, info_write = os.pipe() if namespace else (-1, -1)
+        info: list[int] = []
         try:
-            server = cls._spawn(command, {INFO_FD: info_write} if namespace else {}, setup.mark)
+            info += os.pipe() if namespace else ()
+            server = cls._spawn(command, {INFO_FD: info[1]} if info else {}, setup.mark)
             try:
                 await server.tools.open()
-                await server._boot(bytecode, setup, info_read)
+                await server._boot(bytecode, setup, info[0] if info else -1)
             except BaseException:
                 await shielded(server.stop)
                 raise
             return server
+        except OSError as error:
+            raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
         finally:
-            for fd in {info_read, info_write} - {-1}:
+            for fd in info:
                 os.close(fd)
 
     @classmethod
@@ -87,19 +90,22 @@ class HostedServer:
 
     async def _boot(self, bytecode: bytes, setup: Setup, info: int) -> None:
         self.tools.send_raw(delivery(bytecode))
-        if info >= 0:
-            await readable(info)  # at its end, too, when bwrap could not even start
-            with contextlib.suppress(msgspec.MsgspecError, ProcessLookupError):
-                # An unreadable or dead child-pid means that bwrap failed: configure says why, with its log.
-                told = msgspec.json.decode(os.read(info, 4096), type=BubblewrapInfo)
-                self._init = os.pidfd_open(told.child)
         try:
             async with asyncio.timeout(START_SECONDS):
+                if info >= 0:
+                    await self._find_init(info)
                 await self.tools.call("configure", msgspec.to_builtins(setup, builtin_types=(bytes,)), Done)
         except TimeoutError as error:
             raise RuntimeFailure(f"the sandbox did not start within {START_SECONDS:.0f} s") from error
         except OSError as error:
             raise RuntimeFailure(f"the sandbox cannot be set up: {error}") from error
+
+    async def _find_init(self, info: int) -> None:
+        await readable(info)  # at its end, too, when bwrap could not even start
+        with contextlib.suppress(msgspec.MsgspecError, ProcessLookupError):
+            # An unreadable or dead child-pid means that bwrap failed: configure says why, with its log.
+            told = msgspec.json.decode(os.read(info, 4096), type=BubblewrapInfo)
+            self._init = os.pidfd_open(told.child)
 
     async def stop(self) -> None:
         """Kill all processes and wait for their end. Call once; not cancel-safe by itself."""
