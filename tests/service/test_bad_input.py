@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from enum import Enum
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,13 @@ GOOD: dict[str, Any] = {
     },
     "n": 2,
 }
-DELETE = object()
+
+
+class Change(Enum):
+    DELETE = "delete"
+
+
+DELETE = Change.DELETE
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
