@@ -14,7 +14,8 @@ import pytest
 
 from outrider.api.server import check_address
 from outrider.client import AsyncClient, Client
-from outrider.errors import InvalidField, NotFound, ServiceError, Unauthorized
+from outrider.engines.scripted import ScriptedEngine
+from outrider.errors import InvalidField, ModelMismatch, NotFound, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
 from outrider.runtimes.base import Availability
 from outrider.runtimes.memory import MemoryRuntime
@@ -92,6 +93,23 @@ async def test_what_json_cannot_say_is_refused_before_it_is_sent(value: Any) -> 
     async with AsyncClient("http://127.0.0.1:9") as client:
         with pytest.raises(InvalidField, match="JSON"):
             await client.submit({"task": TASK, "priority": value})
+
+
+async def test_what_is_stored_is_for_its_own_user_alone(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, data=tmp_path / "new" / "data") as (service, _):
+        for folder in (service.config.data, service.node.gateway_socket.parent):
+            assert folder.stat().st_mode & 0o077 == 0
+
+
+async def test_a_sandbox_can_say_nothing_to_the_control_api(tmp_path: Path) -> None:
+    async with (
+        running_service(tmp_path=tmp_path) as (service, _),
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(service.node.gateway_socket))) as http,
+    ):
+        for method, path in (("GET", "/v1/status"), ("POST", "/v1/groups"), ("GET", "/openapi.json"), ("GET", "/")):
+            async with http.request(method, f"http://any{path}", data=msgspec.json.encode({"task": TASK})) as reply:
+                assert reply.status == 404
+        assert await service.store.groups() == []
 
 
 async def test_unknown_ids_are_not_found(tmp_path: Path) -> None:
@@ -221,6 +239,40 @@ async def test_the_description_is_served_and_every_reference_in_it_resolves(tmp_
     body = document["paths"]["/v1/groups"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/GroupSpec"}
     assert set(document["paths"]) >= {"/v1/results", "/v1/events", "/v1/engines", "/v1/sessions/{session_id}/samples"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        (b"not json", 400, None),
+        (b"[]", 400, None),
+        (b"{}", 422, "kind"),
+        (b'{"kind": "scripted", "colour": 1}', 422, "colour"),
+        (b'{"kind": "no-such"}', 422, "kind"),
+        (b'{"kind": "scripted", "options": {"replis": []}}', 422, "options"),
+        (b'{"kind": "vllm"}', 422, "url"),
+    ],
+)
+async def test_a_wrong_engine_is_refused_by_field(tmp_path: Path, body: bytes, status: int, field: str | None) -> None:
+    async with (
+        running_service(tmp_path=tmp_path) as (service, url),
+        aiohttp.ClientSession(url) as http,
+        http.post("/v1/engines", data=body) as reply,
+    ):
+        assert (reply.status, (await reply.json())["field"]) == (status, field)
+        assert len(service.pool.status()) == 1
+
+
+class OtherFamily(ScriptedEngine):
+    async def token_check(self, text: str) -> list[int] | None:
+        return [1, 2, 3]
+
+
+async def test_an_engine_of_another_family_is_refused(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url), AsyncClient(url) as client:
+        with pytest.raises(ModelMismatch, match="tokenises text differently"):
+            await client.add_engine({"kind": f"{__name__}:OtherFamily", "name": "other"})
+        assert [engine.name for engine in service.pool.status()] == ["scripted"]
 
 
 async def test_engines_are_added_drained_and_removed_while_it_runs(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -10,12 +11,22 @@ import pytest
 
 from engines.upstream import Answer, upstream
 from outrider.engines.backoff import Backoff
-from outrider.engines.base import ChatEngine, ChatRequest, Chunk, Engine, EngineOptions, GenerateRequest, SamplingParams
-from outrider.engines.pool import EnginePool
+from outrider.engines.base import (
+    ChatEngine,
+    ChatRequest,
+    Chunk,
+    Engine,
+    EngineHealth,
+    EngineOptions,
+    GenerateRequest,
+    SamplingParams,
+)
+from outrider.engines.pool import FAILOVERS, EnginePool
 from outrider.engines.scripted import ScriptedEngine
 from outrider.errors import (
     Conflict,
     ContextOverflow,
+    EngineError,
     EngineUnavailable,
     InvalidField,
     ModelMismatch,
@@ -241,6 +252,48 @@ async def test_an_engine_that_restarts_fails_no_session() -> None:
         assert named(pool, "a").failures == 2
         assert named(pool, "a").ok
         assert named(pool, "a").detail == ""
+
+
+async def test_a_request_that_no_engine_survives_is_given_up() -> None:
+    """It would otherwise keep taking healthy engines from everybody else."""
+    engines = [engine_of(name, fail="unavailable") for name in "ab"]
+    async with pool_of(probing=AT_ONCE, patience=1e9) as pool:
+        for engine in engines:
+            await pool.add_engine(engine)
+        with pytest.raises(EngineUnavailable, match="by its script"):
+            await turn(pool, "s")
+        assert sum(len(engine.requests) for engine in engines) == FAILOVERS + 1
+
+
+class Careless(ScriptedEngine):
+    """Somebody's own engine, with mistakes in it: so many times its health cannot be asked."""
+
+    unwell = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(ids=[1], logprobs=[-1.0])
+        if request.session_key == "mistaken":
+            raise KeyError("oops")
+        raise EngineUnavailable("gone")
+
+    async def health(self) -> EngineHealth:
+        if self.unwell:
+            self.unwell -= 1
+            raise TypeError("not to be asked")
+        return await super().health()
+
+
+async def test_a_mistake_in_an_engine_is_the_engines_failure() -> None:
+    engine = Careless(EngineOptions(name="a", options={"replies": [{"ids": IDS}]}))
+    async with pool_of(probing=AT_ONCE) as pool:
+        await pool.add_engine(engine)
+        with pytest.raises(EngineError, match="'a' raised KeyError: 'oops'"):
+            await turn(pool, "mistaken")
+        engine.unwell = 2
+        with pytest.raises(EngineUnavailable, match="gone"):
+            await turn(pool, "s")
+        assert (await pool.select("t")).engine == "a"
+        assert engine.unwell == 0
 
 
 async def test_an_engine_that_comes_back_as_another_is_not_taken() -> None:

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from outrider.errors import EvaluatorError
@@ -76,3 +77,19 @@ async def test_the_verdict_file_is_fresh_and_outside_of_the_working_directory(gr
     for path in (first, second):
         with pytest.raises(FileNotFoundError):
             await sandbox.read(path.decode())
+
+
+async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_back(outcome, sandbox):
+    class Breaking:
+        """The sandbox, which stops with the clean-up."""
+
+        read = sandbox.read
+
+        async def exec(self, command, **options):
+            if not isinstance(command, str):
+                await sandbox.stop()
+            return await sandbox.exec(command, **options)
+
+    spec = EvaluatorSpec(run="echo 0.5 > $OUTRIDER_VERDICT")
+    graded = msgspec.structs.replace(outcome(spec), runtime=Breaking())
+    assert await make_evaluator(spec).evaluate(graded) == Verdict(reward=0.5)

@@ -290,7 +290,7 @@ async def test_cancel_kills_all_descendants(real: Runtime) -> None:
 
 async def test_background_child_does_not_hang_the_call(real: Runtime) -> None:
     started = time.monotonic()
-    result = await real.exec("sleep 3003 & echo done", seconds=20)
+    result = await real.exec("sleep 3003 & until grep -q sleep /proc/$!/comm; do :; done; echo done", seconds=20)
     assert (result.exit_code, result.stdout) == (0, b"done\n")
     assert time.monotonic() - started < 10
     assert await alive(real, "3003")

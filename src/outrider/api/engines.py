@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
 
 from outrider.api.openapi import answers, takes
-from outrider.api.replies import json_reply
-from outrider.errors import InvalidField, RequestError
+from outrider.api.replies import json_reply, whole_body
+from outrider.service.admission import parse_engine
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.wire import EngineList, EngineStatus, ServiceStatus
@@ -25,7 +23,7 @@ def engine_routes(service: Service) -> APIRouter:
     @routes.post("/engines", status_code=201, **takes(EngineSpec), **answers(EngineStatus, status=201))
     async def add(request: Request) -> Response:
         """Attach an engine while sessions run. It must answer, and be of the policy's model family."""
-        return json_reply(await service.pool.add(_engine(await request.body())), status=201)
+        return json_reply(await service.pool.add(parse_engine(await whole_body(request))), status=201)
 
     @routes.post("/engines/{name}/drain", **answers(EngineList))
     async def drain(name: str) -> Response:
@@ -35,7 +33,7 @@ def engine_routes(service: Service) -> APIRouter:
 
     @routes.delete("/engines/{name}", **answers(EngineList))
     async def remove(name: str) -> Response:
-        """Detach an engine. What it is generating is given up; its sessions move to another."""
+        """Detach an engine. What it is generating has 30 seconds to end; its sessions move to another."""
         await service.pool.remove(name)
         return json_reply(EngineList(engines=tuple(service.pool.status())))
 
@@ -45,13 +43,3 @@ def engine_routes(service: Service) -> APIRouter:
         return json_reply(await service.status())
 
     return routes
-
-
-def _engine(body: bytes) -> EngineSpec:
-    try:
-        return EngineSpec.model_validate(orjson.loads(body))
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise InvalidField(first["msg"], field=".".join(str(part) for part in first["loc"])) from error

@@ -11,15 +11,14 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from outrider.api.openapi import answers, takes
-from outrider.api.replies import json_reply
-from outrider.errors import InvalidField, TooLarge
+from outrider.api.replies import json_reply, whole_body
+from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
 from outrider.service.admission import parse_group
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
 from outrider.wire import GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 
-MAX_BODY = 64 << 20
 MAX_WAIT = 60.0
 EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
@@ -34,7 +33,7 @@ def group_routes(service: Service) -> APIRouter:
     @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201))
     async def submit(request: Request) -> Response:
         """Submit a group of sessions of one task. It is stored before the reply."""
-        return json_reply(await service.submit(parse_group(await _body(request))), status=201)
+        return json_reply(await service.submit(parse_group(await whole_body(request))), status=201)
 
     @routes.get("/groups", **answers(GroupList))
     async def groups(state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Response:
@@ -83,17 +82,6 @@ def group_routes(service: Service) -> APIRouter:
         return json_reply(SampleList(samples=await service.reader.samples(session_id)))
 
     return routes
-
-
-async def _body(request: Request) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _state(name: str | None) -> GroupState | None:

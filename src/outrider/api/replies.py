@@ -1,4 +1,4 @@
-"""How the control API answers: msgspec structs as JSON, errors as their records."""
+"""How the control API reads and answers: bounded bodies in, msgspec structs and errors' records as JSON out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 
-from outrider.errors import InvalidField, NotFound, OutriderError, record_of
+from outrider.errors import InvalidField, NotFound, OutriderError, TooLarge, record_of
+
+MAX_BODY = 64 << 20
+
+
+async def whole_body(request: Request) -> bytes:
+    """Raises TooLarge past MAX_BODY."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY:
+            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
+        parts.append(part)
+    return b"".join(parts)
 
 
 def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:

@@ -33,10 +33,6 @@ class Gate:
             if not self.in_flight:
                 self._idle.set()
 
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
     def open(self) -> None:
         self._open.set()
 

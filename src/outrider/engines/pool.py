@@ -28,7 +28,7 @@ from outrider.engines.base import (
 )
 from outrider.engines.member import Assignment, Member
 from outrider.engines.seats import Seats
-from outrider.errors import Conflict, EngineError, EngineUnavailable, NotFound
+from outrider.errors import Conflict, EngineError, EngineUnavailable, NotFound, OutriderError
 from outrider.spec import EngineSpec
 from outrider.trajectory import LogprobKind, TokenMode
 from outrider.wire import EngineStatus
@@ -38,6 +38,10 @@ Check = Callable[[AnyEngine], Awaitable[None]]
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 REMOVAL_SECONDS = 30.0
+FAILOVERS = 3
+"""How often one request may fail on engines that were alive, or once on every engine where there are more, before
+it is taken for the cause."""
+
 CHARACTERS_PER_TOKEN = 4
 """A rough measure of a chat request's size, for balance only."""
 
@@ -229,6 +233,7 @@ class EnginePool:
     ) -> AsyncGenerator[T, None]:
         clock = asyncio.get_running_loop().time
         give_up_at: float | None = None
+        failed = 0
         while True:
             member = await self._engine_for(session_key, (takes_tokens,))
             generation.serve(member.assignment())
@@ -247,9 +252,14 @@ class EnginePool:
                 return
             except EngineUnavailable as error:
                 self._fail(member, error)
+                failed += 1
                 give_up_at = give_up_at or clock() + self._patience
-                if begun or clock() >= give_up_at:
+                if begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
                     raise
+            except OutriderError:
+                raise
+            except Exception as error:  # an engine may be anybody's code
+                raise _mistake(member.engine, error) from error
             finally:
                 member.leave(generated)
                 self._seats.hold(session_key, member, prompt_tokens + generated)
@@ -272,11 +282,16 @@ class EnginePool:
             ) from None
 
     async def _vet(self, engine: AnyEngine) -> EngineHealth:
-        health = await engine.health()
-        if not health.ok:
-            raise EngineUnavailable(f"engine {engine.name!r} is not healthy: {health.detail}", field="url")
-        if self._check is not None:
-            await self._check(engine)
+        try:
+            health = await engine.health()
+            if not health.ok:
+                raise EngineUnavailable(f"engine {engine.name!r} is not healthy: {health.detail}", field="url")
+            if self._check is not None:
+                await self._check(engine)
+        except OutriderError:
+            raise
+        except Exception as error:  # an engine may be anybody's code
+            raise _mistake(engine, error) from error
         return health
 
     def _admit(
@@ -336,6 +351,10 @@ class EnginePool:
                 if member.owned:
                     stack.push_async_callback(member.engine.close)
         self._members.clear()
+
+
+def _mistake(engine: AnyEngine, error: Exception) -> EngineError:
+    return EngineError(f"engine {engine.name!r} raised {type(error).__name__}: {error}")
 
 
 def _stop_probe(member: Member) -> None:

@@ -7,6 +7,7 @@ something that is no verdict is an error, never a reward.
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
 from outrider.evaluators.base import Outcome
@@ -39,7 +40,8 @@ class CommandEvaluator:
             result = await outcome.runtime.exec(self._run, env={VERDICT_VARIABLE: path}, seconds=self._seconds)
             return self._verdict(result, await _written(outcome.runtime, path, result))
         finally:
-            await outcome.runtime.exec(["rm", "-f", path], seconds=CLEANUP_SECONDS)
+            with suppress(RuntimeFailure):  # a sandbox that breaks now takes the file with it, and no verdict back
+                await outcome.runtime.exec(["rm", "-f", path], seconds=CLEANUP_SECONDS)
 
     def _verdict(self, result: ExecResult, written: bytes | None) -> Verdict:
         if result.exit_code is None:

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
 
-ENDPOINT_WORDS = frozenset({"base_url", "api_key", "model", "instruction"})
-
 _OPTION = re.compile(r"\{option\.([A-Za-z0-9_.-]+)\}")
 
 

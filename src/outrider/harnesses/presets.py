@@ -6,6 +6,7 @@ declared in it.
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
@@ -94,6 +95,11 @@ def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Pres
     known = preset_names()
     if name not in known:
         raise InvalidField(f"unknown preset {name!r}", field=field, hint=f"known: {', '.join(known)}")
+    return _read(name)
+
+
+@functools.cache  # every session asks for its preset, which comes with the installation
+def _read(name: str) -> Preset:
     text = files("outrider.harnesses").joinpath("presets", f"{name}.toml").read_text("utf-8")
     return msgspec.convert({**tomllib.loads(text), "name": name}, Preset)
 

@@ -65,6 +65,8 @@ class HostedServer:
             info += os.pipe() if namespace else ()
             server = cls._spawn(command, {INFO_FD: info[1]} if info else {}, setup.mark)
             try:
+                if info:
+                    os.close(info.pop())  # so that the other end ends with bwrap
                 await server.tools.open()
                 await server._boot(bytecode, setup, info[0] if info else -1)
             except BaseException:

@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -20,8 +20,9 @@ from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
-from outrider.spec import GroupSpec, RuntimeSpec, Upload
+from outrider.spec import EngineSpec, GroupSpec, RuntimeSpec, Spec, Upload
 
+S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
 
 MAX_DEPTH = 64
@@ -34,20 +35,33 @@ NO_FIELDS = STEP_KINDS | {"[key]"}
 
 def parse_group(body: bytes) -> GroupSpec:
     """Strict JSON (no NaN, no invalid UTF-8) to a spec. Raises RequestError or InvalidField naming the field."""
+    return check_shape(_object(body))
+
+
+def parse_engine(body: bytes) -> EngineSpec:
+    """As `parse_group`."""
+    return _checked(EngineSpec, _object(body))
+
+
+def check_shape(value: Mapping[str, Any]) -> GroupSpec:
+    """The spec that plain values stand for. Raises InvalidField naming the field."""
+    return _checked(GroupSpec, value)
+
+
+def _object(body: bytes) -> Mapping[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(value, Mapping):
         raise RequestError("the body must be a JSON object")
-    return check_shape(value)
+    return value
 
 
-def check_shape(value: Mapping[str, Any]) -> GroupSpec:
-    """The spec that plain values stand for. Raises InvalidField naming the field."""
+def _checked(kind: type[S], value: Mapping[str, Any]) -> S:
     _check_depth(value)
     try:
-        return GroupSpec.model_validate(value)
+        return kind.model_validate(value)
     except ValidationError as error:
         raise _invalid(error) from error
 

@@ -13,8 +13,10 @@ import time
 import aiohttp
 import msgspec
 
+from outrider.service.insist import insist
 from outrider.service.reading import Reader
 from outrider.store.base import Delivery, Store
+from outrider.wire import GroupView
 
 log = logging.getLogger("outrider.delivery")
 
@@ -43,7 +45,7 @@ class Deliverer:
         async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
                 self._work.clear()
-                due = await self._store.deliveries(now=time.time(), limit=AT_ONCE)
+                due = await insist(lambda: self._store.deliveries(now=time.time(), limit=AT_ONCE))
                 async with asyncio.TaskGroup() as group:
                     for delivery in due:
                         group.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}")
@@ -58,14 +60,23 @@ class Deliverer:
             return
 
     async def _deliver(self, http: aiohttp.ClientSession, delivery: Delivery) -> None:
-        view = await self._reader.group(delivery.group_id, samples=True)
-        headers = {"Content-Type": "application/json", "Idempotency-Key": delivery.group_id}
-        try:
-            async with http.post(delivery.url, data=msgspec.json.encode(view), headers=headers) as reply:
-                reply.raise_for_status()
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: of a URL that it cannot use
-            pause = min(LONGEST_PAUSE, self._first_pause * 2 ** min(delivery.tries, MAX_DOUBLINGS))
-            log.warning("callback of %s failed, again in %.0f s: %s", delivery.group_id, pause, error)
-            await self._store.delivery_failed(delivery.group_id, next_try=time.time() + pause)
-        else:
-            await self._store.delivered(delivery.group_id)
+        group_id = delivery.group_id
+        view = await insist(lambda: self._reader.group(group_id, samples=True))
+        if (fault := await _pushed(http, delivery.url, view)) is None:
+            await insist(lambda: self._store.delivered(group_id))
+            return
+        pause = min(LONGEST_PAUSE, self._first_pause * 2 ** min(delivery.tries, MAX_DOUBLINGS))
+        log.warning("callback of %s failed, again in %.0f s: %s", group_id, pause, fault)
+        await insist(lambda: self._store.delivery_failed(group_id, next_try=time.time() + pause))
+
+
+async def _pushed(http: aiohttp.ClientSession, url: str, view: GroupView) -> str | None:
+    """None once the receiver has said that it has it; else why not. A redirect is not followed: it would become a
+    GET, whose answer says nothing about the group."""
+    headers = {"Content-Type": "application/json", "Idempotency-Key": view.id}
+    body = msgspec.json.encode(view)
+    try:
+        async with http.post(url, data=body, headers=headers, allow_redirects=False) as reply:
+            return None if 200 <= reply.status < 300 else f"it answered {reply.status} {reply.reason}"
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: of a URL that it cannot use
+        return str(error) or type(error).__name__

@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
 from outrider.lifecycle import GroupState, StopReason
+from outrider.service.insist import insist
 from outrider.service.interrupted import interrupted_result
 from outrider.sessions.node import Assignment, Node
 from outrider.spec import GroupSpec, TaskSpec
@@ -55,12 +57,12 @@ class Scheduler:
 
     async def run(self) -> None:
         """Place sessions until cancelled; running attempts are then requeued, to be run by the next service."""
-        await self._resume()
+        await insist(self._resume)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew(), name="renew leases")
             while True:
                 self._work.clear()
-                await self._place_all(group)
+                await insist(lambda: self._place_all(group))
                 await self._work.wait()
 
     def wake(self) -> None:
@@ -108,8 +110,9 @@ class Scheduler:
             number = await self._store.start_attempt(
                 session.id, node=node.name, lease_until=time.time() + LEASE_SECONDS
             )
-        except Conflict:
-            return  # its group was cancelled in between
+        except Conflict:  # its group was cancelled in between
+            self._tasks.pop(session.group_id, None)
+            return
         assignment = Assignment(
             session_id=session.id,
             group_id=session.group_id,
@@ -135,7 +138,7 @@ class Scheduler:
         started = time.monotonic()
         try:
             result = await self._outcome(attempt)
-            await self._settle(attempt, result)
+            await insist(lambda: self._settle(attempt, result))
             log.info(
                 "session %s attempt %d: %s in %.2f s",
                 session.id,
@@ -160,7 +163,7 @@ class Scheduler:
                 raise
         finally:
             attempt.task = None
-        return await self._cancelled_result(attempt)
+        return await insist(lambda: self._cancelled_result(attempt))
 
     async def _cancelled_result(self, attempt: _Attempt) -> SessionResult:
         turns = await self._store.turns(attempt.session.id, attempt.session.attempt)
@@ -195,8 +198,8 @@ class Scheduler:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(LEASE_SECONDS / 3)
-            for node in self._nodes:
-                await self._store.renew_leases(node.name, time.time() + LEASE_SECONDS)
+            for name in self._placed:
+                await insist(partial(self._store.renew_leases, name, time.time() + LEASE_SECONDS))
 
 
 def _worth_another(error: ErrorRecord, assignment: Assignment) -> bool:

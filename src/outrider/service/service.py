@@ -76,7 +76,7 @@ class Service:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self.config.data.mkdir(parents=True, exist_ok=True)
+            self.config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.callback(os.close, _lock(self.config.data))
             await self.store.open()
             stack.push_async_callback(self.store.close)

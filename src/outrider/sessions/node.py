@@ -8,6 +8,7 @@ its run, and never again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import shutil
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from outrider.errors import ErrorRecord, record_of
+from outrider.errors import ErrorRecord, OutriderError, record_of
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
@@ -34,6 +35,8 @@ from outrider.store.base import Store
 from outrider.tokens.samples import count_samples, count_tokens
 from outrider.trajectory import SessionResult, Turn
 from outrider.wire import NodeStats
+
+log = logging.getLogger("outrider.session")
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,14 +109,15 @@ class LocalNode:
         directory = self._folder.path / f"{assignment.session_id}-{assignment.attempt}"
         self._sessions += 1
         try:
-            try:
-                directory.mkdir(mode=0o700)
-                parts = self._parts(assignment, key, directory)
-            except Exception as error:  # plugins are made here, and were last seen at submission
-                return _never_begun(assignment, record_of(error))
+            directory.mkdir(mode=0o700)
+            parts = self._parts(assignment, key, directory)
             self._conversations[key] = parts.conversation
             ending = await SessionRun(parts).run()
             return self._result(assignment, parts.conversation, ending, await self._turns(assignment))
+        except Exception as error:  # of a plugin that cannot be made any more, or a record that cannot be read
+            if not isinstance(error, OutriderError):
+                log.exception("session %s failed in a way it never should", assignment.session_id)
+            return _failed(assignment, record_of(error))
         finally:
             self._sessions -= 1
             self._conversations.pop(key, None)
@@ -188,7 +192,7 @@ class LocalNode:
         )
 
 
-def _never_begun(assignment: Assignment, error: ErrorRecord) -> SessionResult:
+def _failed(assignment: Assignment, error: ErrorRecord) -> SessionResult:
     return SessionResult(
         session_id=assignment.session_id,
         group_id=assignment.group_id,

@@ -1,0 +1,140 @@
+"""A database that fails for a while costs time: nobody else's session, no result, and never the service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from outrider.engines.pool import EnginePool
+from outrider.errors import Boundary, ErrorRecord, ServiceError
+from outrider.lifecycle import GroupState, StopReason
+from outrider.service.delivery import Deliverer
+from outrider.service.reading import Reader
+from outrider.service.scheduler import Scheduler
+from outrider.sessions.calls import Endpoint
+from outrider.sessions.lanes import Lanes
+from outrider.sessions.node import Assignment, LocalNode
+from outrider.store.sql import SqlStore
+from outrider.store.sqlite import SqliteDatabase
+from outrider.tokens.renderer import make_renderer
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.trajectory import SessionResult
+from outrider.wire import NodeStats
+
+from .stage import a_stage
+from .test_delivery import finished_group, receiving
+from .world import RENDERER, SAY, engine_of, group, row
+
+GONE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
+METHODS = ("recover", "queued", "start_attempt", "turns", "requeue", "finish", "group", "deliveries", "delivered")
+
+
+class FailingStore(SqlStore):
+    """In memory. Each of `faults` is a method that fails so many times more, before it does anything."""
+
+    def __init__(self, **faults: int) -> None:
+        super().__init__(SqliteDatabase(None))
+        self.faults = Counter(faults)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in METHODS and self.faults[name]:
+            self.faults[name] -= 1
+            return _failing
+        return super().__getattribute__(name)
+
+
+async def _failing(*_: Any, **__: Any) -> None:
+    raise ServiceError("the disk is full")
+
+
+class OnceMore:
+    """A node whose first attempt fails."""
+
+    name = "node"
+
+    def stats(self) -> NodeStats:
+        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=())
+
+    async def run(self, assignment: Assignment) -> SessionResult:
+        first = assignment.attempt == 1
+        return SessionResult(
+            session_id=assignment.session_id,
+            group_id=assignment.group_id,
+            sample_index=assignment.sample_index,
+            attempt=assignment.attempt,
+            stop_reason=StopReason.ERROR if first else StopReason.COMPLETED,
+            error=GONE if first else None,
+        )
+
+
+@pytest.mark.parametrize("method", ["recover", "group", "queued", "start_attempt", "requeue", "finish"])
+async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
+    done = asyncio.Event()
+    async with asyncio.timeout(20), FailingStore() as store, asyncio.TaskGroup() as tasks:
+        await store.create_group(row("g"), ["s"])
+        store.faults[method] = 2
+        running = tasks.create_task(Scheduler(store, [OnceMore()], on_done=done.set).run())
+        await done.wait()
+        running.cancel()
+        session = await store.session("s")
+        assert (session.attempt, session.result and session.result.stop_reason) == (2, StopReason.COMPLETED)
+        assert (await store.group("g")).state is GroupState.DONE
+        assert not +store.faults
+
+
+async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Path, tokenizer: Path) -> None:
+    renderer = make_renderer(Tokenizer.load(tokenizer), RENDERER)
+    with a_stage() as stage:
+        async with FailingStore(turns=1000) as store, EnginePool() as pool:
+            await pool.add_engine(engine_of(tokenizer, [SAY]))
+            endpoint = Endpoint(renderer=renderer, pool=pool, model="policy")
+            lanes = Lanes(init=1, run=1, evaluate=1)
+            async with LocalNode("node", endpoint=endpoint, store=store, lanes=lanes, files=tmp_path) as node:
+                await store.create_group(row("g"), ["s"])
+                attempt = await store.start_attempt("s", node="node", lease_until=1e12)
+                result = await node.run(
+                    Assignment(
+                        session_id="s",
+                        group_id="g",
+                        sample_index=0,
+                        attempt=attempt,
+                        priority=0,
+                        task=group("ask").task,
+                    )
+                )
+                assert result.error is not None
+                assert (result.stop_reason, result.error.code) == (StopReason.ERROR, "service_error")
+                assert (result.verdict, result.error.retryable) == (None, True)
+                assert node.stats().sessions == 0
+        assert stage.ledger.balanced
+
+
+@pytest.mark.parametrize("method", ["deliveries", "group", "delivered"])
+async def test_delivery_gets_over_a_failing(tokenizer: Path, method: str) -> None:
+    async with receiving() as receiver, FailingStore() as store, asyncio.timeout(20):
+        await finished_group(store, msgspec.structs.replace(row("g"), callback_url=receiver.url))
+        store.faults[method] = 2
+        await delivered(store, tokenizer)
+        assert receiver.keys == ["g"]
+
+
+async def test_a_redirect_is_no_delivery(tokenizer: Path) -> None:
+    async with receiving(302, 304) as receiver, FailingStore() as store, asyncio.timeout(20):
+        await finished_group(store, msgspec.structs.replace(row("g"), callback_url=receiver.url))
+        await delivered(store, tokenizer)
+        assert receiver.keys == ["g", "g", "g"]
+
+
+async def delivered(store: FailingStore, tokenizer: Path) -> None:
+    """Deliver until nothing is left to be delivered."""
+    deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), first_pause=0.01)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(deliverer.run())
+        while await SqlStore.deliveries(store, now=1e12, limit=1):
+            await store.counts()
+        running.cancel()
