@@ -1,3 +1,5 @@
+import os
+
 import msgspec
 import pytest
 
@@ -88,6 +90,7 @@ async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_bac
         async def exec(self, command, **options):
             if not isinstance(command, str):
                 await sandbox.stop()
+                os.unlink(command[-1])
             return await sandbox.exec(command, **options)
 
     spec = EvaluatorSpec(run="echo 0.5 > $OUTRIDER_VERDICT")
