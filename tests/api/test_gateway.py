@@ -153,6 +153,22 @@ async def test_a_used_up_session_is_told_so(tmp_path: Path) -> None:
             assert reply.status == 429
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_in_flight_when_the_run_ends_is_answered(tmp_path: Path, stream: bool) -> None:
+    async with a_gateway(tmp_path, {"reply": "never to be finished<|im_end|>", "stall": 0}) as (world, http):
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(_status(http, {**HELLO, "stream": stream}))
+            await world.engine.stalled.wait()
+            await world.conversation.close()
+        assert asking.result() == 410
+
+
+async def _status(http: aiohttp.ClientSession, body: dict[str, Any]) -> int:
+    async with http.post(CHAT, json=body) as reply:
+        await reply.read()
+        return reply.status
+
+
 async def test_the_models_route_names_the_policy(tmp_path: Path) -> None:
     async with a_gateway(tmp_path, "hi<|im_end|>") as (_, http):
         async with http.get(f"/s/{KEY}/v1/models") as reply:

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.dialects.base import Completion, Opening
 from outrider.engines.scripted import scripted_logprob
-from outrider.errors import ContextOverflow, EngineUnavailable, RequestError
+from outrider.errors import ContextOverflow, EngineUnavailable, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta
 from outrider.sessions.conversation import Ended, LimitReached
@@ -190,3 +190,14 @@ async def test_the_transcript_is_the_main_conversation_with_its_last_reply(tmp_p
         await world.ask(USER)
         await world.ask({"role": "system", "content": "make a title"}, {"role": "user", "content": "of this"})
         assert [message.content for message in transcript(world.turns)] == ["hello there", "one"]
+
+
+async def test_a_turn_that_cannot_be_stored_ends_the_record(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one<|im_end|>"]) as world:
+        world.store_failure = ServiceError("disk full")
+        with pytest.raises(ServiceError, match="disk full"):
+            await world.ask(USER)
+        assert isinstance(world.conversation.failure, ServiceError)
+        world.store_failure = None
+        with pytest.raises(Ended):
+            await world.ask(USER)

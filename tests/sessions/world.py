@@ -41,6 +41,7 @@ class World:
         self.conversation = conversation
         self.engine = engine
         self.turns = turns
+        self.store_failure: Exception | None = None
 
     async def steps(self, *messages: dict[str, Any], **fields: Any) -> list[Step]:
         """All steps of one Chat call."""
@@ -97,7 +98,11 @@ async def a_world(
     )
     turns: list[Turn] = []
 
+    world: World | None = None
+
     async def record(turn: Turn) -> None:
+        if world is not None and world.store_failure is not None:
+            raise world.store_failure
         turns.append(turn)
 
     async with EnginePool(patience=patience) as pool:
@@ -111,6 +116,7 @@ async def a_world(
             record=record,
         )
         try:
-            yield World(conversation, engine, turns)
+            world = World(conversation, engine, turns)
+            yield world
         finally:
             await conversation.close()

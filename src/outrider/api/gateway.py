@@ -16,7 +16,7 @@ from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening
 from outrider.dialects.chat import ChatDialect
 from outrider.errors import NotFound, OutriderError, TooLarge, Unauthorized
 from outrider.messages import Delta
-from outrider.sessions.conversation import Conversation
+from outrider.sessions.conversation import Conversation, Ended
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,7 +24,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PREFIX = "/s/"
 MAX_BODY = 64 << 20
-PING_SECONDS = 15.0
 JSON = b"application/json"
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
@@ -68,7 +67,12 @@ class Gateway:
                 await reply.whole(200, dialect.models(names, await conversation.context_tokens()))
                 return
             request = dialect.parse(await _body(receive))
-            await _until_hung_up(receive, self._answer(dialect, request, conversation, reply))
+            try:
+                await _until_hung_up(receive, self._answer(dialect, request, conversation, reply))
+            except asyncio.CancelledError:
+                if conversation.open:
+                    raise
+                await _cut_off(reply)
         except OutriderError as error:
             await reply.failed(dialect or self._fallback, error)
 
@@ -168,6 +172,17 @@ async def _body(receive: Receive) -> bytes:
         parts.append(part)
         if not message.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _cut_off(reply: _Reply) -> None:
+    """The run is over while its call is in flight: the call was cancelled, its connection was not. Raises Ended
+    where nothing has been answered yet."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
+    if not reply.begun:
+        raise Ended("this session's run is over")
+    await reply.end(b"")
 
 
 async def _until_hung_up(receive: Receive, work: Awaitable[None]) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.engines.base import SamplingParams
 from outrider.engines.member import Assignment
-from outrider.errors import ContextOverflow, EngineError, RequestError
+from outrider.errors import ContextOverflow, EngineError, OutriderError, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.sessions.calls import Call, Endpoint, Step, TokenCall
 from outrider.sessions.capture import CaptureCall, CaptureRecord
@@ -50,7 +50,8 @@ class Conversation:
     `on_limit`, set by the session, is called once, when a call is refused because the session used up its
     turns or tokens.
 
-    `failure` is the engine error of the newest call, None once a later call succeeded.
+    `failure` is the engine's error of the newest call, None once a later call succeeded; or what broke the record
+    of a turn, after which no call is taken.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Conversation:
         self.turns = 0
         self.sampled_tokens = 0
         self.limit: StopReason | None = None
-        self.failure: EngineError | None = None
+        self.failure: OutriderError | None = None
         self._limits = limits
         self._sampling = sampling
         self._record = record
@@ -95,13 +96,25 @@ class Conversation:
             async with aclosing(self._run(request, dialect)) as steps:
                 async for step in steps:
                     yield step
-        except EngineError as error:
-            self.failure = error
+        except (RequestError, EngineError) as error:
+            if isinstance(error, EngineError):
+                self.failure = error
             raise
+        except Exception as error:  # such as the store's: the record has a gap, and no later call may add to it
+            self._open = False
+            self.failure = (
+                error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
+            )
+            raise self.failure from error
         finally:
             self._calls.discard(task)
             if not self._calls:
                 self._idle.set()
+
+    @property
+    def open(self) -> bool:
+        """Whether calls are taken."""
+        return self._open
 
     async def close(self) -> None:
         """End the run: later calls are refused, those in flight are cut off and recorded. Idempotent."""
@@ -114,8 +127,14 @@ class Conversation:
             self.endpoint.pool.release(self.session_key)
 
     async def context_tokens(self) -> int | None:
-        """The model's context length: as configured, else as the session's engine says."""
-        return self.endpoint.context_tokens or (await self.endpoint.pool.select(self.session_key)).context_tokens
+        """The model's context length: as configured, else as the session's engine says. Raises Ended."""
+        if self.endpoint.context_tokens is not None:
+            return self.endpoint.context_tokens
+        assigned = await self.endpoint.pool.select(self.session_key)
+        if not self._open:
+            self.endpoint.pool.release(self.session_key)
+            raise Ended("this session's run is over")
+        return assigned.context_tokens
 
     def _admit(self) -> None:
         if not self._open:

@@ -127,7 +127,9 @@ class LocalNode:
         task = assignment.task
 
         async def record(turn: Turn) -> None:
-            await self._store.add_turn(assignment.session_id, assignment.attempt, turn)
+            work = self._store.add_turn(assignment.session_id, assignment.attempt, turn)
+            # To its end, also when the agent is cut off: a turn that is stored late would be missing from the result.
+            await run_to_end(self._teardowns, work, name="store a turn")
 
         async def enter(state: SessionState) -> None:
             await self._store.set_state(assignment.session_id, assignment.attempt, state)

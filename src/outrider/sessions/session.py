@@ -146,6 +146,13 @@ class SessionRun:
             raise HarnessError("a step of the session timed out by itself") from None
         return StopReason.SESSION_TIMEOUT
 
+    def _out_of_session_time(self) -> StopReason:
+        """The end of the session, unless it came of an engine that failed its last call."""
+        reason, failure = self._out_of_time(), self._parts.conversation.failure
+        if failure is not None and not isinstance(failure, ContextOverflow):
+            raise failure
+        return reason
+
     async def _run_agent(self, context: HarnessContext) -> tuple[StopReason, HarnessOutcome]:
         """Drive the harness until it ends, its clock or a limit ends it, or it fails."""
         parts = self._parts
@@ -160,7 +167,7 @@ class SessionRun:
                 return await self._out_of_agent_time(), HarnessOutcome()
             if parts.conversation.limit is not None:
                 return parts.conversation.limit, HarnessOutcome()
-            return self._out_of_time(), HarnessOutcome()
+            return self._out_of_session_time(), HarnessOutcome()
         except LimitReached as reached:
             return reached.reason, HarnessOutcome()
         except OutriderError as error:

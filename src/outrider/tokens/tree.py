@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import MessageKey, digest, extend, message_key, tools_key
@@ -265,8 +264,3 @@ def _reasoning_agrees(turn: TurnNode, keys: list[MessageKey]) -> bool:
 def _quotes_agree(prompt: PromptNode, keys: list[MessageKey]) -> bool:
     """The same for the assistant messages that the prompt itself rendered."""
     return all(keys[index].reasoning in (None, recorded) for index, recorded in prompt.quoted)
-
-
-def full_ids(turn: TurnNode) -> Ids:
-    """A turn's prompt and output, int32 of shape (length,)."""
-    return np.concatenate([turn.prompt.ids(), unpack_ids(turn.output)])
