@@ -47,7 +47,7 @@ class CallableEvaluator:
                 value = await self._call(outcome)
         except OutriderError:
             raise
-        except Exception as error:
+        except Exception as error:  # the grader is the user's code: it may raise anything
             if limit.expired():
                 raise EvaluatorError(f"{self._path} did not end within {self._seconds:g} s") from error
             tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]

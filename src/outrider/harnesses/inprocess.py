@@ -59,7 +59,7 @@ class InProcessHarness:
             return await call
         except OutriderError:
             raise
-        except Exception as error:
+        except Exception as error:  # the agent is the user's code: it may raise anything
             raise HarnessError(
                 f"{self._name}.{hook} raised {type(error).__name__}: {error}",
                 log_tail=traceback.format_exc()[-LOG_TAIL:],

@@ -28,6 +28,6 @@ async def run_to_end(owner: asyncio.TaskGroup, work: Coroutine[Any, Any, None], 
 async def _caught(work: Coroutine[Any, Any, None]) -> Exception | None:
     try:
         await work
-    except Exception as error:
+    except Exception as error:  # handed to the one who waits, so that it does not end the owner's group
         return error
     return None
