@@ -20,7 +20,7 @@ import msgspec
 from bench.corpus import Corpus
 from bench.dialogue import Dialogue
 from bench.parked import CONTEXT_TOKENS
-from outrider.dialects.base import Completion
+from outrider.dialects.base import Completion, WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool import EnginePool
@@ -35,6 +35,9 @@ MESSAGE_TOKENS = 750
 REPLY_TOKENS = 500
 SOURCES = 6
 """How many of the places that hold most are named."""
+
+
+CALL = WireCall("POST", "/v1/chat/completions")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -106,7 +109,7 @@ async def _conversation(corpus: Corpus, endpoint: Endpoint, *, calls: int, name:
     dialogue = Dialogue(max_tokens=REPLY_TOKENS)
     for _ in range(calls):
         body = dialogue.ask(corpus.tokens(MESSAGE_TOKENS), corpus.tokens(MESSAGE_TOKENS))
-        request = dialect.parse(body)
+        request = dialect.parse(CALL, body, {})
         async with aclosing(conversation.call(request, dialect=dialect.name)) as steps:
             async for step in steps:
                 if isinstance(step, Completion):

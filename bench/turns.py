@@ -26,6 +26,7 @@ from bench.dialogue import Dialogue
 from bench.parked import parked
 from bench.processes import World, world
 from outrider.api.gateway import Gateway
+from outrider.dialects.base import WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.engines.http import encode
 from outrider.spec import EngineSpec
@@ -36,6 +37,9 @@ HEADERS = {"Content-Type": "application/json"}
 
 Turn = Callable[[bytes], Awaitable[bytes]]
 """Sends the body of one request and gives that of its answer."""
+
+
+CALL = WireCall("POST", "/v1/chat/completions")
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -97,7 +101,7 @@ async def _own_work(corpus: Corpus, processes: World, points: Sequence[Point], s
 def _parts(corpus: Corpus, body: bytes, text: str) -> dict[str, float]:
     ids = np.arange(len(body) * NEW_TOKENS // len(text), dtype=np.int32) % VOCABULARY
     return {
-        "parse_ms": _cpu_ms(lambda: ChatDialect().parse(body)),
+        "parse_ms": _cpu_ms(lambda: ChatDialect().parse(CALL, body, {})),
         "tokenizer_ms": _cpu_ms(lambda: corpus.tokenizer.encode(text)),
         "engine_body_ms": _cpu_ms(lambda: encode({"token_ids": ids})),
     }

@@ -6,6 +6,7 @@ It knows no wire format and no token. Tool specs stay in OpenAI form (`{"type": 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, Protocol
@@ -30,8 +31,37 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
+class Text(msgspec.Struct, frozen=True, tag="text"):
+    """A piece of text between images."""
+
+    text: str
+
+
+class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True):
+    """An image, known by the digest (SHA-256, hex) of its bytes, or of its address when the client sent only that.
+    `data` is empty once the image has been stored."""
+
+    media_type: str
+    digest: str
+    data: bytes = b""
+    url: str | None = None
+
+
+Part = Text | Image
+
+
+def image_from_bytes(media_type: str, data: bytes) -> Image:
+    return Image(media_type, hashlib.sha256(data).hexdigest(), data)
+
+
+def image_from_url(url: str) -> Image:
+    """An image that the engine is to fetch."""
+    return Image("", hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest(), url=url)
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message. `content` is plain text ("" when absent); `reasoning` is the model's thinking, if any."""
+    """One message. `content` is plain text ("" when absent); `reasoning` is the model's thinking, if any. `parts` is
+    empty unless there are images: then it holds all of the content in order, and `content` the text in it."""
 
     role: Role
     content: str = ""
@@ -39,6 +69,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    parts: tuple[Part, ...] = ()
 
 
 class WireMessages(Protocol):

@@ -16,11 +16,12 @@ from aiohttp.test_utils import TestServer
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
-from outrider.dialects.base import Completion, ModelRequest, Opening, StreamWriter
+from outrider.dialects.base import Completion, ModelRequest, Opening, StreamWriter, WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.errors import ContextOverflow, EngineUnavailable, OutriderError, RequestError, Unauthorized
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
+from support.wire import CALL
 
 DIALECT = ChatDialect()
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -71,7 +72,7 @@ async def served(play: Play = whole, refusal: OutriderError | None = None) -> As
 
     async def complete(http: web.Request) -> web.StreamResponse:
         try:
-            request = DIALECT.parse(await http.read())
+            request = DIALECT.parse(CALL, await http.read(), {})
             if refusal is not None:
                 raise refusal
         except OutriderError as error:
@@ -79,14 +80,16 @@ async def served(play: Play = whole, refusal: OutriderError | None = None) -> As
             return web.Response(status=status, body=body, content_type="application/json")
         if not request.stream:
             return web.Response(body=DIALECT.reply(request, DONE), content_type="application/json")
-        response = web.StreamResponse(headers={"Content-Type": DIALECT.stream_content_type})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         for written in play(request, DIALECT.stream(request)):
             await response.write(written)
         return response
 
     async def models(_: web.Request) -> web.Response:
-        return web.Response(body=DIALECT.models(["m"], 4096), content_type="application/json")
+        return web.Response(
+            body=DIALECT.models(WireCall("GET", "/v1/models"), ["m"], 4096), content_type="application/json"
+        )
 
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", complete), web.get("/v1/models", models)])

@@ -27,6 +27,7 @@ from outrider.dialects.chat import ChatDialect
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message
 from outrider.trajectory import FinishReason
+from support.wire import CALL
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "chat").glob("*.txt"))
 
@@ -78,7 +79,7 @@ def streamed(case: dict[str, str], request: ModelRequest, completion: Completion
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_transcript(path: Path) -> None:
     case = sections(path)
-    request = ChatDialect().parse(case["request"].encode())
+    request = ChatDialect().parse(CALL, case["request"].encode(), {})
     read = [request.messages.parse(index) for index in range(len(request.messages))]
     assert list(map(builtins, read)) == list(map(json.loads, case["messages"].splitlines()))
     assert asked(request) == json.loads(case["asked"])

@@ -18,6 +18,7 @@ from outrider.dialects.chat_request import parse_message
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
+from support.wire import CALL
 
 TEXT = st.text(max_size=12)
 JSON = st.recursive(
@@ -26,7 +27,7 @@ JSON = st.recursive(
     max_leaves=4,
 )
 FUNCTION = st.fixed_dictionaries({}, optional={"name": TEXT | JSON, "arguments": TEXT | JSON, "parameters": JSON})
-CALL = st.fixed_dictionaries({}, optional={"id": TEXT | JSON, "type": JSON, "function": FUNCTION | JSON})
+WIRE_TOOL_CALL = st.fixed_dictionaries({}, optional={"id": TEXT | JSON, "type": JSON, "function": FUNCTION | JSON})
 PART = st.fixed_dictionaries(
     {}, optional={"type": st.sampled_from(["text", "refusal", "image_url"]) | JSON, "text": JSON}
 )
@@ -37,7 +38,7 @@ MESSAGE = st.fixed_dictionaries(
         "content": TEXT | st.lists(PART, max_size=3) | JSON,
         "reasoning": TEXT | JSON,
         "reasoning_content": JSON,
-        "tool_calls": st.lists(CALL, max_size=3) | JSON,
+        "tool_calls": st.lists(WIRE_TOOL_CALL, max_size=3) | JSON,
         "function_call": FUNCTION | JSON,
         "tool_call_id": TEXT | JSON,
         "name": JSON,
@@ -47,6 +48,7 @@ MESSAGE = st.fixed_dictionaries(
 SPEC = st.fixed_dictionaries(
     {}, optional={"type": st.just("function") | JSON, "function": FUNCTION | JSON, "name": JSON}
 )
+
 NAMES = [
     "model",
     "n",
@@ -72,7 +74,7 @@ ALMOST = st.builds(
 
 def read_whole(body: bytes) -> list[Message]:
     """Everything that can be read from a body, each part of which must survive being encoded again."""
-    request = ChatDialect().parse(body)
+    request = ChatDialect().parse(CALL, body, {})
     msgspec.json.encode([request.model, request.tools, request.sampling])
     messages = []
     for index in range(len(request.messages)):
@@ -140,7 +142,7 @@ def test_raw_and_parse_agree_with_what_was_sent(messages: list[Message], indent:
     body = json.dumps(
         {"messages": [as_sent(message) for message in messages], "model": "m"}, indent=indent, ensure_ascii=ascii_only
     )
-    read = ChatDialect().parse(body.encode()).messages
+    read = ChatDialect().parse(CALL, body.encode(), {}).messages
     assert [read.parse(index) for index in range(len(read))] == messages
     assert [parse_message(read.raw(index), "") for index in range(len(read))] == messages
 
@@ -201,7 +203,7 @@ def test_a_stream_says_what_the_one_piece_reply_says(
     steps: list[Delta], calls: tuple[ToolCall, ...], finish: FinishReason, flags: dict[str, bool]
 ) -> None:
     asked = {"model": "m", "messages": [{}], "stream_options": {"include_usage": flags.pop("usage")}, **flags}
-    request = ChatDialect().parse(json.dumps(asked).encode())
+    request = ChatDialect().parse(CALL, json.dumps(asked).encode(), {})
     done = completion(steps, calls, finish)
     whole = json.loads(ChatDialect().reply(request, done))
     ChatCompletion.model_validate(whole, strict=True)

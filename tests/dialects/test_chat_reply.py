@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from openai.types import Model
 
-from outrider.dialects.base import Completion, Opening
+from outrider.dialects.base import Completion, Opening, WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.dialects.chat_reply import UNKNOWN_LOGPROB
 from outrider.errors import (
@@ -29,8 +29,9 @@ from outrider.errors import (
 )
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
+from support.wire import CALL
 
-CALL = ToolCall("c", "f", "{}")
+TOOL_CALL = ToolCall("c", "f", "{}")
 OPENING = Opening(id="chatcmpl-1", created=1, model="m")
 
 
@@ -46,7 +47,7 @@ def finished(*calls: ToolCall, **fields: Any) -> Completion:
 
 
 def request(**fields: Any) -> Any:
-    return ChatDialect().parse(json.dumps({"model": "m", "messages": [{"role": "user"}], **fields}).encode())
+    return ChatDialect().parse(CALL, json.dumps({"model": "m", "messages": [{"role": "user"}], **fields}).encode(), {})
 
 
 def reply(completion: Completion, **fields: Any) -> Any:
@@ -96,20 +97,21 @@ def test_an_error_that_names_a_strange_file_can_be_sent() -> None:
 
 
 def test_models() -> None:
-    listed = json.loads(ChatDialect().models(["a", "b"], 4096))
+    call = WireCall("GET", "/v1/models")
+    listed = json.loads(ChatDialect().models(call, ["a", "b"], 4096))
     assert listed["object"] == "list"
     assert [Model.model_validate(model, strict=True).id for model in listed["data"]] == ["a", "b"]
     assert [model["max_model_len"] for model in listed["data"]] == [4096, 4096]
-    assert "max_model_len" not in json.loads(ChatDialect().models(["a"], None))["data"][0]
+    assert "max_model_len" not in json.loads(ChatDialect().models(call, ["a"], None))["data"][0]
 
 
 @pytest.mark.parametrize(
     ("finish", "calls", "said"),
     [
         (FinishReason.STOP, (), "stop"),
-        (FinishReason.STOP, (CALL,), "tool_calls"),
+        (FinishReason.STOP, (TOOL_CALL,), "tool_calls"),
         (FinishReason.LENGTH, (), "length"),
-        (FinishReason.LENGTH, (CALL,), "length"),
+        (FinishReason.LENGTH, (TOOL_CALL,), "length"),
         (FinishReason.ABORT, (), "length"),
     ],
 )

@@ -12,6 +12,7 @@ from outrider.dialects.chat import ChatDialect
 from outrider.dialects.chat_request import MAX_TOKENS, MAX_TOOL_DEPTH
 from outrider.errors import RequestError
 from outrider.messages import Message, Role, ToolCall
+from support.wire import CALL
 
 USER = {"role": "user", "content": "hi"}
 
@@ -21,12 +22,12 @@ def body(**fields: Any) -> bytes:
 
 
 def read(data: bytes) -> list[Message]:
-    request = ChatDialect().parse(data)
+    request = ChatDialect().parse(CALL, data, {})
     return [request.messages.parse(index) for index in range(len(request.messages))]
 
 
 def parse(**fields: Any) -> ModelRequest:
-    return ChatDialect().parse(body(**fields))
+    return ChatDialect().parse(CALL, body(**fields), {})
 
 
 def nested(depth: int) -> Any:
@@ -145,7 +146,7 @@ def test_a_body_that_is_not_a_request_is_refused(data: bytes) -> None:
 def test_missing_fields_are_named() -> None:
     for missing, data in (("messages", b'{"model":"m"}'), ("model", b'{"messages":[]}')):
         with pytest.raises(RequestError) as caught:
-            ChatDialect().parse(data)
+            ChatDialect().parse(CALL, data, {})
         assert caught.value.field == missing
 
 
@@ -153,7 +154,7 @@ def test_missing_fields_are_named() -> None:
 def test_an_unpaired_surrogate_is_refused_by_name(escape: str) -> None:
     data = body(messages=[USER, {"role": "tool", "content": "@"}]).replace(b"@", escape.encode())
     with pytest.raises(RequestError) as caught:
-        ChatDialect().parse(data)
+        ChatDialect().parse(CALL, data, {})
     assert caught.value.field == "messages[1].content"
 
 
@@ -163,13 +164,14 @@ def test_a_surrogate_pair_is_one_character() -> None:
 
 def test_an_error_names_a_key_with_a_surrogate_in_printable_form() -> None:
     with pytest.raises(RequestError) as caught:
-        ChatDialect().parse(rb'{"model":"m","messages":[],"\ud800":"\ud800"}')
+        ChatDialect().parse(CALL, rb'{"model":"m","messages":[],"\ud800":"\ud800"}', {})
     assert caught.value.field is not None
     assert caught.value.field.encode("ascii") == rb"\ud800"
 
 
 def test_invalid_utf8_is_found_in_the_message_that_holds_it() -> None:
-    request = ChatDialect().parse(body(messages=[USER, {"role": "user", "content": "@"}]).replace(b"@", b"\xff"))
+    data = body(messages=[USER, {"role": "user", "content": "@"}]).replace(b"@", b"\xff")
+    request = ChatDialect().parse(CALL, data, {})
     assert request.messages.parse(0).content == "hi"
     with pytest.raises(RequestError) as caught:
         request.messages.parse(1)

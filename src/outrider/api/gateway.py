@@ -11,9 +11,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import aclosing
 from typing import Any, Protocol
+from urllib.parse import parse_qsl
 
-from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening
-from outrider.dialects.chat import ChatDialect
+import msgspec
+
+from outrider.dialects import dialects
+from outrider.dialects.base import Action, Completion, Dialect, ModelRequest, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, TooLarge, Unauthorized
 from outrider.messages import Delta
 from outrider.sessions.conversation import Conversation, Ended
@@ -25,6 +28,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 PREFIX = "/s/"
 MAX_BODY = 64 << 20
 JSON = b"application/json"
+PING_SECONDS = 10.0
+"""A streamed reply that is silent for this long gets a sign of life."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
@@ -35,46 +40,51 @@ class Sessions(Protocol):
 
 
 class Gateway:
-    """The ASGI application. Dialects are told apart by route alone. The session's key is in the path, or, for
-    clients whose base URL cannot carry it, the API key."""
+    """The ASGI application. Dialects are told apart by route, and by headers where they share one. The session's key
+    is in the path, or, for clients whose base URL cannot carry it, the API key."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        chat = ChatDialect()
-        self._fallback: Dialect = chat
-        self._generate: dict[tuple[str, str], Dialect] = {("POST", "/v1/chat/completions"): chat}
-        self._models: dict[tuple[str, str], Dialect] = {("GET", "/v1/models"): chat}
+        self._dialects = dialects()
 
     def serves(self, scope: Scope) -> bool:
         """Whether a call is for the gateway, be it to refuse it."""
-        path: str = scope["path"]
-        route = (scope["method"], path)
-        return path.startswith(PREFIX) or route in self._generate or route in self._models
+        if scope["path"].startswith(PREFIX):
+            return True
+        try:
+            return self._route(_wire_call(scope, scope["path"])) is not None
+        except OutriderError:
+            return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         key, path = _split(scope["path"])
-        route = (scope["method"], path)
-        dialect = self._generate.get(route) or self._models.get(route)
+        call = _wire_call(scope, path)
         reply = _Reply(send)
+        dialect: Dialect = self._dialects[-1]
         try:
-            if dialect is None:
-                raise NotFound(f"{scope['method']} {path} is not served here")
-            conversation = self._conversation(_api_key(scope) if key is None else key)
-            if route in self._models:
-                names = [conversation.endpoint.model]
-                await reply.whole(200, dialect.models(names, await conversation.context_tokens()))
-                return
-            request = dialect.parse(await _body(receive))
-            try:
-                await _until_hung_up(receive, self._answer(dialect, request, conversation, reply))
-            except asyncio.CancelledError:
-                if conversation.open:
-                    raise
-                await _cut_off(reply)
+            routed = self._route(call)
+            if routed is None:
+                raise NotFound(f"{call.method} {call.path} is not served here")
+            dialect = routed.dialect
+            conversation = self._conversation(_api_key(call) if key is None else key)
+            await self._serve(routed, call, conversation, receive, reply)
+        except _Refused as refused:
+            await reply.failed(refused.dialect, refused.error)
         except OutriderError as error:
-            await reply.failed(dialect or self._fallback, error)
+            await reply.failed(dialect, error)
+
+    def _route(self, call: WireCall) -> _Routed | None:
+        """Who answers a call, and with what. Raises _Refused for a route that its dialect does not serve."""
+        for dialect in self._dialects:
+            try:
+                action = dialect.action(call)
+            except OutriderError as error:
+                raise _Refused(dialect, error) from error
+            if action is not None:
+                return _Routed(dialect, action)
+        return None
 
     def _conversation(self, key: str) -> Conversation:
         conversation = self._sessions.conversation(key)
@@ -82,23 +92,50 @@ class Gateway:
             raise Unauthorized("this session key is unknown, or its run is over")
         return conversation
 
-    async def _answer(self, dialect: Dialect, request: ModelRequest, conversation: Conversation, reply: _Reply) -> None:
+    async def _serve(
+        self, routed: _Routed, call: WireCall, conversation: Conversation, receive: Receive, reply: _Reply
+    ) -> None:
+        dialect = routed.dialect
+        if routed.action in (Action.MODELS, Action.MODEL):
+            names = [conversation.endpoint.model]
+            await reply.whole(200, dialect.models(call, names, await conversation.context_tokens()))
+            return
+        request = dialect.parse(call, await _body(receive), conversation.memory(dialect.name))
+        if routed.action is Action.COUNT_TOKENS:
+            await reply.whole(200, dialect.count(request, conversation.count(request)))
+            return
+        writer = dialect.stream(request) if request.stream else None
+        work = self._answer(dialect, request, conversation, writer, reply)
+        try:
+            await _until_hung_up(receive, work, reply, writer)
+        except asyncio.CancelledError:
+            if conversation.open:
+                raise
+            await _cut_off(reply)
+
+    async def _answer(
+        self,
+        dialect: Dialect,
+        request: ModelRequest,
+        conversation: Conversation,
+        writer: StreamWriter | None,
+        reply: _Reply,
+    ) -> None:
         async with aclosing(conversation.call(request, dialect=dialect.name)) as steps:
-            if not request.stream:
+            if writer is None:
                 async for step in steps:
                     if isinstance(step, Completion):
                         await reply.whole(200, dialect.reply(request, step))
                 return
-            writer = dialect.stream(request)
             piece = conversation.endpoint.renderer.tokenizer.piece
             try:
                 async for step in steps:
                     match step:
-                        case Opening():
-                            await reply.begin(dialect.stream_content_type, writer.open(step))
                         case Delta():
                             pieces = tuple(map(piece, step.ids)) if request.logprobs else ()
                             await reply.more(writer.delta(step, pieces))
+                        case Opening():
+                            await reply.begin(writer.content_type, writer.open(step))
                         case Completion():
                             await reply.end(writer.close(step))
             except OutriderError as error:
@@ -107,12 +144,27 @@ class Gateway:
                 await reply.end(writer.error(error))
 
 
+class _Routed(msgspec.Struct, frozen=True):
+    dialect: Dialect
+    action: Action
+
+
+class _Refused(OutriderError):
+    """A refusal on its way to the caller, with the dialect to tell it in."""
+
+    def __init__(self, dialect: Dialect, error: OutriderError) -> None:
+        super().__init__(error.message)
+        self.dialect = dialect
+        self.error = error
+
+
 class _Reply:
     """One HTTP response, sent whole or in parts."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
+        self._quiet = True
 
     async def whole(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
         headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
@@ -120,12 +172,20 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin(self, content_type: str, body: bytes) -> None:
-        headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")]
-        await self._start(200, headers)
+        if not self.begun:
+            headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")]
+            await self._start(200, headers)
         await self.more(body)
+
+    async def ping(self, writer: StreamWriter) -> None:
+        """Say that the call is alive if nothing was sent since this was asked last."""
+        if self._quiet:
+            await self.begin(writer.content_type, writer.ping())
+        self._quiet = True
 
     async def more(self, body: bytes) -> None:
         if body:
+            self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, body: bytes) -> None:
@@ -148,13 +208,16 @@ def _split(path: str) -> tuple[str | None, str]:
     return key, slash + rest
 
 
-def _api_key(scope: Scope) -> str:
-    """The API key of any dialect: a bearer token, x-api-key or x-goog-api-key."""
-    for name, value in scope["headers"]:
+def _wire_call(scope: Scope, path: str) -> WireCall:
+    return WireCall(scope["method"], path, scope["query_string"], scope["headers"])
+
+
+def _api_key(call: WireCall) -> str:
+    """The API key of any dialect: a bearer token, x-api-key, x-goog-api-key, or `key` in the query."""
+    for name, value in call.headers:
         if name in KEY_HEADERS:
-            text: str = value.decode("latin-1")
-            return text.removeprefix("Bearer ").strip()
-    return ""
+            return value.decode("latin-1").removeprefix("Bearer ").strip()
+    return dict(parse_qsl(call.query.decode("latin-1"))).get("key", "")
 
 
 async def _body(receive: Receive) -> bytes:
@@ -185,18 +248,27 @@ async def _cut_off(reply: _Reply) -> None:
     await reply.end(b"")
 
 
-async def _until_hung_up(receive: Receive, work: Awaitable[None]) -> None:
-    """Do the work unless the client hangs up first: the work is then cancelled, and that is no error."""
+async def _until_hung_up(receive: Receive, work: Awaitable[None], reply: _Reply, writer: StreamWriter | None) -> None:
+    """Do the work unless the client hangs up first: the work is then cancelled, and that is no error. Meanwhile a
+    streamed reply that is silent for long is kept alive."""
     worker = asyncio.current_task()
     assert worker is not None
     hung_up = False
 
     async def watch() -> None:
         nonlocal hung_up
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        hung_up = True
-        worker.cancel()
+        while True:
+            try:
+                async with asyncio.timeout(None if writer is None else PING_SECONDS):
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+            except TimeoutError:
+                assert writer is not None
+                await reply.ping(writer)
+            else:
+                hung_up = True
+                worker.cancel()
+                return
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -7,13 +7,52 @@ reply says are the same message.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
 
 import msgspec
 
 from outrider.errors import OutriderError
 from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import FinishReason, Ids, Logprobs
+
+Memory = dict[str, Any]
+"""What a dialect keeps for one session between its requests: one dictionary a session and dialect."""
+
+
+class Action(Enum):
+    """What a route asks for."""
+
+    GENERATE = auto()
+    COUNT_TOKENS = auto()
+    MODELS = auto()  # the list
+    MODEL = auto()  # one of them, by name
+
+
+class WireCall(msgspec.Struct, frozen=True):
+    """The head of one HTTP request. `path` is the dialect's own, without the session's key and percent-decoded;
+    header names are in lower case."""
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: Sequence[tuple[bytes, bytes]] = ()
+
+    def header(self, name: bytes) -> str | None:
+        """The first header of that (lower-case) name."""
+        for key, value in self.headers:
+            if key == name:
+                return value.decode("latin-1")
+        return None
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client says about which of its agents is calling; None where it says nothing."""
+
+    agent_id: str | None = None
+    parent_id: str | None = None
+    purpose: str | None = None
 
 
 class AskedSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +68,8 @@ class AskedSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A model call in no dialect. `tools_raw` is the bytes that determine `tools` ("" for none)."""
+    """A model call in no dialect. `tools_raw` is the bytes that determine `tools` ("" for none); `private` is what
+    the dialect that read it wants to find again when it writes the reply."""
 
     model: str
     messages: WireMessages
@@ -40,6 +80,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     logprobs: bool = False
     return_token_ids: bool = False
+    caller: Caller = Caller()
+    private: Any = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +108,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int
     model: str
+    prompt_tokens: int = 0
     prompt_ids: Ids | None = None
 
 
@@ -73,8 +116,10 @@ class StreamWriter(Protocol):
     """Writes one streamed reply. Call `open`, then `delta` any number of times, then `close` or `error`.
 
     Each returns the bytes to send, possibly none. `delta` is given `pieces`, the decoded new tokens, when the
-    request asked for logprobs.
+    request asked for logprobs. `ping` is asked for after a long silence, at any time before the end.
     """
+
+    content_type: str
 
     def open(self, opening: Opening) -> bytes: ...
     def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes: ...
@@ -84,13 +129,20 @@ class StreamWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """One wire format. `error` gives the HTTP status and the body in this dialect's own error shape."""
+    """One wire format.
+
+    `action` says what a call asks for: None when it is none of this dialect's, and NotFound is raised for a route that
+    the dialect's API could have but that is not served here. `parse` is called for GENERATE and COUNT_TOKENS, and
+    `count` writes the answer of the latter. `error` gives the HTTP status and the body in the dialect's own error
+    shape. `models` answers MODELS and MODEL; it raises NotFound for a model that is not among `names`.
+    """
 
     name: str
-    stream_content_type: str
 
-    def parse(self, body: bytes) -> ModelRequest: ...
+    def action(self, call: WireCall) -> Action | None: ...
+    def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest: ...
     def reply(self, request: ModelRequest, completion: Completion) -> bytes: ...
     def stream(self, request: ModelRequest) -> StreamWriter: ...
+    def count(self, request: ModelRequest, tokens: int) -> bytes: ...
     def error(self, error: OutriderError) -> tuple[int, bytes]: ...
-    def models(self, names: list[str], context_tokens: int | None) -> bytes: ...
+    def models(self, call: WireCall, names: list[str], context_tokens: int | None) -> bytes: ...

@@ -32,6 +32,8 @@ _encode = msgspec.json.Encoder().encode
 class ChatStream:
     """`StreamWriter` of Chat Completions."""
 
+    content_type = sse.CONTENT_TYPE
+
     _head: bytes
     _choice_head: bytes
     _content_head: bytes

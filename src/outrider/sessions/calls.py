@@ -151,6 +151,7 @@ class TokenCall:
             id=self.id,
             created=int(self._received),
             model=self._request.model,
+            prompt_tokens=len(self._prompt),
             prompt_ids=self._prompt if self._request.return_token_ids else None,
         )
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
-from outrider.dialects.base import AskedSampling, ModelRequest
+from outrider.dialects.base import AskedSampling, Memory, ModelRequest
 from outrider.engines.base import SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import ContextOverflow, EngineError, OutriderError, RequestError, ServiceError
@@ -80,6 +80,18 @@ class Conversation:
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = True
+        self._memories: dict[str, Memory] = {}
+
+    def memory(self, dialect: str) -> Memory:
+        """What that dialect keeps for this session."""
+        return self._memories.setdefault(dialect, {})
+
+    def count(self, request: ModelRequest) -> int:
+        """How many tokens the request's prompt has, as `call` would send it; nothing is generated or recorded.
+
+        An engine that renders prompts itself is not asked: the count is then this renderer's. Raises RequestError.
+        """
+        return self.tree.measure(request.messages, request.tools, request.tools_raw)
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[Step, None]:
         """One model call: an Opening once the engine has it, Deltas as tokens are sampled, one Completion.

@@ -2,9 +2,9 @@
 
 What is compared: role; text (an assistant's without white space at its ends, since clients trim it); tool calls
 by id, name and parsed arguments (clients re-serialise JSON, and JavaScript ones write 1.0 as 1); the call a tool
-result answers. What is not: field order, spacing of JSON, null against absent, string against parts (parsed
-alike), unknown fields, the name of a tool result's tool. Reasoning is a digest of its own, because clients may
-drop it: absent equals anything.
+result answers; images by their digests and places. What is not: field order, spacing of JSON, null against absent,
+string against parts (parsed alike), unknown fields, the name of a tool result's tool. Reasoning is a digest of its
+own, because clients may drop it: absent equals anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from outrider.messages import Message, Role
+from outrider.messages import Image, Message, Role
 
 EXACT_INTEGER = 2**53
 """Up to here a float and an integer are the same JSON number to every client."""
@@ -38,6 +38,8 @@ def message_key(message: Message) -> MessageKey:
     calls = [[call.id, call.name, *_arguments(call.arguments)] for call in message.tool_calls]
     user_name = message.name if message.role is Role.USER else None
     body = _dump([message.role.value, text, calls, message.tool_call_id, user_name])
+    for part in message.parts:
+        body += (part.digest if isinstance(part, Image) else part.text).encode("utf-8", "surrogatepass") + b"\0"
     reasoning = (message.reasoning or "").strip()
     return MessageKey(
         body=digest(body),

@@ -213,7 +213,14 @@ def _create(tokenizer: Tokenizer, family: str, *, retention: str | None) -> Any:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """The dictionary form that `renderers` and chat templates take; arguments as objects where they parse."""
+    """The dictionary form that `renderers` and chat templates take; arguments as objects where they parse.
+    Raises RequestError for an image."""
+    if message.parts:
+        raise RequestError(
+            "this model is given text only: its engine takes token ids, and images have none",
+            field="messages",
+            hint="leave the image out, or serve the model through an engine of kind 'openai'",
+        )
     plain: dict[str, Any] = {"role": message.role.value, "content": message.content}
     if message.reasoning is not None:
         plain["reasoning_content"] = message.reasoning

@@ -113,17 +113,12 @@ class TokenTree:
     def join(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Joined:
         """Find or make the request's prompt. Raises RequestError for a message that cannot be read or
         rendered; the tree is then unchanged."""
-        keys = self._keys_of(messages)
-        paths = [self._tools_path(tools, tools_raw)]
-        for key in keys:
-            paths.append(extend(paths[-1], key.body))
-        matched, covered = self._deepest(paths, keys)
-        for known in self._prompts.get(paths[-1], ()):
-            if known.matched is matched and _quotes_agree(known, keys):
-                return Joined(JoinKind.RETRY, None, known, known.first_turn)
-        joined = self._place(_Request(messages, tools, paths, keys, covered, matched))
-        self._prompts.setdefault(paths[-1], []).append(joined.prompt)
-        for path in reversed(paths):  # a path was seen with all that lead to it
+        request = self._read(messages, tools, tools_raw)
+        if (known := self._known(request)) is not None:
+            return Joined(JoinKind.RETRY, None, known, known.first_turn)
+        joined = self._place(request)
+        self._prompts.setdefault(request.paths[-1], []).append(joined.prompt)
+        for path in reversed(request.paths):  # a path was seen with all that lead to it
             if self._seen.setdefault(path, joined.prompt) is not joined.prompt:
                 break
         if joined.prompt.parent is not None:
@@ -131,6 +126,15 @@ class TokenTree:
         if joined.cause is not None:
             self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
         return joined
+
+    def measure(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> int:
+        """The length of the prompt that `join` would give; nothing is recorded. Raises as `join` does."""
+        request = self._read(messages, tools, tools_raw)
+        if (known := self._known(request)) is not None:
+            return known.length
+        if request.matched is not None and (added := self._bridged(request.matched, request)) is not None:
+            return request.matched.length + len(added)
+        return len(self._renderer.render(request.parsed(0), tools))
 
     def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
         """Record a turn's sampled ids. `reply` is the message the client was given: None when it was given
@@ -143,6 +147,21 @@ class TokenTree:
         if key is not None:
             self._turns.setdefault(extend(prompt.path, key.body), []).append(turn)
         return turn
+
+    def _read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> _Request:
+        keys = self._keys_of(messages)
+        paths = [self._tools_path(tools, tools_raw)]
+        for key in keys:
+            paths.append(extend(paths[-1], key.body))
+        matched, covered = self._deepest(paths, keys)
+        return _Request(messages, tools, paths, keys, covered, matched)
+
+    def _known(self, request: _Request) -> PromptNode | None:
+        """The prompt of an earlier request that was the same."""
+        for known in self._prompts.get(request.paths[-1], ()):
+            if known.matched is request.matched and _quotes_agree(known, request.keys):
+                return known
+        return None
 
     def _keys_of(self, messages: WireMessages) -> list[MessageKey]:
         keys: list[MessageKey] = []
