@@ -22,6 +22,7 @@ from outrider.tokens.renderer import History, make_renderer
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.trajectory import Turn
 from support.tokenizer import write_tokenizer
+from support.wire import CALL
 
 BASH = {
     "type": "function",
@@ -55,7 +56,7 @@ class World:
 
 
 def chat_request(*messages: dict[str, Any], **fields: Any) -> ModelRequest:
-    return ChatDialect().parse(msgspec.json.encode({"model": "any", "messages": messages, **fields}))
+    return ChatDialect().parse(CALL, msgspec.json.encode({"model": "any", "messages": messages, **fields}), {})
 
 
 def echoed(completion: Completion) -> dict[str, Any]:
