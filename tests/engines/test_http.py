@@ -23,7 +23,7 @@ async def payloads(url: str, retry: RetryPolicy = PATIENT) -> list[bytes]:
     await client.start()
     try:
         async with aclosing(client.events("/x", lambda attempt: encode({"attempt": attempt}))) as found:
-            return [payload async for payload in found]
+            return [payload async for payloads in found for payload in payloads]
     finally:
         await client.close()
 
@@ -93,16 +93,14 @@ def test_waits_grow_and_are_bounded() -> None:
 
 
 async def test_a_finished_stream_gives_its_connection_back() -> None:
-    async with upstream(Answer(events=[1])) as (url, _):
+    async with upstream(Answer(events=[1])) as (url, server):
         client = HttpClient("e", url, retry=HASTY)
         await client.start()
         for _ in range(3):
-            assert [payload async for payload in client.events("/x", lambda _: b"{}")] == [b"1"]
-        assert client._session is not None
-        assert client._session.connector is not None
-        idle = client._session.connector._conns.values()
-        assert sum(len(connections) for connections in idle) == 1
+            assert [batch async for batch in client.events("/x", lambda _: b"{}")] == [[b"1"]]
         await client.close()
+    assert len(server.posts) == 3
+    assert len(set(server.clients)) == 1
 
 
 async def test_closing_ends_streams_in_flight() -> None:
@@ -112,7 +110,7 @@ async def test_closing_ends_streams_in_flight() -> None:
             await client.get("/x")
         await client.start()
         stream = client.events("/x", lambda _: b"{}")
-        assert await anext(stream) == b"1"
+        assert await anext(stream) == [b"1"]
         await client.close()
         with pytest.raises(EngineUnavailable):
             await anext(stream)
@@ -122,7 +120,7 @@ async def test_the_key_is_sent() -> None:
     async with upstream(Answer(events=[])) as (url, server):
         client = HttpClient("e", url, api_key="secret", retry=HASTY)
         await client.start()
-        assert [payload async for payload in client.events("/x", lambda _: b"{}")] == []
+        assert [batch async for batch in client.events("/x", lambda _: b"{}")] == []
         await client.close()
     assert server.headers[0][b"authorization"] == b"Bearer secret"
 

@@ -31,6 +31,7 @@ class Upstream:
         self._pages = pages or {}
         self.posts: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[bytes, bytes]] = []
+        self.clients: list[Any] = []
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["method"] == "GET":
@@ -45,6 +46,7 @@ class Upstream:
                 break
         self.posts.append((scope["path"], orjson.loads(body or b"null")))
         self.headers.append(dict(scope["headers"]))
+        self.clients.append(scope["client"])
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         await _send(send, answer)
 

@@ -10,24 +10,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
-import aiohttp
 import msgspec
 import orjson
-from yarl import URL
 
 from outrider.engines.backoff import Backoff
+from outrider.engines.connections import Connections, Response
 from outrider.engines.failures import StatusFailure
 from outrider.engines.sse import SseReader
 from outrider.errors import EngineError, EngineUnavailable
 
-CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
-CONNECT_SECONDS = 10.0
+CONNECTION_ERRORS = (OSError, TimeoutError)
 CONTROL_SECONDS = 30.0
-MAX_CONNECTIONS = 4096
 MAX_ERROR_BODY = 64 << 10
-READ_BUFFER = 256 << 10
-# uvicorn, under vLLM and SGLang, closes idle connections after 5 s: giving them up first avoids the race.
-KEEP_ALIVE_SECONDS = 4.0
 DONE = b"[DONE]"
 
 
@@ -65,23 +59,16 @@ class HttpClient:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._targets: dict[str, URL] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
 
     async def start(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS, keepalive_timeout=KEEP_ALIVE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
-            read_bufsize=READ_BUFFER,
-        )
+        self._connections = Connections(self._url, self._headers)
 
     async def close(self) -> None:
         """Ends every exchange in flight; each of them raises EngineUnavailable."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
 
     async def get(self, path: str) -> Any:
         """The JSON answer to a GET (None for an empty one), tried once."""
@@ -93,8 +80,9 @@ class HttpClient:
 
     async def events(
         self, path: str, body: Callable[[int], bytes], headers: Mapping[str, str] | None = None
-    ) -> AsyncGenerator[bytes, None]:
-        """POST `body(attempt)` and yield the answer's SSE payloads up to `[DONE]` or its end.
+    ) -> AsyncGenerator[list[bytes], None]:
+        """POST `body(attempt)` and yield the answer's SSE payloads up to `[DONE]` or its end, in batches as they
+        arrive; none is empty.
 
         Connection failures and transient statuses are retried until the first payload came. Closing the
         generator closes the connection, which aborts the work upstream.
@@ -104,48 +92,51 @@ class HttpClient:
             last = attempt + 1 == self._retry.attempts
             asked: float | None = None
             try:
-                async with aclosing(self._exchange(path, body(attempt), headers)) as payloads:
-                    async for payload in payloads:
+                async with aclosing(self._exchange(path, body(attempt), headers)) as batches:
+                    async for payloads in batches:
                         begun = True
-                        yield payload
+                        yield payloads
                     return
             except CONNECTION_ERRORS as error:
-                if begun or last or self._session is None:
+                if begun or last or self._connections is None:
                     raise self._unavailable(error) from error
-            except RuntimeError as error:  # how aiohttp ends a read when its session is closed
-                if self._session is not None:
-                    raise
-                raise self._unavailable(error) from error
             except _Refused as refused:
                 if last or not refused.failure.transient:
                     raise refused.failure from None
                 asked = refused.retry_after
             await asyncio.sleep(self._retry.wait(attempt, asked))
 
-    async def _exchange(self, path: str, body: bytes, headers: Mapping[str, str] | None) -> AsyncGenerator[bytes, None]:
-        response = await self._open_session().post(self._target(path), data=body, headers=headers)
+    async def _exchange(
+        self, path: str, body: bytes, headers: Mapping[str, str] | None
+    ) -> AsyncGenerator[list[bytes], None]:
+        response = await self._started().request("POST", path, body, headers)
         try:
             if response.status >= 400:
                 raise await _refusal(response)
             reader = SseReader()
-            async for chunk in response.content.iter_any():
-                for payload in reader.feed(chunk):
-                    if payload == DONE:
-                        await _finish(response)
-                        return
-                    yield payload
+            while chunk := await response.arrived():
+                payloads = reader.feed(chunk)
+                if DONE not in payloads:
+                    if payloads:
+                        yield payloads
+                    continue
+                if before := payloads[: payloads.index(DONE)]:
+                    yield before
+                await _finish(response)
+                return
         finally:
             response.close()
 
     async def _call(self, method: str, path: str, body: bytes | None, seconds: float | None) -> Any:
         try:
-            async with (
-                asyncio.timeout(seconds),
-                self._open_session().request(method, self._target(path), data=body) as response,
-            ):
-                if response.status >= 400:
-                    raise (await _refusal(response)).failure
-                content = await response.read()
+            async with asyncio.timeout(seconds):
+                response = await self._started().request(method, path, body)
+                try:
+                    if response.status >= 400:
+                        raise (await _refusal(response)).failure
+                    content = await response.whole()
+                finally:
+                    response.close()
         except CONNECTION_ERRORS as error:
             raise self._unavailable(error) from error
         try:
@@ -153,15 +144,10 @@ class HttpClient:
         except orjson.JSONDecodeError as error:
             raise EngineError(f"engine {self._name!r} answered {path} with something not JSON") from error
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _started(self) -> Connections:
+        if self._connections is None:
             raise EngineUnavailable(f"engine {self._name!r} is not started, or was closed")
-        return self._session
-
-    def _target(self, path: str) -> URL:
-        if path not in self._targets:
-            self._targets[path] = URL(self._url + path)
-        return self._targets[path]
+        return self._connections
 
     def _unavailable(self, error: BaseException) -> EngineUnavailable:
         what = str(error) or type(error).__name__
@@ -177,15 +163,18 @@ class _Refused(Exception):
         self.retry_after = retry_after
 
 
-async def _finish(response: aiohttp.ClientResponse) -> None:
+async def _finish(response: Response) -> None:
     """Read the few bytes behind `[DONE]`: a response read to its end gives its connection back for reuse, and
     one that does not end in time is only a connection less."""
+    if response.complete:
+        return
     with suppress(*CONNECTION_ERRORS):
         async with asyncio.timeout(1):
-            await response.read()
+            while await response.arrived():
+                pass
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> _Refused:
-    body = await response.content.read(MAX_ERROR_BODY)
-    header = response.headers.get("Retry-After", "")
-    return _Refused(StatusFailure(response.status, body), float(header) if header.isdecimal() else None)
+async def _refusal(response: Response) -> _Refused:
+    header = (response.header(b"retry-after") or b"").decode("latin-1")
+    failure = StatusFailure(response.status, await response.whole(MAX_ERROR_BODY))
+    return _Refused(failure, float(header) if header.isdecimal() else None)

@@ -103,10 +103,11 @@ class OpenAIEngine:
         reply = _Reply(self.name, request.request_id, self._version, capture=self.mode is TokenMode.CAPTURE)
         try:
             body = encode(self._body(request, self._model or await self._first_model()))
-            async with aclosing(self._http.events(ROUTE, lambda _: body)) as payloads:
-                async for payload in payloads:
-                    if (chunk := reply.read(payload)) is not None:
-                        yield chunk
+            async with aclosing(self._http.events(ROUTE, lambda _: body)) as batches:
+                async for payloads in batches:
+                    for payload in payloads:
+                        if (chunk := reply.read(payload)) is not None:
+                            yield chunk
         except StatusFailure as failure:
             sizes = Sizes(output=request.sampling.max_tokens, context=self._context)
             raise translate(failure, self.name, sizes) from None

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.batch import arrivals
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.gate import Gate
 from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
@@ -80,19 +81,14 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         reply = _Reply(self.name, self._version)
-        payloads = self._http.events("/generate", lambda attempt: encode(_body(request, attempt)))
+        batches = self._http.events("/generate", lambda attempt: encode(_body(request, attempt)))
         try:
-            async with self._gate.passage(), aclosing(payloads):
-                async for payload in payloads:
-                    if (chunk := reply.read(payload)) is not None:
-                        yield chunk
-        except EngineUnavailable:
-            if not reply.finished:
-                raise
+            async with self._gate.passage(), aclosing(batches), aclosing(arrivals(batches, reply)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except StatusFailure as failure:
             sizes = Sizes(prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context)
             raise translate(failure, self.name, sizes) from None
-        yield reply.last()
 
     async def health(self) -> EngineHealth:
         try:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.batch import arrivals
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.options import ServerOptions, read_options, server_url
@@ -186,21 +187,14 @@ class VLLMEngine:
         request: GenerateRequest,
     ) -> AsyncGenerator[Chunk, None]:
         reply = _Reply(self.name, self._version)
-        payloads = self._http.events(
+        batches = self._http.events(
             path,
             lambda attempt: encode(body(request, self._model, attempt)),
             {"X-Session-ID": request.session_key},
         )
-        try:
-            async with aclosing(payloads):
-                async for payload in payloads:
-                    if (chunk := reply.read(payload)) is not None:
-                        yield chunk
-        except EngineUnavailable:
-            # After the finish only a usage count is outstanding: its loss is no reason to sample again.
-            if not reply.finished:
-                raise
-        yield reply.last()
+        async with aclosing(batches), aclosing(arrivals(batches, reply)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
 
 class _Reply:

@@ -1,0 +1,283 @@
+"""Keep-alive HTTP/1.1 connections to one server: a request out, its answer in as the bytes arrive.
+
+A general client spends more on one model call than the rest of the gateway's way to the engine, so this one does only
+what engine servers need: no redirects, cookies, proxies or compression. Parsing is `httptools`. It knows no JSON and
+tries nothing twice. Invariant: a connection carries one exchange at a time, and is used again only after an answer
+that was read to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Mapping
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+CONNECT_SECONDS = 10.0
+# uvicorn, under vLLM and SGLang, closes idle connections after 5 s: giving them up first avoids the race.
+KEEP_ALIVE_SECONDS = 4.0
+HIGH_WATER = 1 << 20
+"""Bytes that wait to be read before the server is asked to pause."""
+
+
+class Connections:
+    """A server's connections, as many as there are exchanges at a time. `url` is http or https, without a query.
+
+    `request` raises OSError or TimeoutError when the server cannot be reached.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._secure = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._secure else 80)
+        self._path = parts.path.rstrip("/")
+        host = parts.netloc.rpartition("@")[2]
+        self._head = _lines({"Host": host, "Accept": "*/*", **headers})
+        self._idle: deque[_Connection] = deque()
+        self._busy: set[_Connection] = set()
+        self._closed = False
+
+    async def request(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Send a request; the answer, once its head is here. Close it when done."""
+        connection = self._reused() or await self._connect()
+        if self._closed:
+            connection.abort()
+            raise ConnectionAbortedError("the client was closed")
+        self._busy.add(connection)
+        length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)
+        own = _lines(headers) if headers else b""
+        start = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
+        response = Response(self, connection)
+        try:
+            await connection.begin(b"".join((start, self._head, own, length, b"\r\n", body or b"")))
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    @property
+    def idle(self) -> int:
+        """Connections that could be used again."""
+        return sum(connection.reusable for connection in self._idle)
+
+    @property
+    def busy(self) -> int:
+        """Exchanges in flight."""
+        return len(self._busy)
+
+    def close(self) -> None:
+        """End everything in flight; each read then raises ConnectionAbortedError."""
+        self._closed = True
+        for connection in (*self._idle, *self._busy):
+            connection.abort()
+        self._idle.clear()
+
+    def give_back(self, connection: _Connection) -> None:
+        """Keep a connection whose exchange is over for the next one, or end it."""
+        self._busy.discard(connection)
+        if connection.reusable and not self._closed:
+            connection.idle_since = asyncio.get_running_loop().time()
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def _reused(self) -> _Connection | None:
+        oldest_allowed = asyncio.get_running_loop().time() - KEEP_ALIVE_SECONDS
+        while self._idle:
+            connection = self._idle.pop()  # the newest: the others may then grow old and go
+            if connection.reusable and connection.idle_since > oldest_allowed:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, protocol = await loop.create_connection(
+                _Connection,
+                self._host,
+                self._port,
+                ssl=self._secure,
+                server_hostname=self._host if self._secure else None,
+            )
+        return protocol
+
+
+class Response:
+    """An answer whose head has arrived."""
+
+    def __init__(self, owner: Connections, connection: _Connection) -> None:
+        self._owner = owner
+        self._connection: _Connection | None = connection
+
+    @property
+    def status(self) -> int:
+        return self._open().status
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer has arrived to its end."""
+        return self._open().complete
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of that (lower-case) name."""
+        return self._open().headers.get(name)
+
+    async def arrived(self) -> bytes:
+        """What has arrived since, waiting for something; b"" at the end. Raises OSError when the connection breaks."""
+        return await self._open().read()
+
+    async def whole(self, most: int | None = None) -> bytes:
+        """All of the body, or about its first `most` bytes."""
+        parts: list[bytes] = []
+        size = 0
+        while part := await self.arrived():
+            parts.append(part)
+            size += len(part)
+            if most is not None and size >= most:
+                break
+        return b"".join(parts)[:most]
+
+    def close(self) -> None:
+        """Give the connection back, or cut it when the answer was not read to its end. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._owner.give_back(connection)
+
+    def _open(self) -> _Connection:
+        if self._connection is None:
+            raise ConnectionAbortedError("the response was closed")
+        return self._connection
+
+
+class _Connection(asyncio.Protocol):
+    """One connection and the answer it is reading. The methods without an underscore at the end of the class are
+    called by asyncio and by the parser."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.idle_since = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._waiting = 0
+        self._paused = False
+        self.complete = True
+        self._head_complete = False
+        self._lost: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def reusable(self) -> bool:
+        return self.complete and self._lost is None and self._transport is not None
+
+    async def begin(self, request: bytes) -> None:
+        """Send a request and wait for the head of its answer."""
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self.status, self.headers, self._body, self._waiting = 0, {}, [], 0
+        self.complete = self._head_complete = False
+        self._transport.write(request)
+        while not self._head_complete:
+            await self._more()
+
+    async def read(self) -> bytes:
+        while not self._body:
+            if self.complete:
+                return b""
+            await self._more()
+        parts, self._body, self._waiting = self._body, [], 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._lose(ConnectionAbortedError("the connection was closed"))
+            self._transport.abort()
+            self._transport = None
+
+    async def _more(self) -> None:
+        """Wait until something has arrived. Raises what ended the connection."""
+        if self._lost is not None:
+            raise self._lost
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _lose(self, error: Exception) -> None:
+        if self._lost is None:
+            self._lost = error
+            self._wake()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.complete:  # nobody asked: such a connection is not to be trusted with another request
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._lose(ConnectionError(f"the answer is not HTTP: {error}"))
+            self.abort()
+            return
+        if self._waiting > HIGH_WATER and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        return None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        sized = self.headers.keys() & {b"content-length", b"transfer-encoding"}
+        if self._head_complete and not self.complete and error is None and not sized:
+            self.complete = True  # an answer that ends with its connection
+        self._lose(error or ConnectionResetError("the server closed the connection"))
+        self._wake()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.setdefault(name.lower(), value)
+
+    def on_headers_complete(self) -> None:
+        if (status := self._parser.get_status_code()) >= 200:  # not such as 100 Continue
+            self.status = status
+            self._head_complete = True
+        else:
+            self.headers = {}
+
+    def on_body(self, part: bytes) -> None:
+        self._body.append(part)
+        self._waiting += len(part)
+
+    def on_message_complete(self) -> None:
+        if self._head_complete:
+            self.complete = True
+            if not self._parser.should_keep_alive():
+                self._lose(ConnectionResetError("the server closed the connection"))
+
+
+def _lines(headers: Mapping[str, str]) -> bytes:
+    """Header lines. Raises ValueError for a line break in one."""
+    text = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    if text.count("\r") != len(headers) or text.count("\n") != len(headers):
+        raise ValueError("a header must not contain a line break")
+    return text.encode("latin-1")

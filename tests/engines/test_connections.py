@@ -1,0 +1,173 @@
+"""The HTTP client against a server of bytes: how answers end, break, and give their connections back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from outrider.engines.connections import HIGH_WATER, Connections
+
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-One: a\r\nX-One: b\r\n\r\nhi"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n"
+
+
+class Script:
+    """Answers each request on each connection with the next of its answers; `end` closes the connection after it."""
+
+    def __init__(self, *answers: bytes, end: bool = False) -> None:
+        self._answers = list(answers)
+        self._end = end
+        self.requests: list[bytes] = []
+        self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while self._answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0] or 0)
+                self.requests.append(head + await reader.readexactly(length))
+                writer.write(self._answers.pop(0))
+                await writer.drain()
+                if self._end:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def a_server(script: Script) -> AsyncIterator[Connections]:
+    server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    connections = Connections(f"http://127.0.0.1:{port}/base/", {"X-Own": "1"})
+    try:
+        yield connections
+    finally:
+        connections.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def get(connections: Connections) -> bytes:
+    response = await connections.request("GET", "/x")
+    try:
+        return await response.whole()
+    finally:
+        response.close()
+
+
+async def test_a_request_as_it_is_sent() -> None:
+    script = Script(WHOLE)
+    async with a_server(script) as connections:
+        response = await connections.request("POST", "/x?y=1", b"{}", {"X-More": "2"})
+        assert (response.status, response.header(b"x-one"), await response.whole()) == (200, b"a", b"hi")
+        response.close()
+    (request,) = script.requests
+    assert request.startswith(b"POST /base/x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:")
+    assert request.endswith(b"\r\nX-Own: 1\r\nX-More: 2\r\nContent-Length: 2\r\n\r\n{}")
+
+
+@pytest.mark.parametrize("answer", [WHOLE, CHUNKED], ids=["length", "chunked"])
+async def test_a_connection_is_used_again_after_an_answer_read_to_its_end(answer: bytes) -> None:
+    script = Script(answer, answer, answer)
+    async with a_server(script) as connections:
+        assert {await get(connections) for _ in range(3)} == {b"hi" if answer is WHOLE else b"abcde"}
+    assert script.connections == 1
+
+
+async def test_a_connection_is_not_used_again_after_an_answer_left_early() -> None:
+    script = Script(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi", WHOLE)
+    async with a_server(script) as connections:
+        response = await connections.request("GET", "/x")
+        assert await response.arrived() == b"hi"
+        assert not response.complete
+        response.close()
+        assert await get(connections) == b"hi"
+    assert script.connections == 2
+
+
+@pytest.mark.parametrize(
+    "head", [b"Connection: close\r\nContent-Length: 2\r\n", b"Content-Length: 2\r\n"], ids=["said", "unsaid"]
+)
+async def test_a_server_that_closes_is_met_with_a_new_connection(head: bytes) -> None:
+    script = Script(*[b"HTTP/1.1 200 OK\r\n" + head + b"\r\nhi"] * 2, end=True)
+    async with a_server(script) as connections:
+        assert await get(connections) == b"hi"
+        while connections.idle:  # until the server's close has been seen
+            await asyncio.sleep(0)  # noqa: ASYNC110
+        assert await get(connections) == b"hi"
+    assert script.connections == 2
+
+
+async def test_an_answer_may_end_with_its_connection() -> None:
+    async with a_server(Script(b"HTTP/1.1 200 OK\r\n\r\nall of it", end=True)) as connections:
+        assert await get(connections) == b"all of it"
+
+
+async def test_an_interim_answer_is_skipped() -> None:
+    async with a_server(Script(b"HTTP/1.1 100 Continue\r\nX: 1\r\n\r\n" + WHOLE)) as connections:
+        assert await get(connections) == b"hi"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+        b"not HTTP at all\r\n\r\n",
+    ],
+    ids=["nothing", "half a head", "half a body", "half a chunk", "no HTTP"],
+)
+async def test_a_broken_answer_is_an_error(answer: bytes) -> None:
+    async with a_server(Script(answer, end=True)) as connections:
+        with pytest.raises(OSError, match=r"closed|not HTTP"):
+            await get(connections)
+
+
+async def test_closing_ends_what_is_in_flight() -> None:
+    async with a_server(Script(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi", b"")) as connections:
+        response = await connections.request("GET", "/x")
+        assert await response.arrived() == b"hi"
+        reading = asyncio.ensure_future(response.arrived())
+        await asyncio.sleep(0)
+        connections.close()
+        with pytest.raises(ConnectionAbortedError):
+            await reading
+        response.close()
+        with pytest.raises(ConnectionAbortedError):
+            await connections.request("GET", "/x")
+
+
+async def test_a_cancelled_request_leaves_no_connection() -> None:
+    script = Script(b"", b"")
+    async with a_server(script) as connections:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await connections.request("GET", "/x")
+        assert connections.busy == connections.idle == 0
+
+
+async def test_a_slow_reader_pauses_the_server() -> None:
+    body = b"x" * (64 * HIGH_WATER)
+    async with a_server(Script(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)) as connections:
+        response = await connections.request("GET", "/x")
+        first = await response.arrived()
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        second = await response.arrived()
+        assert len(first) + len(second) < len(body) // 2
+        assert len(first) + len(second) + len(await response.whole()) == len(body)
+        response.close()
+
+
+@pytest.mark.parametrize("value", ["a\r\nX: b", "a\nb", "\r"])
+def test_a_header_cannot_be_smuggled(value: str) -> None:
+    with pytest.raises(ValueError, match="line break"):
+        Connections("http://127.0.0.1:1", {"X": value})
