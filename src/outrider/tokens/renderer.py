@@ -21,6 +21,7 @@ from renderers.base import ToolCallParseStatus
 from outrider.errors import InvalidField, RequestError
 from outrider.messages import Message, Role, ToolCall, ToolSpec
 from outrider.tokens.markup import MARKUP, Markup
+from outrider.tokens.skeleton import Skeleton
 from outrider.tokens.template import ChatTemplate
 from outrider.tokens.tokenizer import Tokenizer
 
@@ -95,8 +96,10 @@ class FamilyRenderer:
         self.family = family
         self.markup = MARKUP.get(family)
         self._template = template
-        self._keeping = _create(tokenizer, family, retention="all")
-        self._following = _create(tokenizer, family, retention=None)
+        self._layout = Skeleton(tokenizer) if family in WINDOW_FAMILIES else None
+        self._keeping = _create(tokenizer, family, retention="all", layout=self._layout)
+        self._following = _create(tokenizer, family, retention=None, layout=self._layout)
+        self._parsing = _create(tokenizer, family, retention="all")
         self.stop_ids = tuple(self._keeping.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
 
@@ -108,7 +111,10 @@ class FamilyRenderer:
             ids = self._keeping.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
-        return list(ids)
+        return self._filled(ids)
+
+    def _filled(self, laid_out: Sequence[int]) -> list[int]:
+        return list(laid_out) if self._layout is None else self._layout.fill(laid_out)
 
     def bridge(
         self,
@@ -130,7 +136,7 @@ class FamilyRenderer:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
         if bridged is None or list(bridged.token_ids[: len(before)]) != before:
             return None
-        return list(bridged.token_ids[len(before) :])
+        return self._filled(bridged.token_ids[len(before) :])
 
     def tail_start(self, prompt: Sequence[int]) -> int:
         if self.family not in WINDOW_FAMILIES:
@@ -147,7 +153,7 @@ class FamilyRenderer:
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
         try:
-            parsed = self._keeping.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
+            parsed = self._parsing.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
         except (ValueError, TypeError, KeyError, RecursionError):  # such as a number of 5,000 digits, or 2,000 "["
             whole = self.tokenizer.decode([token for token in output if token not in self._stops])
             return ParsedCalls((), (), (whole,), "", None)
@@ -192,12 +198,12 @@ def make_renderer(tokenizer: Tokenizer, name: str | None) -> FamilyRenderer:
     return FamilyRenderer(tokenizer, name, template=template)
 
 
-def _create(tokenizer: Tokenizer, family: str, *, retention: str | None) -> Any:
+def _create(tokenizer: Tokenizer, family: str, *, retention: str | None, layout: Skeleton | None = None) -> Any:
     try:
         config = TypeAdapter[Any](renderers.RendererConfig).validate_python(
             {"name": family, "thinking_retention": retention}
         )
-        return renderers.create_renderer(tokenizer, config)
+        return renderers.create_renderer(layout or tokenizer, config)
     except ValidationError as error:
         raise InvalidField(
             f"unknown renderer family {family!r}",
