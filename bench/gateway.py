@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import orjson
 
 from bench.corpus import Corpus
+from bench.http import Client
 from bench.processes import World, world
 from outrider.messages import Message, Role
 from outrider.tokens.renderer import Renderer, make_renderer
@@ -29,7 +29,6 @@ from outrider.tokens.renderer import Renderer, make_renderer
 PROMPT_CHARACTERS = 2048
 REPLY_TOKENS = 16
 CONCURRENCY = 32
-HEADERS = {"Content-Type": "application/json"}
 PERCENTILES = (50, 95, 99)
 
 
@@ -79,7 +78,7 @@ async def run(quick: bool) -> dict[str, Any]:
 async def measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
-        async with world(corpus, reply_tokens=REPLY_TOKENS, sessions=CONCURRENCY) as processes, _client() as client:
+        async with world(corpus, reply_tokens=REPLY_TOKENS, sessions=CONCURRENCY) as processes, Client() as client:
             load = Load(client, Requests(corpus, processes))
             for way in WAYS:
                 await load.one_by_one(way, plan.warm_requests)
@@ -134,7 +133,7 @@ class Requests:
 class Load:
     """Sends requests and takes the time."""
 
-    def __init__(self, client: aiohttp.ClientSession, requests: Requests) -> None:
+    def __init__(self, client: Client, requests: Requests) -> None:
         self._client = client
         self._requests = requests
 
@@ -158,13 +157,14 @@ class Load:
         first = 0.0
         parts: list[bytes] = []
         begun = time.perf_counter()
-        async with self._client.post(request.url, data=request.body, headers=HEADERS) as response:
-            async for part in response.content.iter_any():
+        async with self._client.post(request.url, request.body) as response:
+            while part := await response.arrived():
                 first = first or time.perf_counter()
                 parts.append(part)
-        last = time.perf_counter()
-        if response.status != 200 or not _is_whole(request, b"".join(parts)):
-            raise RuntimeError(f"{request.url} answered {response.status}: {b''.join(parts)[-500:]!r}")
+            last = time.perf_counter()
+            status = response.status
+        if status != 200 or not _is_whole(request, b"".join(parts)):
+            raise RuntimeError(f"{request.url} answered {status}: {b''.join(parts)[-500:]!r}")
         return Spent((first - begun) * 1000, (last - begun) * 1000)
 
 
@@ -172,12 +172,6 @@ def _is_whole(request: Request, answer: bytes) -> bool:
     if request.streamed:
         return answer.endswith(b"data: [DONE]\n\n")
     return answer.startswith(b"{") and answer.endswith(b"}")
-
-
-def _client() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0), cookie_jar=aiohttp.DummyCookieJar()
-    )
 
 
 async def _latency(load: Load, plan: Plan) -> dict[str, Any]:

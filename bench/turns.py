@@ -16,16 +16,17 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 from yarl import URL
 
 from bench.corpus import VOCABULARY, Corpus
 from bench.dialogue import Dialogue
+from bench.http import Client
 from bench.parked import parked
 from bench.processes import World, world
 from outrider.api.gateway import Gateway
+from outrider.asgi import HANG_UP, HangUp
 from outrider.dialects.base import WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.engines.http import encode
@@ -33,7 +34,6 @@ from outrider.spec import EngineSpec
 
 NEW_TOKENS = 500
 REPLY_TOKENS = 20
-HEADERS = {"Content-Type": "application/json"}
 
 Turn = Callable[[bytes], Awaitable[bytes]]
 """Sends the body of one request and gives that of its answer."""
@@ -118,7 +118,7 @@ async def _added_latency(corpus: Corpus, processes: World, points: Sequence[Poin
     urls = iter(processes.gateway.urls)
     engine = processes.upstream.urls[0] + "/inference/v1/generate"
     found = []
-    async with aiohttp.ClientSession(read_bufsize=1 << 20) as client:
+    async with Client() as client:
         for point in (WARM, *points):
             through: list[float] = []
             direct: list[float] = []
@@ -166,26 +166,27 @@ def _direct_body(tokens: int) -> bytes:
     return encode({"token_ids": ids, "sampling_params": sampling, "stream": True})
 
 
-def _http_turn(client: aiohttp.ClientSession, base_url: str) -> Turn:
+def _http_turn(client: Client, base_url: str) -> Turn:
     async def turn(body: bytes) -> bytes:
         return await _post(client, base_url + "/v1/chat/completions", body)
 
     return turn
 
 
-async def _post(client: aiohttp.ClientSession, url: str, body: bytes) -> bytes:
-    async with client.post(url, data=body, headers=HEADERS) as response:
-        answer = await response.read()
-    if response.status != 200:
-        raise RuntimeError(f"{url} answered {response.status}: {answer[-500:]!r}")
+async def _post(client: Client, url: str, body: bytes) -> bytes:
+    async with client.post(url, body) as response:
+        answer, status = await response.whole(), response.status
+    if status != 200:
+        raise RuntimeError(f"{url} answered {status}: {answer[-500:]!r}")
     return answer
 
 
 def _asgi_turn(gateway: Gateway, path: str) -> Turn:
     """The gateway called as its server calls it, in this very process."""
-    scope = {"type": "http", "method": "POST", "path": path + "/v1/chat/completions", "headers": []}
+    head = {"type": "http", "method": "POST", "path": path + "/v1/chat/completions", "query_string": b"", "headers": []}
 
     async def turn(body: bytes) -> bytes:
+        scope = {**head, "extensions": {HANG_UP: HangUp()}}
         waiting = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[bytes] = []
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import orjson
 
+from outrider.asgi import Receive, Scope, Send
 from outrider.engines.serve.app import serving
-from outrider.engines.serve.asgi import Message, Receive, Send
 
 
 class Answer(msgspec.Struct):
@@ -33,7 +33,7 @@ class Upstream:
         self.headers: list[dict[bytes, bytes]] = []
         self.clients: list[Any] = []
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "GET":
             page = self._pages.get(scope["path"])
             await _json(send, 404 if page is None else 200, page)

@@ -6,7 +6,6 @@ A factory builds it from a running service; it owns nothing.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -15,14 +14,13 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
 from outrider.api.engines import engine_routes
-from outrider.api.gateway import Gateway, Receive, Scope, Send
+from outrider.api.gateway import Gateway
 from outrider.api.groups import group_routes
 from outrider.api.openapi import describe
 from outrider.api.replies import bad_query, json_reply, outrider_error, unknown_route
+from outrider.asgi import Application, Receive, Scope, Send
 from outrider.errors import EngineUnavailable, OutriderError, Unauthorized
 from outrider.service.service import Service
-
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 

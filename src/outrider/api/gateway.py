@@ -8,22 +8,19 @@ A client that hangs up aborts its generation upstream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import parse_qsl
 
 import msgspec
 
+from outrider.asgi import Receive, Scope, Send, while_connected
 from outrider.dialects import dialects
 from outrider.dialects.base import Action, Completion, Dialect, ModelRequest, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, TooLarge, Unauthorized
 from outrider.messages import Delta
 from outrider.sessions.conversation import Conversation, Ended
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PREFIX = "/s/"
 MAX_BODY = 64 << 20
@@ -69,7 +66,7 @@ class Gateway:
                 raise NotFound(f"{call.method} {call.path} is not served here")
             dialect = routed.dialect
             conversation = self._conversation(_api_key(call) if key is None else key)
-            await self._serve(routed, call, conversation, receive, reply)
+            await self._serve(routed, call, conversation, scope, receive, reply)
         except _Refused as refused:
             await reply.failed(refused.dialect, refused.error)
         except OutriderError as error:
@@ -93,7 +90,13 @@ class Gateway:
         return conversation
 
     async def _serve(
-        self, routed: _Routed, call: WireCall, conversation: Conversation, receive: Receive, reply: _Reply
+        self,
+        routed: _Routed,
+        call: WireCall,
+        conversation: Conversation,
+        scope: Scope,
+        receive: Receive,
+        reply: _Reply,
     ) -> None:
         dialect = routed.dialect
         if routed.action in (Action.MODELS, Action.MODEL):
@@ -107,7 +110,7 @@ class Gateway:
         writer = dialect.stream(request) if request.stream else None
         work = self._answer(dialect, request, conversation, writer, reply)
         try:
-            await _until_hung_up(receive, work, reply, writer)
+            await while_connected(scope, work if writer is None else _kept_alive(work, reply, writer))
         except asyncio.CancelledError:
             if conversation.open:
                 raise
@@ -248,38 +251,25 @@ async def _cut_off(reply: _Reply) -> None:
     await reply.end(b"")
 
 
-async def _until_hung_up(receive: Receive, work: Awaitable[None], reply: _Reply, writer: StreamWriter | None) -> None:
-    """Do the work unless the client hangs up first: the work is then cancelled, and that is no error. Meanwhile a
-    streamed reply that is silent for long is kept alive."""
-    worker = asyncio.current_task()
-    assert worker is not None
-    hung_up = False
+async def _kept_alive(work: Awaitable[None], reply: _Reply, writer: StreamWriter) -> None:
+    """Do the work; a streamed reply that is silent for long meanwhile gets signs of life."""
 
-    async def watch() -> None:
-        nonlocal hung_up
+    async def ping() -> None:
         while True:
-            try:
-                async with asyncio.timeout(None if writer is None else PING_SECONDS):
-                    while (await receive())["type"] != "http.disconnect":
-                        pass
-            except TimeoutError:
-                assert writer is not None
-                await reply.ping(writer)
-            else:
-                hung_up = True
-                worker.cancel()
-                return
+            await reply.ping(writer)
+            await asyncio.sleep(PING_SECONDS)
 
+    pinging: list[asyncio.Task[None]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(watch(), name="client hang-up")
+            timer = asyncio.get_running_loop().call_later(
+                PING_SECONDS, lambda: pinging.append(group.create_task(ping(), name="pings"))
+            )
             try:
                 await work
             finally:
-                watcher.cancel()
-    except asyncio.CancelledError:
-        if not hung_up:
-            raise
-        worker.uncancel()
+                timer.cancel()
+                for task in pinging:
+                    task.cancel()
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None

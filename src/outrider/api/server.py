@@ -13,12 +13,11 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
-from outrider.api.app import Application, create_app, is_local
-from outrider.api.gateway import Gateway, Receive, Scope, Send
+from outrider.api.app import create_app, is_local
+from outrider.api.gateway import Gateway
+from outrider.asgi import Application, Receive, Scope, Send, server_settings
 from outrider.errors import InvalidField, ServiceError
 from outrider.service.service import Service
-
-BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
@@ -33,7 +32,7 @@ class _Server(uvicorn.Server):
                 if not self.should_exit:
                     raise
 
-        super().__init__(_settings(until_cut_off))
+        super().__init__(server_settings(until_cut_off))
         self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -97,22 +96,6 @@ async def serving(service: Service) -> AsyncIterator[str]:
                     server.should_exit = server.force_exit = True
         if failure is not None:
             raise failure
-
-
-def _settings(app: Application) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="httptools",
-        loop="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=75,
-        server_header=False,
-        date_header=False,
-    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

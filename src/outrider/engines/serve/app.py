@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Literal
 
 import uvicorn
 
+from outrider.asgi import Application, Receive, Scope, Send, server_settings
 from outrider.engines.base import Engine
-from outrider.engines.serve.asgi import Call, Message, Receive, Send, Served, ServeSettings
+from outrider.engines.serve.asgi import Call, Served, ServeSettings
 from outrider.engines.serve.sglang import ServedSGLang
 from outrider.engines.serve.vllm import ServedVLLM
 from outrider.errors import EngineError
 
-ASGIApp = Callable[[Message, Receive, Send], Awaitable[None]]
 EngineProtocol = Literal["vllm", "sglang"]
 
 PROTOCOLS: dict[EngineProtocol, Callable[[Engine, ServeSettings], Served]] = {
@@ -32,7 +32,7 @@ DEFAULT_SETTINGS = ServeSettings()
 
 def engine_app(
     engine: Engine, protocol: EngineProtocol = "vllm", settings: ServeSettings = DEFAULT_SETTINGS
-) -> ASGIApp:
+) -> Application:
     """The engine as an ASGI application. Whoever calls this starts and closes the engine.
 
     The SGLang side is written from that server's documentation and sources, and was never compared with a
@@ -40,7 +40,7 @@ def engine_app(
     """
     served = PROTOCOLS[protocol](engine, settings)
 
-    async def app(scope: Message, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await _answer(served, Call(scope, receive, send))
 
@@ -58,32 +58,13 @@ async def _answer(served: Served, call: Call) -> None:
         await call.answer(error.http_status, served.error_body(error.message, error.http_status))
 
 
-def _config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        timeout_graceful_shutdown=1,
-    )
-
-
-def run(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve until SIGINT or SIGTERM, on uvloop where there is one."""
-    uvicorn.Server(_config(app, host, port)).run()
-
-
 @asynccontextmanager
-async def serving(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str, None]:
+async def serving(app: Application, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str, None]:
     """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free one.
 
     Connections still open at the end of the block are cut.
     """
-    config = _config(app, host, port)
+    config = server_settings(app)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

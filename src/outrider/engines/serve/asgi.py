@@ -5,20 +5,17 @@ It knows no protocol of an engine. Invariant: when the client leaves, the work d
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import orjson
 
+from outrider.asgi import Receive, Scope, Send, while_connected
 from outrider.engines.base import Engine
 from outrider.errors import EngineRejected
 from outrider.tokens.tokenizer import Tokenizer
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -44,12 +41,13 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Call:
     """One HTTP request and its answer."""
 
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.path: str = scope["path"]
         self.method: str = scope["method"]
         self.query: str = scope["query_string"].decode()
         self.streaming = False
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._scope = scope
         self._receive = receive
         self._send = send
 
@@ -93,16 +91,8 @@ class Call:
         await self._send({"type": "http.response.body", "body": DONE})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, which answers the call, unless the client leaves first. Call it after the body was read."""
-        async with asyncio.TaskGroup() as group:
-            job = group.create_task(work)
-            watch = group.create_task(self._cancel_on_leaving(job))
-            job.add_done_callback(lambda _: watch.cancel())
-
-    async def _cancel_on_leaving(self, job: asyncio.Task[None]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        job.cancel()
+        """Do the work, which answers the call, unless the client leaves first."""
+        await while_connected(self._scope, work)
 
 
 Routes = dict[tuple[str, str], Callable[[Call], Awaitable[None]]]
