@@ -44,7 +44,38 @@ class HangUp:
             self._told()
 
 
+class _Corked:
+    """A transport whose writes of one turn of the event loop leave together: a reply's head, its first event and its
+    first words are one system call instead of three."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._call_soon = asyncio.get_running_loop().call_soon
+        self._waiting: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._waiting:
+            self._call_soon(self._flush)
+        self._waiting.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            if not self._transport.is_closing():
+                self._transport.write(b"".join(waiting))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class _Protocol(HttpToolsProtocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_Corked(transport))  # type: ignore[arg-type]
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {HANG_UP: HangUp()}  # type: ignore[dict-item]
