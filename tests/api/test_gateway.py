@@ -202,3 +202,13 @@ async def _ask(client: AsyncOpenAI, messages: list[Any], stream: bool) -> Any:
         return whole.choices[0].message
     async with client.chat.completions.stream(model="any", messages=messages, tools=[BASH]) as events:
         return (await events.get_final_completion()).choices[0].message
+
+
+async def test_an_image_for_a_model_that_is_given_token_ids_is_refused(tmp_path: Path) -> None:
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}]
+    async with a_gateway(tmp_path, "hi<|im_end|>") as (world, http):
+        async with http.post(CHAT, json={"model": "any", "messages": [{"role": "user", "content": content}]}) as reply:
+            error = (await reply.json())["error"]
+        assert (reply.status, error["type"]) == (400, "invalid_request_error")
+        assert "text only" in error["message"]
+        assert world.turns == []

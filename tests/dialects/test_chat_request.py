@@ -11,7 +11,8 @@ from outrider.dialects.base import ModelRequest
 from outrider.dialects.chat import ChatDialect
 from outrider.dialects.chat_request import MAX_TOKENS, MAX_TOOL_DEPTH
 from outrider.errors import RequestError
-from outrider.messages import Message, Role, ToolCall
+from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
+from outrider.tokens.canonical import message_key
 from support.wire import CALL
 
 USER = {"role": "user", "content": "hi"}
@@ -19,6 +20,10 @@ USER = {"role": "user", "content": "hi"}
 
 def body(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [USER], **fields}).encode()
+
+
+def said(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
 
 
 def read(data: bytes) -> list[Message]:
@@ -82,7 +87,23 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("messages[1].content", {"messages": [USER, {"role": "user"}]}),
     ("messages[0].content", {"messages": [{"role": "tool", "tool_call_id": "c"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
-    ("messages[0].content[1]", {"messages": [{"role": "user", "content": [{"text": "a"}, {"type": "image_url"}]}]}),
+    (
+        "messages[0].content[1].image_url",
+        {"messages": [{"role": "user", "content": [{"text": "a"}, {"type": "image_url"}]}]},
+    ),
+    ("messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
+    (
+        "messages[0].content[0].image_url",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "ftp://a"}]}]},
+    ),
+    (
+        "messages[0].content[0].image_url",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}]}
+            ]
+        },
+    ),
     ("messages[0].content[0]", {"messages": [{"role": "user", "content": ["a"]}]}),
     ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
     ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}),
@@ -237,3 +258,21 @@ def test_nulls_leave_the_choice_to_the_server() -> None:
 def test_arguments_that_are_not_json_are_kept() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{oops"}}
     assert read(body(messages=assistant(tool_calls=[call])))[1].tool_calls == (ToolCall("c", "f", "{oops"),)
+
+
+def test_images_keep_their_place_among_texts() -> None:
+    content = [
+        {"type": "text", "text": "a"},
+        {"type": "text", "text": "b"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk=", "detail": "low"}},
+        {"type": "image_url", "image_url": "https://example.org/x.png"},
+        {"type": "text", "text": "c"},
+    ]
+    message = parse(messages=[{"role": "user", "content": content}]).messages.parse(0)
+    assert message.content == "abc"
+    shown, fetched = image_from_bytes("image/png", b"hi"), image_from_url("https://example.org/x.png")
+    assert message.parts == (Text("ab"), shown, fetched, Text("c"))
+    again = parse(messages=[{"role": "user", "content": content}]).messages.parse(0)
+    assert message_key(again) == message_key(message)
+    moved = parse(messages=[{"role": "user", "content": content[::-1]}]).messages.parse(0)
+    assert message_key(moved) != message_key(message)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.upstream import Answer, upstream
@@ -9,7 +10,7 @@ from engines.worlds import HASTY
 from outrider.engines.base import ChatChunk, ChatRequest, EngineOptions, SamplingParams
 from outrider.engines.openai import OpenAIEngine
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
-from outrider.messages import Message, Role, ToolCall
+from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
@@ -36,12 +37,12 @@ def call(index: int, **function: str) -> dict[str, Any]:
     return {"tool_calls": [{"index": index, "function": function} | call_id]}
 
 
-async def chat(url: str, **options: Any) -> list[ChatChunk]:
+async def chat(url: str, request: ChatRequest = REQUEST, **options: Any) -> list[ChatChunk]:
     engine = OpenAIEngine(EngineOptions(name="e", url=f"{url}/v1", options=options), retry=HASTY)
     await engine.start()
     try:
         assert (await engine.health()).model == "m"
-        return [chunk async for chunk in engine.chat(REQUEST)]
+        return [chunk async for chunk in engine.chat(request)]
     finally:
         await engine.close()
 
@@ -147,3 +148,15 @@ def test_the_mode_says_what_is_asked_for() -> None:
     text = OpenAIEngine(EngineOptions(name="e", url="http://h", options={"ids": False}))
     assert (capture.mode, capture.logprob_kind) == (TokenMode.CAPTURE, LogprobKind.RAW)
     assert (text.mode, text.logprob_kind) == (TokenMode.TEXT, LogprobKind.NONE)
+
+
+async def test_images_are_sent_as_parts() -> None:
+    parts = (Text("what is"), image_from_bytes("image/png", b"hi"), image_from_url("https://example.org/x.png"))
+    asked = msgspec.structs.replace(REQUEST, messages=(Message(role=Role.USER, content="what is", parts=parts),))
+    async with upstream(Answer(events=[event({"content": "x"}, "stop")]), pages=PAGES) as (url, server):
+        await chat(url, asked)
+    assert server.posts[0][1]["messages"][0]["content"] == [
+        {"type": "text", "text": "what is"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
+        {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}},
+    ]

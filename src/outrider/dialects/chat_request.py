@@ -16,7 +16,8 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.dialects.decode import decode, depth_exceeds, refuse, shown
-from outrider.messages import Message, Role, ToolCall, ToolSpec
+from outrider.dialects.images import image_of_address, kept_parts, text_of
+from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec
 
 MAX_TOKENS = 1 << 24
 """An output limit above this means no limit; clients do send such."""
@@ -63,10 +64,15 @@ class _Body(msgspec.Struct):
     return_token_ids: bool | None = None
 
 
+class _ImageUrl(msgspec.Struct):
+    url: str
+
+
 class _Part(msgspec.Struct):
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
+    image_url: _ImageUrl | str | None = None
 
 
 class _Function(msgspec.Struct):
@@ -144,13 +150,20 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     role = _ROLES.get(wire.role)
     if role is None:
         refuse(f"{where}.role", f"unknown role {shown(wire.role)}; known: {', '.join(_ROLES)}")
-    content = _content(wire.content, f"{where}.content")
+    parts = _parts(wire.content, f"{where}.content")
+    content = text_of(parts)
     if role is not Role.ASSISTANT:
         if wire.content is UNSET:
             refuse(f"{where}.content", f"is missing from a message of role {shown(wire.role)}")
         if wire.tool_calls:
             refuse(f"{where}.tool_calls", "only an assistant message has tool calls")
-        return Message(role=role, content=content, tool_call_id=wire.tool_call_id, name=wire.name)
+        return Message(
+            role=role,
+            content=content,
+            tool_call_id=wire.tool_call_id,
+            name=wire.name,
+            parts=kept_parts(parts),
+        )
     return Message(
         role=role,
         content=content,
@@ -160,22 +173,27 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     )
 
 
-def _content(content: str | list[_Part] | UnsetType | None, where: str) -> str:
+def _parts(content: str | list[_Part] | UnsetType | None, where: str) -> list[Part]:
     if isinstance(content, str):
-        return content
+        return [Text(content)]
     if content is None or content is UNSET:
-        return ""
-    return "".join([_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)])
+        return []
+    return [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
 
 
-def _part_text(part: _Part, where: str) -> str:
+def _part(part: _Part, where: str) -> Part:
     if part.type in _TEXT_PARTS:
         if part.text is None:
             refuse(f"{where}.text", "is missing")
-        return part.text
+        return Text(part.text)
     if part.type == "refusal":
-        return part.refusal or ""
-    return refuse(where, f"a part of type {shown(part.type)} is not supported: the model reads text only")
+        return Text(part.refusal or "")
+    if part.type == "image_url":
+        url = part.image_url.url if isinstance(part.image_url, _ImageUrl) else part.image_url
+        if url is None:
+            refuse(f"{where}.image_url", "is missing")
+        return image_of_address(url, f"{where}.image_url")
+    return refuse(where, f"a part of type {shown(part.type)} is not supported: the model reads text and images")
 
 
 def _tool_calls(wire: _Message, where: str) -> tuple[ToolCall, ...]:

@@ -8,6 +8,7 @@ not at all.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of
 from outrider.engines.wire import LOGPROB_KINDS, checked_logprobs, decode, finish_of, served_model
 from outrider.errors import EngineError, EngineUnavailable
-from outrider.messages import Message, Role, ToolCall
+from outrider.messages import Message, Part, Role, Text, ToolCall
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
@@ -258,7 +259,8 @@ class _PartialCall:
 
 def _written(message: Message, *, reasoning: bool) -> dict[str, Any]:
     """A message in OpenAI's words; reasoning is not one of them, but servers that report ids read it."""
-    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = [_part(part) for part in message.parts] if message.parts else message.content
+    written: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         written["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -271,3 +273,10 @@ def _written(message: Message, *, reasoning: bool) -> dict[str, Any]:
     if reasoning and message.reasoning is not None:
         written["reasoning_content"] = message.reasoning
     return written
+
+
+def _part(part: Part) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    url = part.url or f"data:{part.media_type};base64,{base64.b64encode(part.data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}

@@ -1,0 +1,91 @@
+"""Golden transcripts of the Responses dialect: what was asked, what happened, and the exact bytes of both replies.
+
+A transcript (`tests/golden/responses/*.txt`) is a sentence, then sections headed `--- name`:
+
+    request      the client's body, JSON
+    messages     what each message is read as, one JSON `Message` a line
+    asked        the rest of the `ModelRequest`: model, flags, sampling, tools
+    steps        what the stream is told, one JSON object a line: {"delta"} | {"ping"} | {"error"}
+    completion   the finished call, JSON of a `Completion`
+    reply        the one-piece body, exactly          (absent when the stream ends in an error)
+    stream       the server-sent events, exactly
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from outrider.dialects.base import Completion, ModelRequest, Opening
+from outrider.errors import EngineUnavailable
+from outrider.messages import Delta, Message
+from outrider.trajectory import FinishReason
+from support.responses import CALL, DIALECT, builtins, events, messages_of, replied
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "responses").glob("*.txt"))
+
+
+def sections(path: Path) -> dict[str, str]:
+    _, *parts = ("\n" + path.read_text()).split("\n--- ")
+    return {name: text for name, _, text in (part.partition("\n") for part in parts)}
+
+
+def asked(request: ModelRequest) -> dict[str, Any]:
+    private = {name: getattr(request.private, name) for name in ("summary", "encrypted")}
+    flags = {"stream": request.stream, "store": request.private.store is not None, **private}
+    return {
+        "model": request.model,
+        "flags": [name for name, value in flags.items() if value],
+        "sampling": {name: value for name, value in builtins(request.sampling).items() if value not in (None, [])},
+        "tools": list(request.tools),
+    }
+
+
+def completion_of(text: str) -> Completion:
+    fields = json.loads(text)
+    reply = msgspec.convert(fields["reply"], Message)
+    return Completion(**fields | {"reply": reply, "finish": FinishReason(fields["finish"])})
+
+
+def streamed(case: dict[str, str], request: ModelRequest, completion: Completion) -> bytes:
+    writer = DIALECT.stream(request)
+    written = writer.open(Opening(id=completion.id, created=completion.created, model=completion.model))
+    for step in map(json.loads, case["steps"].splitlines()):
+        if "delta" in step:
+            written += writer.delta(msgspec.convert(step["delta"], Delta))
+        elif "ping" in step:
+            written += writer.ping()
+        else:
+            written += writer.error(EngineUnavailable(step["error"]))
+    return written + writer.close(completion)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_transcript(path: Path) -> None:
+    case = sections(path)
+    request = DIALECT.parse(CALL, case["request"].encode(), {})
+    assert list(map(builtins, messages_of(request))) == list(map(json.loads, case["messages"].splitlines()))
+    assert asked(request) == json.loads(case["asked"])
+    completion = completion_of(case["completion"])
+    assert streamed(case, request, completion).decode() == case["stream"]
+    if "reply" in case:
+        assert DIALECT.reply(request, completion).decode() == case["reply"].strip()
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_typed_models_of_the_official_client_accept_it(path: Path) -> None:
+    case = sections(path)
+    told = events(case["stream"].encode())
+    request = DIALECT.parse(CALL, case["request"].encode(), {})
+    if "reply" in case:
+        assert replied(request, completion_of(case["completion"])) == told[-1]["response"]
+    else:
+        assert told[-1]["type"] == "response.failed"
+
+
+def test_there_are_transcripts() -> None:
+    assert len(GOLDEN) >= 6
