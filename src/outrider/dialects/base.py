@@ -86,7 +86,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A finished model call. `created` is in whole seconds since the epoch; `pieces` are the decoded sampled
-    tokens one by one, given when the request asked for logprobs."""
+    tokens one by one, given when the request asked for logprobs; `stop_match` is the stop token or stop string that
+    ended the reply, where the engine tells."""
 
     id: str
     created: int
@@ -100,6 +101,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     output_ids: Ids | None = None
     logprobs: Logprobs | None = None
     pieces: tuple[bytes, ...] = ()
+    stop_match: int | str | None = None
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
