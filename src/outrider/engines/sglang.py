@@ -19,6 +19,7 @@ from outrider.engines.batch import arrivals
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.gate import Gate
 from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
+from outrider.engines.ids import ids_json
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of, version_of
 from outrider.engines.wire import checked_logprobs, decode, finish_of, served_model
@@ -218,7 +219,7 @@ def _body(request: GenerateRequest, attempt: int) -> dict[str, Any]:
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     return {
-        "input_ids": request.input_ids,
+        "input_ids": ids_json(request.input_ids),
         "sampling_params": params,
         "return_logprob": True,
         "logprob_start_len": -1,

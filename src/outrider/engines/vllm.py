@@ -18,6 +18,7 @@ from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRe
 from outrider.engines.batch import arrivals
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
+from outrider.engines.ids import ids_json
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of, version_of
 from outrider.engines.wire import LOGPROB_KINDS, ModelCard, checked_logprobs, decode, finish_of, served_model
@@ -299,7 +300,7 @@ def _envelope(request: GenerateRequest, model: str | None, attempt: int) -> dict
 def _generate_body(request: GenerateRequest, model: str | None, attempt: int) -> dict[str, Any]:
     return {
         **_envelope(request, model, attempt),
-        "token_ids": request.input_ids,
+        "token_ids": ids_json(request.input_ids),
         "sampling_params": _sampling(request),
     }
 
@@ -308,7 +309,7 @@ def _completions_body(request: GenerateRequest, model: str | None, attempt: int)
     return {
         **_envelope(request, model, attempt),
         **_sampling(request),
-        "prompt": request.input_ids,
+        "prompt": ids_json(request.input_ids),
         "return_token_ids": True,
         "return_weight_versions": True,
     }
