@@ -20,10 +20,17 @@ LAYERS = (
     ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling", "sample_files"),
     ("sessions", "service"),
     ("api",),
-    ("cli", "doctor", "bridges", "demo", "outrider"),
+    ("cli", "doctor", "bridges", "demo", "certify", "outrider"),
 )
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
-SIDEWAYS = {("service", "sessions"), ("cli", "doctor"), ("cli", "bridges"), ("cli", "demo"), ("outrider", "cli")}
+SIDEWAYS = {
+    ("service", "sessions"),
+    ("cli", "doctor"),
+    ("cli", "bridges"),
+    ("cli", "demo"),
+    ("cli", "certify"),
+    ("outrider", "cli"),
+}
 INSIDE_SANDBOXES = "outrider.runtimes.inside"  # a program of its own: it has no configuration but its environment
 
 

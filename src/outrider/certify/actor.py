@@ -1,0 +1,132 @@
+"""The scripted model: an engine that says what the row at hand wants said, with the tools that it is shown.
+
+It reads its task from the prompt it is given, and keeps no state of a conversation. Invariant: `calls` holds, for
+every generation it has begun, the very ids it was given and those it has handed out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from outrider.certify.prompt import END, Scene, read_prompt
+from outrider.certify.rows import FIRST_WORD, HELPER, HELPER_MARK, Step, row_named
+from outrider.certify.toolbox import Tool, find_shell, find_subagent
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.scripted import ScriptedEngine
+from outrider.harnesses.presets import Certify
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.trajectory import Ids, LogprobKind, TokenMode
+
+CONTEXT_TOKENS = 1 << 20
+TITLE = "A task of three steps"
+"""What it says to a call that is no part of a task, such as for a title."""
+
+_CHUNK_TOKENS = 8
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """One generation: what it was to say, the prompt's ids, shape (prompt length,), and the ids handed out so far."""
+
+    session_key: str
+    scene: Scene
+    step: Step
+    prompt: Ids
+    output: list[int]
+
+
+class Actor:
+    """`Engine`. `hint` is what the preset says of its tools; `heard` waits until clients have been sent a word, or
+    for long enough."""
+
+    mode = TokenMode.TOKENS
+    logprob_kind = LogprobKind.SAMPLING
+    name = "script"
+
+    def __init__(
+        self, tokenizer: Tokenizer, folder: str, hint: Certify, heard: Callable[[str], Awaitable[bool]]
+    ) -> None:
+        self.calls: list[Call] = []
+        self._tokenizer = tokenizer
+        self._folder = folder
+        self._hint = hint
+        self._heard = heard
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True, context_tokens=CONTEXT_TOKENS)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Its policy never changes."""
+
+    async def resume(self) -> None:
+        """It is never paused."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        scene = read_prompt(self._tokenizer.decode(request.input_ids.tolist()))
+        step = self._step(scene)
+        ids = self._tokenizer.encode(step.raw if scene.row is None else self._spoken(step, scene))
+        call = Call(
+            session_key=request.session_key, scene=scene, step=step, prompt=np.array(request.input_ids), output=[]
+        )
+        self.calls.append(call)
+        chunk_tokens = _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0)
+        async for chunk in self._script(ids, chunk_tokens, bool(request.sampling.stop)).generate(request):
+            first = not call.output
+            call.output += chunk.ids
+            yield chunk
+            if first and step.stall:
+                await self._heard(FIRST_WORD)
+
+    def _script(self, ids: list[int], chunk_tokens: int, stops: bool) -> ScriptedEngine:
+        """One reply's engine; only stop strings need a tokenizer, which takes a while to load."""
+        replies: list[Any] = [{"ids": ids}]
+        options = {"replies": replies, "context_tokens": CONTEXT_TOKENS, "chunk_tokens": chunk_tokens}
+        return ScriptedEngine(EngineOptions(name=self.name, tokenizer=self._folder if stops else None, options=options))
+
+    def _step(self, scene: Scene) -> Step:
+        row = row_named(scene.row) if scene.row else None
+        if row is None or not (scene.tools or scene.helper):
+            return Step(raw=TITLE + END)
+        steps = HELPER if scene.helper else row.steps
+        return steps[min(scene.said, len(steps) - 1)]
+
+    def _spoken(self, step: Step, scene: Scene) -> str:
+        """The reply as the model says it."""
+        if step.raw.endswith(END):
+            return step.raw
+        calls = [_call(tool, value, step.style) for tool, value in self._calls(step, scene)]
+        think = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
+        return think + "\n".join(part for part in (step.text, *calls) if part) + step.raw + END
+
+    def _calls(self, step: Step, scene: Scene) -> list[tuple[Tool, str]]:
+        shell = find_shell(scene.tools, self._hint)
+        calls = [(shell, command) for command in step.run] if shell else []
+        if step.helper and (helper := find_subagent(scene.tools, self._hint)):
+            calls.append((helper, f"{HELPER_MARK}{scene.row}: {step.helper}"))
+        ending = self._hint.finish_command
+        if shell and ending and not scene.helper and not (calls or step.raw):
+            calls.append((shell, ending))
+        return calls
+
+
+def _call(tool: Tool, value: str, style: Literal["plain", "spaced", "escaped"]) -> str:
+    """A call as the model writes it."""
+    body = {"name": tool.name, "arguments": tool.call(value)}
+    match style:
+        case "plain":
+            text = json.dumps(body, ensure_ascii=False)
+        case "escaped":
+            text = json.dumps(body, ensure_ascii=True, separators=(",", ":"))
+        case "spaced":
+            text = json.dumps(body, ensure_ascii=False, indent=3, separators=("  ,", " :   "))
+    return f"<tool_call>\n{text}\n</tool_call>"

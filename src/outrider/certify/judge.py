@@ -1,0 +1,149 @@
+"""The verdict of a row: what was left of its session, held against what must be. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from outrider.certify.actor import Call
+from outrider.certify.exact import faults
+from outrider.certify.rows import Row
+from outrider.certify.toolbox import find_shell, find_subagent
+from outrider.harnesses.presets import Certify
+from outrider.lifecycle import StopReason
+from outrider.trajectory import Sample, SessionResult
+from outrider.wire import TurnView
+
+Word = Literal["ok", "failed", "not applicable"]
+
+
+class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a certificate. `reason` says why it failed or does not apply, or what is worth knowing; `turns` are
+    its model calls, `forks` the times its history came back changed, by cause, `branches` how many it has of each
+    kind. `log_tail` is the end of what the program wrote, where it failed."""
+
+    row: str
+    what: str
+    verdict: Word
+    reason: str = ""
+    turns: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    drift_tokens: int = 0
+    forks: dict[str, int] = {}
+    branches: dict[str, int] = {}
+    seconds: float = 0.0
+    log_tail: str | None = None
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a row's session has left. `streams` says whether the harness asks for streamed replies, `in_time`
+    whether it was sent the first word before the rest was sampled."""
+
+    result: SessionResult
+    samples: Sequence[Sample]
+    turns: Sequence[TurnView]
+    calls: Sequence[Call]
+    streams: bool
+    in_time: bool
+
+
+def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
+    """The verdict. `dialect` is the one that the harness should have spoken, if that is known."""
+    result = evidence.result
+    word, reason = _verdict(row, evidence, hint, dialect)
+    return RowVerdict(
+        row=row.name,
+        what=row.what,
+        verdict=word,
+        reason=reason,
+        turns=result.turns,
+        sampled_tokens=result.tokens.sampled,
+        trained_tokens=result.tokens.trained,
+        drift_tokens=result.tokens.drift,
+        forks=result.forks,
+        branches=_branches(evidence.turns),
+        seconds=round(result.seconds.run, 2),
+        log_tail=result.error.log_tail if result.error and word == "failed" else None,
+    )
+
+
+def _branches(turns: Sequence[TurnView]) -> dict[str, int]:
+    """How many branches of each kind end in one of the turns."""
+    parents = {turn.parent for turn in turns}
+    return dict(Counter(turn.kind for turn in turns if turn.index not in parents))
+
+
+class _Finding(Exception):
+    """The first thing that decides a row."""
+
+    def __init__(self, word: Word, reason: str) -> None:
+        super().__init__(reason)
+        self.word: Word = word
+        self.reason = reason
+
+
+def _verdict(row: Row, evidence: Evidence, hint: Certify, dialect: str | None) -> tuple[Word, str]:
+    try:
+        _does_apply(row, evidence, hint)
+        _has_ended_well(row, evidence)
+        _has_exact_tokens(evidence)
+        _has_done_the_rows_own(row, evidence, dialect)
+    except _Finding as finding:
+        return finding.word, finding.reason
+    forks = evidence.result.forks
+    return "ok", "forked: " + ", ".join(f"{cause} {count}" for cause, count in forks.items()) if forks else ""
+
+
+def _does_apply(row: Row, evidence: Evidence, hint: Certify) -> None:
+    tools = [tool for call in evidence.calls for tool in call.scene.tools]
+    if not evidence.calls:
+        return
+    if find_shell(tools, hint) is None:
+        names = ", ".join(sorted({str(tool["function"].get("name")) for tool in tools})) or "none"
+        raise _Finding("not applicable", f"it shows the model no tool that runs a command (its tools: {names})")
+    if row.needs == "subagent" and find_subagent(tools, hint) is None:
+        raise _Finding("not applicable", "it shows the model no tool that starts a sub-agent")
+    if row.needs == "stream" and not evidence.streams:
+        raise _Finding("not applicable", "it asks for its replies in one piece")
+
+
+def _has_ended_well(row: Row, evidence: Evidence) -> None:
+    result = evidence.result
+    if result.error is not None:
+        raise _Finding("failed", f"{result.error.code}: {result.error.message}")
+    if result.stop_reason is not StopReason.COMPLETED:
+        raise _Finding("failed", f"ended by {result.stop_reason.value}")
+    if result.verdict is None or result.verdict.reward != 1.0:
+        raise _Finding("failed", f"its commands were not all run as the model said them: {row.check} does not hold")
+
+
+def _has_exact_tokens(evidence: Evidence) -> None:
+    tokens = evidence.result.tokens
+    if tokens.drift:
+        raise _Finding("failed", f"{tokens.drift} tokens drifted")
+    if tokens.sampled != tokens.trained + tokens.masked + tokens.dropped:
+        raise _Finding("failed", f"{tokens.sampled} sampled tokens are not {tokens.trained} trained + the rest")
+    if (said := sum(len(call.output) for call in evidence.calls)) != tokens.sampled:
+        raise _Finding("failed", f"the model said {said} tokens, and {tokens.sampled} were recorded")
+    if (trained := sum(sum(sample.loss_mask) for sample in evidence.samples)) != tokens.trained:
+        raise _Finding("failed", f"the rows train on {trained} tokens, and {tokens.trained} were counted")
+    if found := faults(evidence.samples, evidence.calls):
+        raise _Finding("failed", "; ".join(found))
+
+
+def _has_done_the_rows_own(row: Row, evidence: Evidence, dialect: str | None) -> None:
+    spoken = {turn.dialect for turn in evidence.turns}
+    if dialect is not None and spoken != {dialect}:
+        raise _Finding("failed", f"it spoke {', '.join(sorted(spoken))}, not {dialect}")
+    malformed = sum(turn.malformed_calls for turn in evidence.turns)
+    said = sum(call.step.malformed for call in evidence.calls)
+    if malformed != said:
+        raise _Finding("failed", f"{malformed} malformed calls were recorded, not {said}")
+    if row.needs == "stream" and not evidence.in_time:
+        raise _Finding("failed", "not a word reached it before the reply was over")
+    if row.needs == "subagent" and not any(call.scene.helper for call in evidence.calls):
+        raise _Finding("failed", "no sub-agent asked the model")

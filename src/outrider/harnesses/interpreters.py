@@ -1,0 +1,61 @@
+"""Finding a Python of a given minor version on this machine, for programs that want another than Outrider's.
+
+It downloads nothing. Invariant: what it returns ran just now, and said that it is of that version and can make
+virtual environments. Everything here blocks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from outrider.config import environment
+from outrider.errors import HarnessUnavailable
+
+ASK_SECONDS = 30
+_ASK = "import sys, venv; print(sys.version_info[0], sys.version_info[1], sep='.'); print(sys.executable)"
+
+
+def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
+    """An interpreter of version `minor` ("3.12"), or this one for None. Looked for, in order: this interpreter,
+    `python3.12` in each folder of PATH, what uv knows (`uv` is how to call it), pyenv's versions.
+
+    Raises HarnessUnavailable, saying how to get one.
+    """
+    if minor is None:
+        return Path(sys.executable)
+    for candidate in _candidates(minor, uv):
+        if found := _asked(candidate, minor):
+            return found
+    raise HarnessUnavailable(
+        f"needs Python {minor}, which was not found on this machine",
+        hint=f"put a python{minor} on PATH, or run: uv python install {minor} (or: pyenv install {minor})",
+    )
+
+
+def _candidates(minor: str, uv: Sequence[str] | None) -> Iterator[Path]:
+    yield Path(sys.executable)
+    for folder in (environment("PATH") or "").split(":"):
+        yield Path(folder or ".") / f"python{minor}"
+    if uv and (line := _output([*uv, "python", "find", "--no-python-downloads", "--no-project", minor])):
+        yield Path(line.strip())
+    pyenv = Path(environment("PYENV_ROOT") or Path.home() / ".pyenv")
+    yield from sorted(pyenv.glob(f"versions/{minor}.*/bin/python{minor}"), reverse=True)
+
+
+def _asked(candidate: Path, minor: str) -> Path | None:
+    """The interpreter behind the candidate (which may be a shim), if it is one of that version and works."""
+    said = (_output([str(candidate), "-c", _ASK]) or "").splitlines() if candidate.is_file() else []
+    return Path(said[1]).resolve() if len(said) == 2 and said[0] == minor else None
+
+
+def _output(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(
+            command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,78 @@
+"""The independent proof of rows: it holds for true ones and breaks with every id, mask and number that is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from outrider.certify.actor import Call
+from outrider.certify.exact import faults
+from outrider.certify.prompt import Scene
+from outrider.certify.rows import Step
+from outrider.engines.scripted import scripted_logprob
+from outrider.lifecycle import StopReason
+from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
+
+
+def call(prompt: list[int], output: list[int]) -> Call:
+    return Call(
+        session_key="s-1", scene=Scene(row=None), step=Step(), prompt=np.array(prompt, dtype=np.int32), output=output
+    )
+
+
+CALLS = [call([1, 2], [3, 4]), call([1, 2, 3, 4, 5], [6])]
+IDS = [1, 2, 3, 4, 5, 6]
+MASK = [0, 0, 1, 1, 0, 1]
+
+
+def sample(**changed: Any) -> Sample:
+    ids = changed.pop("ids", IDS)
+    mask = changed.pop("loss_mask", MASK)
+    logprobs = [scripted_logprob(at, ids[at]) if mask[at] else 0.0 for at in range(len(ids))]
+    whole = Sample(
+        group_id="g",
+        session_id="s",
+        attempt=1,
+        sample_index=0,
+        row=0,
+        rows=1,
+        kind=BranchKind.MAIN,
+        turns=(0, 1),
+        ids=ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        versions=[0 if one else -1 for one in mask],
+        prompt_length=2,
+        reward=1.0,
+        mode=TokenMode.TOKENS,
+        logprob_kind=LogprobKind.SAMPLING,
+        stop_reason=StopReason.COMPLETED,
+        min_version=0,
+        max_version=0,
+    )
+    return msgspec.structs.replace(whole, **changed)
+
+
+def test_a_true_row_has_no_fault() -> None:
+    assert faults([sample()], CALLS) == []
+    assert faults([sample(loss_mask=[0, 0, 0, 0, 0, 1])], CALLS) == [], "what is not trained on needs no proof"
+
+
+@pytest.mark.parametrize("at", range(len(IDS)))
+def test_any_changed_id_is_found(at: int) -> None:
+    [fault] = faults([sample(ids=[*IDS[:at], 9, *IDS[at + 1 :]])], CALLS)
+    assert "the engine did not sample" in fault
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_mask_over_context_is_found(at: int) -> None:
+    [fault] = faults([sample(loss_mask=[*MASK[:at], 1, *MASK[at + 1 :]])], CALLS)
+    assert "trains on 1 ids" in fault
+
+
+def test_a_log_probability_of_another_place_is_found() -> None:
+    [fault] = faults([sample(logprobs=[0.0, 0.0, *sample().logprobs[1:5]])], CALLS)
+    assert "log-probabilities" in fault

@@ -1,0 +1,96 @@
+"""Finding the tool that runs a command, and reading back prompts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from outrider.certify.prompt import read_prompt
+from outrider.certify.rows import HELPER_MARK, MARK
+from outrider.certify.toolbox import find_shell, find_subagent
+from outrider.harnesses.presets import Certify
+from outrider.messages import ToolSpec
+
+STRING = {"type": "string"}
+
+
+def tool(name: str, properties: dict[str, Any], *required: str) -> ToolSpec:
+    parameters = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+READ = tool("read_file", {"path": STRING}, "path")
+BASH = tool("bash", {"command": STRING, "description": STRING}, "command", "description")
+EXEC = tool("exec_command", {"cmd": STRING, "wait": {"type": "boolean"}}, "cmd", "wait")
+LOCAL = tool("shell", {"command": {"type": "array", "items": STRING}}, "command")
+RISKY = tool("terminal", {"command": STRING, "risk": {"type": "string", "enum": ["LOW", "HIGH"]}}, "command", "risk")
+MAYBE = tool("run", {"script": {"anyOf": [{"type": "null"}, STRING]}, "seconds": {"type": "integer"}}, "seconds")
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "arguments"),
+    [
+        ([READ, BASH], "bash", {"command": "ls", "description": "a step of the task"}),
+        ([EXEC, READ], "exec_command", {"cmd": "ls", "wait": False}),
+        ([LOCAL], "shell", {"command": ["bash", "-c", "ls"]}),
+        ([RISKY], "terminal", {"command": "ls", "risk": "LOW"}),
+        ([MAYBE], "run", {"script": "ls", "seconds": 60}),
+        ([MAYBE, EXEC, RISKY, BASH], "bash", {"command": "ls", "description": "a step of the task"}),
+    ],
+)
+def test_a_shell_is_found_and_called_with_all_it_wants(tools: list[ToolSpec], name: str, arguments: Any) -> None:
+    found = find_shell(tools, Certify())
+    assert found is not None
+    assert (found.name, found.call("ls")) == (name, arguments)
+
+
+def test_a_presets_hint_goes_before_the_likeliest_name() -> None:
+    found = find_shell([BASH, tool("do", {"command": STRING}, "command")], Certify(shell="do"))
+    assert found is not None
+    assert found.name == "do"
+
+
+@pytest.mark.parametrize("tools", [[], [READ], [tool("bash", {"path": STRING}), {"type": "custom", "function": {}}]])
+def test_there_may_be_no_shell(tools: list[ToolSpec]) -> None:
+    assert find_shell(tools, Certify()) is None
+
+
+def test_a_sub_agent_is_called_with_what_the_preset_adds() -> None:
+    task = tool("task", {"prompt": STRING, "kind": STRING, "title": STRING}, "prompt", "title")
+    found = find_subagent([BASH, task], Certify(subagent="task", subagent_arguments={"kind": "general", "other": 1}))
+    assert found is not None
+    assert found.call("go") == {"prompt": "go", "title": "a step of the task", "kind": "general"}
+    assert find_subagent([BASH, READ], Certify()) is None
+
+
+def prompt(*messages: tuple[str, str], tools: tuple[ToolSpec, ...] = ()) -> str:
+    lines = "\n".join(map(json.dumps, tools))
+    system = f"Be brief.\n\n# Tools\n<tools>\n{lines}\n</tools>\n\nFor each function call, say it.<|im_end|>\n"
+    spoken = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
+    return f"<|im_start|>system\n{system}{spoken}<|im_start|>assistant\n"
+
+
+TASK = ("user", f"Notes first. Task {MARK}three-turns: do it")
+REPLY = ("assistant", f'<tool_call>\n{{"x": "{HELPER_MARK}sub-agent"}}\n</tool_call>')
+RESULT = ("user", "<tool_response>\nok\n</tool_response>")
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [((TASK,), 0), ((("assistant", "Hello."), TASK), 0), ((TASK, REPLY, RESULT), 1), ((TASK, REPLY, TASK, REPLY), 2)],
+)
+def test_a_prompt_says_how_far_its_task_is(messages: tuple[tuple[str, str], ...], said: int) -> None:
+    scene = read_prompt(prompt(*messages, tools=(BASH, READ)))
+    assert (scene.row, scene.helper, scene.said, scene.tools) == ("three-turns", False, said, (BASH, READ))
+
+
+def test_a_sub_agents_prompt_is_known_by_its_mark() -> None:
+    scene = read_prompt(prompt(("user", f"{HELPER_MARK}sub-agent: go"), REPLY))
+    assert (scene.row, scene.helper, scene.said) == ("sub-agent", True, 1)
+
+
+@pytest.mark.parametrize("text", ["", "no chat", prompt(("user", "hello"))])
+def test_other_prompts_name_no_task(text: str) -> None:
+    assert read_prompt(text).row is None

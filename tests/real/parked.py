@@ -1,0 +1,118 @@
+"""A service with one session whose agent does nothing: whoever runs the test makes the session's model calls over HTTP.
+
+It knows no dialect and no engine. Invariant: what answers a call is the whole service, and the session ends when the
+test says so, or fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.api.server import serving
+from outrider.client import AsyncClient
+from outrider.config import Config, ModelConfig
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.service.service import Service
+from outrider.spec import EngineSpec
+from outrider.trajectory import Turn, Verdict
+from outrider.wire import GroupView
+
+PARK_SECONDS = 60.0
+
+
+class ParkedAgent:
+    """Tells its session's base URL to the local port in its options, and ends when that connection does."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._port = int(options["port"])
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing to prepare."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            writer.write(f"{context.endpoint.base_url}\n".encode())
+            await reader.read()
+        finally:
+            writer.close()
+        return HarnessOutcome()
+
+
+def grade(outcome: Outcome) -> Verdict:
+    """The evaluator: every outcome is a good one."""
+    return Verdict(reward=1.0)
+
+
+class ParkedSession:
+    """`base_url` is where its model is, without the dialect's path."""
+
+    def __init__(self, service: Service, client: AsyncClient, group_id: str, base_url: str, line: Line) -> None:
+        self.base_url = base_url
+        self._service = service
+        self._client = client
+        self._group_id = group_id
+        self._line = line
+
+    async def end(self) -> GroupView:
+        """The group once its session has been ended and graded, with its samples."""
+        self._line.hang_up()
+        async with asyncio.timeout(PARK_SECONDS):
+            await self._client.wait([self._group_id])
+        return await self._client.group(self._group_id, samples=True)
+
+    async def turns(self) -> list[Turn]:
+        """The session's turns as they are stored."""
+        (session,) = await self._service.store.sessions(self._group_id)
+        return await self._service.store.turns(session.id)
+
+
+class Line:
+    """The test's end of the connection to the agent. `base_url` is what the agent tells."""
+
+    def __init__(self) -> None:
+        self.base_url = asyncio.get_running_loop().create_future()
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.base_url.set_result((await reader.readline()).decode().strip())
+
+    def hang_up(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+@asynccontextmanager
+async def a_parked_session(
+    folder: Path, policy: Path, engine: EngineSpec, *, renderer: str
+) -> AsyncIterator[ParkedSession]:
+    """A running session of a service of its own; `policy` is a folder with a tokenizer."""
+    model = ModelConfig(tokenizer=str(policy), renderer=renderer)
+    config = Config(port=0, data=folder, model=model, engines=(engine,))
+    line = Line()
+    listener = await asyncio.start_server(line.accept, "127.0.0.1", 0)
+    async with listener, Service(config) as service, serving(service) as url, AsyncClient(url) as client:
+        try:
+            group = await client.submit(_group(listener.sockets[0].getsockname()[1]))
+            async with asyncio.timeout(PARK_SECONDS):
+                base_url = await line.base_url
+            yield ParkedSession(service, client, group.id, base_url, line)
+        finally:
+            line.hang_up()
+
+
+def _group(port: int) -> dict[str, Any]:
+    task = {
+        "instruction": "Wait.",
+        "harness": {"agent": f"{__name__}:{ParkedAgent.__name__}", "options": {"port": port}},
+        "runtime": {"kind": "memory"},
+        "evaluator": {"kind": "callable", "path": f"{__name__}:{grade.__name__}"},
+        "max_attempts": 1,
+    }
+    return {"task": task, "n": 1}

@@ -1,0 +1,137 @@
+"""Claude Code, the real program, in a sandbox without network, against the gateway and the scripted engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import Boundary
+from outrider.harnesses.command import ENDPOINT_VARIABLES
+from outrider.harnesses.install import check, install
+from outrider.harnesses.presets import load_preset
+from outrider.trajectory import BranchKind
+
+from .rollout import END, a_world, assert_saw_only_its_session, call, one_row
+
+pytestmark = pytest.mark.real
+
+PRESET = "claude-code"
+DELTA = r'"text_delta","text":"([^"]*)"'
+SECRET = "the-services-own"
+COMPACTING_TOKENS = 100_000
+"""Claude Code keeps 29 thousand of them free, and counts what its last call used. The policy's tokenizer needs 52
+thousand for the first request and 33 thousand for the output that follows."""
+
+
+def shell(command: str) -> str:
+    return call("Bash", command=command)
+
+
+def agent(**arguments: Any) -> str:
+    return call("Agent", description="write the file", prompt="Write hello into out.txt.", **arguments)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def program() -> None:
+    """Installed once; in $OUTRIDER_HOME, where it is set, so that later runs are quick."""
+    install(PRESET)
+
+
+def test_the_pinned_version_is_installed() -> None:
+    recipe = load_preset(PRESET).install
+    assert recipe is not None
+    assert check(PRESET) == recipe.version == "2.1.329"
+
+
+async def test_it_does_a_task_and_shows_text_as_it_is_sampled(
+    policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ENDPOINT_VARIABLES:
+        monkeypatch.setenv(name, SECRET)
+    replies: list[str | dict[str, Any]] = [
+        "<think>\nFirst write, then look.\n</think>\n\nWriting it now." + shell("echo hello > out.txt") + END,
+        shell("cat out.txt; env") + END,
+        {"reply": "The file is written and says hello." + END, "stall": 8},
+    ]
+    async with a_world(tmp_path, policy_folder, replies) as world:
+        rollout = await world.run_through_a_stall(PRESET, "The file", DELTA)
+        assert (rollout.shape(), rollout.kinds()) == one_row()
+        assert {turn.dialect for turn in rollout.turns} == {"messages"}
+        assert_saw_only_its_session(rollout.turns[2].context, world.wire, SECRET)
+
+
+async def test_a_model_that_breaks_off_is_asked_once(policy_folder: Path, tmp_path: Path) -> None:
+    """Retries are the gateway's: the program ends, and the failure is the engine's."""
+    replies: list[str | dict[str, Any]] = [
+        {"reply": "Some words and more of them." + END, "fail": "rejected", "after": 3}
+    ]
+    async with a_world(tmp_path, policy_folder, replies) as world:
+        group = await world.group(PRESET)
+        result = group.sessions[0].result
+        assert result is not None
+        assert result.error is not None
+        assert result.error.boundary is Boundary.ENGINE
+        assert len(world.engine.requests) == 1
+
+
+async def test_a_subagent_is_a_conversation_of_its_own(policy_folder: Path, tmp_path: Path) -> None:
+    replies = [
+        "I delegate." + agent(run_in_background=False) + END,
+        shell("echo hello > out.txt") + END,
+        "Written." + END,
+        "All done." + END,
+    ]
+    async with a_world(tmp_path, policy_folder, replies) as world:
+        rollout = await world.run(PRESET)
+        assert rollout.shape() == [("root", None), ("root", None), ("append", 1), ("append", 0)]
+        assert rollout.kinds() == [(BranchKind.MAIN, (0, 3)), (BranchKind.SUBAGENT, (1, 2))]
+        assert b"x-claude-code-agent-id" in bytes(world.wire.sent).lower()
+
+
+async def test_a_subagent_in_the_background_runs_beside_its_parent(policy_folder: Path, tmp_path: Path) -> None:
+    """As it does unless it is told otherwise. Who calls first after the start is a matter of chance."""
+    replies = [
+        {"when": "[SYSTEM NOTIFICATION", "reply": "All done." + END},
+        {"when": "Async agent launched", "reply": "I wait for it." + END},
+        {"when": "so they run concurrently.<|im_end|>", "reply": "Written." + END},
+        "I delegate." + agent() + END,
+        shell("echo hello > out.txt") + END,
+    ]
+    async with a_world(tmp_path, policy_folder, replies) as world:
+        rollout = await world.run(PRESET)
+        assert sorted(turn.join for turn in rollout.turns) == ["append", "append", "append", "root", "root"]
+        assert [(kind, len(turns)) for kind, turns in rollout.kinds()] == [
+            (BranchKind.MAIN, 3),
+            (BranchKind.SUBAGENT, 2),
+        ]
+
+
+async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_path: Path) -> None:
+    """It has all but the last call summed up, beside that call, and goes on from the summary and the call."""
+    replies = [
+        "Counting." + shell("seq 1 6000") + END,
+        shell("wc -l /dev/null") + END,
+        "<analysis>\nNumbers.\n</analysis>\n<summary>\nAll is counted; the file is still to be written.\n</summary>"
+        + END,
+        shell("echo hello > out.txt") + END,
+        "All done." + END,
+    ]
+    harness = {"preset": PRESET, "options": {"context_tokens": COMPACTING_TOKENS}}
+    async with a_world(tmp_path, policy_folder, replies) as world:
+        rollout = await world.run(PRESET, harness=harness)
+        assert rollout.shape() == [
+            ("root", None),
+            ("append", 0),
+            ("fork", 0),
+            ("root", None),
+            ("append", 3),
+        ]
+        assert rollout.turns[2].cause == "sibling"
+        assert "All is counted; the file is still to be written." in rollout.turns[3].context
+        assert rollout.kinds() == [
+            (BranchKind.MAIN, (0, 1)),
+            (BranchKind.COMPACTION, (0, 2)),
+            (BranchKind.COMPACTION, (3, 4)),
+        ]
