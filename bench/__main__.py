@@ -17,11 +17,12 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from bench import gateway, memory, report, sandboxes, sessions, store, turns
+from bench import dialects, gateway, memory, report, sandboxes, sessions, store, turns
 
 BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "gateway": gateway.run,
     "turns": turns.run,
+    "dialects": dialects.run,
     "memory": memory.run,
     "sessions": sessions.run,
     "sandboxes": sandboxes.run,
@@ -32,7 +33,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Outrider's benchmarks.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(BENCHES)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions: half a minute for all")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: about a minute for all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.names) - set(BENCHES)):

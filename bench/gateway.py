@@ -1,6 +1,6 @@
 """What the gateway adds to a model call, measured beside the same call made to the engine directly.
 
-Three processes: this client, the service, and the engine. A gateway request is a fresh 2 KB prompt in Chat
+Three processes: this client, the service, and the engine. A gateway request is a fresh 2 KB prompt, here in Chat
 Completions; its direct twin posts the very ids it is rendered to. Blocks of both alternate, so that whatever else
 the machine does disturbs both alike. Durations are milliseconds, rates are per second.
 """
@@ -23,6 +23,7 @@ import orjson
 from bench.corpus import Corpus
 from bench.http import Client
 from bench.processes import World, world
+from bench.speakers import CHAT, Speaker
 from outrider.messages import Message, Role
 from outrider.tokens.renderer import Renderer, make_renderer
 
@@ -47,11 +48,12 @@ QUICK = Plan(latency_rounds=6, latency_block=25, rate_rounds=2, rate_block=200)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One HTTP call, ready to be sent."""
+    """One HTTP call, ready to be sent. `last` is found in the last event of a whole stream."""
 
     url: str
     body: bytes
     streamed: bool
+    last: bytes = CHAT.last
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -62,10 +64,11 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One of the four kinds of request that are compared."""
+    """One of the kinds of request that are compared. Who speaks makes no difference to the engine."""
 
     gateway: bool
     streamed: bool
+    speaker: Speaker = CHAT
 
 
 WAYS = tuple(Way(gateway, streamed) for streamed in (True, False) for gateway in (False, True))
@@ -98,7 +101,7 @@ class Requests:
         self._corpus = corpus
         self._renderer: Renderer = make_renderer(corpus.tokenizer, "qwen3")
         self._direct = processes.upstream.urls[0] + "/inference/v1/generate"
-        self._gateways = itertools.cycle(url + "/v1/chat/completions" for url in processes.gateway.urls)
+        self._gateways = itertools.cycle(processes.gateway.urls)
         self._ids = itertools.count()
 
     def make(self, way: Way, count: int) -> list[Request]:
@@ -106,13 +109,9 @@ class Requests:
         return [self._through(text, way) if way.gateway else self._past(text, way) for text in texts]
 
     def _through(self, text: str, way: Way) -> Request:
-        body = {
-            "model": "policy",
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": REPLY_TOKENS,
-            "stream": way.streamed,
-        }
-        return Request(next(self._gateways), orjson.dumps(body), way.streamed)
+        speaker = way.speaker
+        body = speaker.talk(max_tokens=REPLY_TOKENS, stream=way.streamed).ask(text)
+        return Request(next(self._gateways) + speaker.target(way.streamed), body, way.streamed, speaker.last)
 
     def _past(self, text: str, way: Way) -> Request:
         body = {
@@ -170,7 +169,7 @@ class Load:
 
 def _is_whole(request: Request, answer: bytes) -> bool:
     if request.streamed:
-        return answer.endswith(b"data: [DONE]\n\n")
+        return answer.endswith(b"\n\n") and request.last in answer[answer.rfind(b"\n\n", 0, -2) + 1 :]
     return answer.startswith(b"{") and answer.endswith(b"}")
 
 
@@ -182,13 +181,14 @@ async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
             spent[way] += await load.one_by_one(way, plan.latency_block)
     return {
         _name(streamed): {
-            byte: _compared(spent[Way(False, streamed)], spent[Way(True, streamed)], byte) for byte in ("first", "last")
+            byte: compared(spent[Way(False, streamed)], spent[Way(True, streamed)], byte) for byte in ("first", "last")
         }
         for streamed in (True, False)
     }
 
 
-def _compared(direct: Sequence[Spent], gateway: Sequence[Spent], byte: str) -> dict[str, dict[str, float]]:
+def compared(direct: Sequence[Spent], gateway: Sequence[Spent], byte: str) -> dict[str, dict[str, float]]:
+    """Percentiles, in milliseconds, of both until the "first" or the "last" byte, and what the gateway adds to each."""
     without, within = _cuts(direct, byte), _cuts(gateway, byte)
     added = {name: within[name] - without[name] for name in within}
     return {"direct_ms": without, "gateway_ms": within, "added_ms": added}

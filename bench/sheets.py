@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 Results = dict[str, Any]
+CUTS = ("p50", "p95")
 
 
 class Sheet(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +171,73 @@ def _turns(found: Any) -> list[Sheet]:
     ]
 
 
+def _dialects(found: Any) -> list[Sheet]:
+    return [
+        _dialect_calls(found["calls"]),
+        _dialect_turns(found["turns"]),
+        _dialect_streams(found["streams"]),
+    ]
+
+
+def _dialect_calls(found: Any) -> Sheet:
+    latency = found["latency"]
+    direct = next(iter(latency.values()))
+    rows = [
+        ("direct", f"{byte} byte", *(_number(direct[byte]["direct_ms"][cut]) for cut in CUTS), "-", "-")
+        for byte in direct
+    ]
+    rows += [
+        (name, f"{byte} byte", *(_number(figures[f"{what}_ms"][cut]) for what in ("gateway", "added") for cut in CUTS))
+        for name, by_byte in latency.items()
+        for byte, figures in by_byte.items()
+    ]
+    return Sheet(
+        title="Dialects: latency of one streamed call at a time",
+        columns=("dialect", "until", "p50 ms", "p95 ms", "added p50", "added p95"),
+        rows=rows,
+        note=f"{found['prompt_characters']} characters of fresh prompt, {found['reply_tokens']} tokens of reply.",
+    )
+
+
+def _dialect_turns(found: Any) -> Sheet:
+    points = found["points"]
+    rows = [
+        (
+            name,
+            *(_number(point["own_ms"][name]) for point in points),
+            f"{points[-1]['own_ms'][name] / points[0]['own_ms'][name]:.2f}",
+            *(f"{point['request_bytes'][name] / 1000:,.0f}" for point in points),
+        )
+        for name in points[0]["own_ms"]
+    ]
+    lengths = [f"{point['history_tokens'] // 1000:,}k" for point in points]
+    return Sheet(
+        title="Dialects: own work of one more turn",
+        columns=("conversation", *(f"ms at {at}" for at in lengths), "grows", *(f"KB sent at {at}" for at in lengths)),
+        rows=rows,
+        note=f"Processor time; {found['new_tokens']} new tokens, {found['reply_tokens']} in reply, not streamed. "
+        "By id: previous_response_id and new items only; the others send their whole history.",
+    )
+
+
+def _dialect_streams(found: Any) -> Sheet:
+    rows = [
+        (
+            name,
+            _number(found["parse_us"]),
+            *(_number(figures[key]) for key in ("write_us", "both_us", "bytes_per_token")),
+        )
+        for name, figures in found["dialects"].items()
+    ]
+    return Sheet(
+        title="Dialects: processor time per streamed token",
+        columns=("dialect", "parse µs", "write µs", "both µs", "bytes sent"),
+        rows=rows,
+        note=f"A reply of {found['tokens']:,} tokens, one at a time, its beginning and end included. Parsing knows no "
+        "dialect and is measured once.",
+    )
+
+
 def _memory(found: Any) -> list[Sheet]:
     rows = [("all", _number(found["bytes_per_call"])), *((k, _number(v)) for k, v in found["most_held_by"].items())]
     return [
@@ -267,6 +335,7 @@ def _number(value: float) -> str:
 SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "gateway": _gateway,
     "turns": _turns,
+    "dialects": _dialects,
     "memory": _memory,
     "sessions": _sessions,
     "sandboxes": _sandboxes,

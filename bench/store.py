@@ -130,7 +130,6 @@ async def _started(store: Store, name: str) -> tuple[str, int]:
 async def _group(store: Store, name: str, n: int, priority: int) -> None:
     group = GroupRow(
         id=name,
-        spec=b"{}",
         n=n,
         priority=priority,
         idempotency_key=None,
@@ -141,7 +140,7 @@ async def _group(store: Store, name: str, n: int, priority: int) -> None:
         finished=None,
         cursor=None,
     )
-    await store.create_group(group, [f"{name}.{index}" for index in range(n)])
+    await store.create_group(group, b"{}", [f"{name}.{index}" for index in range(n)])
 
 
 def _turn(index: int) -> Turn:

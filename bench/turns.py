@@ -30,6 +30,7 @@ from outrider.asgi import HANG_UP, HangUp
 from outrider.dialects.base import WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.engines.http import encode
+from outrider.engines.ids import ids_json
 from outrider.spec import EngineSpec
 
 NEW_TOKENS = 500
@@ -83,7 +84,7 @@ async def _own_work(corpus: Corpus, processes: World, points: Sequence[Point], s
     found = []
     async with parked(corpus.folder, engine, sessions=sessions) as parking:
         gateway = Gateway(parking.service.node)
-        turns = iter([_asgi_turn(gateway, URL(url).path) for url in parking.base_urls])
+        turns = iter([asgi_turn(gateway, URL(url).path, CALL) for url in parking.base_urls])
         for point in (WARM, *points):
             spent: list[dict[str, float]] = []
 
@@ -103,7 +104,7 @@ def _parts(corpus: Corpus, body: bytes, text: str) -> dict[str, float]:
     return {
         "parse_ms": _cpu_ms(lambda: ChatDialect().parse(CALL, body, {})),
         "tokenizer_ms": _cpu_ms(lambda: corpus.tokenizer.encode(text)),
-        "engine_body_ms": _cpu_ms(lambda: encode({"token_ids": ids})),
+        "engine_body_ms": _cpu_ms(lambda: encode({"token_ids": ids_json(ids)})),
     }
 
 
@@ -168,7 +169,7 @@ def _direct_body(tokens: int) -> bytes:
 
 def _http_turn(client: Client, base_url: str) -> Turn:
     async def turn(body: bytes) -> bytes:
-        return await _post(client, base_url + "/v1/chat/completions", body)
+        return await _post(client, base_url + CALL.path, body)
 
     return turn
 
@@ -181,9 +182,15 @@ async def _post(client: Client, url: str, body: bytes) -> bytes:
     return answer
 
 
-def _asgi_turn(gateway: Gateway, path: str) -> Turn:
-    """The gateway called as its server calls it, in this very process."""
-    head = {"type": "http", "method": "POST", "path": path + "/v1/chat/completions", "query_string": b"", "headers": []}
+def asgi_turn(gateway: Gateway, prefix: str, call: WireCall) -> Turn:
+    """The gateway called as its server calls it, in this very process. `prefix` is the session's part of the path."""
+    head = {
+        "type": "http",
+        "method": call.method,
+        "path": prefix + call.path,
+        "query_string": call.query,
+        "headers": call.headers,
+    }
 
     async def turn(body: bytes) -> bytes:
         scope = {**head, "extensions": {HANG_UP: HangUp()}}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import load_config
+from outrider.config import load_config, unknown_variables
 from outrider.errors import InvalidField
 
 
@@ -82,3 +82,15 @@ def test_a_bad_setting_is_named(tmp_path: Path, text: str, field: str) -> None:
 def test_a_missing_file_is_an_error() -> None:
     with pytest.raises(InvalidField, match="cannot read"):
         load_config({}, file=Path("no-such.toml"))
+
+
+def test_a_misspelt_variable_is_told_with_the_one_that_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OUTRIDER_LANE__RUN", "OUTRIDER_TOKENS", "OUTRIDER_XYZZY", "OUTRIDER_LANES__RUN", "OUTRIDER_CALL"):
+        monkeypatch.setenv(name, "5")
+    monkeypatch.setenv("OUTRIDER_URL", "http://127.0.0.1:1")
+    told = {unknown.name: unknown.meant for unknown in unknown_variables()}
+    assert told == {
+        "OUTRIDER_LANE__RUN": "OUTRIDER_LANES__RUN",
+        "OUTRIDER_TOKENS": "OUTRIDER_TOKEN",
+        "OUTRIDER_XYZZY": None,
+    }

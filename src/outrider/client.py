@@ -31,6 +31,7 @@ from outrider.wire import (
     EngineStatus,
     EventView,
     GroupList,
+    GroupSummary,
     GroupView,
     ResultsPage,
     SampleList,
@@ -46,6 +47,7 @@ Watch = Callable[[Sequence[GroupView]], None]
 DEFAULT_URL = "http://127.0.0.1:8700"
 LONG_POLL = 30.0
 WATCH_PAUSE = 0.2
+WATCH_PAUSE_EACH = 0.02
 
 
 class AsyncClient:
@@ -72,10 +74,13 @@ class AsyncClient:
         body = group.model_dump_json().encode() if isinstance(group, GroupSpec) else _encoded(group)
         return await self._call("POST", "/v1/groups", GroupView, body=body)
 
-    async def group(self, group_id: str, *, samples: bool = False) -> GroupView:
-        return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query={"samples": _flag(samples)})
+    async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
+        """A group as it stands, or once it is done, waiting for that up to `wait` seconds (at most 60)."""
+        query = {"wait": str(wait), "samples": _flag(samples)}
+        return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query=query)
 
-    async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupView, ...]:
+    async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
+        """Newest first, without their sessions."""
         query = {"limit": str(limit)} | ({"state": state} if state else {})
         return (await self._call("GET", "/v1/groups", GroupList, query=query)).groups
 
@@ -85,7 +90,8 @@ class AsyncClient:
     async def results(
         self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False
     ) -> ResultsPage:
-        """Done groups past a cursor, waiting up to `wait` seconds (at most 60) for the first."""
+        """Done groups past a cursor, waiting up to `wait` seconds (at most 60) for the first. There may be more than
+        the page holds: go on from its cursor until a page is empty."""
         query = {"after": str(after), "wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
         return await self._call("GET", "/v1/results", ResultsPage, query=query)
 
@@ -98,8 +104,8 @@ class AsyncClient:
             after = page.cursor
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
-        """These groups once all of them are done, in the order given. `watch` is told how they stand, at first and
-        every 0.2 seconds."""
+        """These groups once all of them are done, in the order given. `watch` is told how they stand: at first,
+        every 0.2 seconds (more of them, less often), and at the end."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -107,8 +113,9 @@ class AsyncClient:
             active = [group.id for group in groups.values() if group.state is not GroupState.DONE]
             if not active:
                 return list(groups.values())
-            await asyncio.sleep(WATCH_PAUSE)
-            for group_id in active:
+            patience = LONG_POLL if watch is None else max(WATCH_PAUSE, WATCH_PAUSE_EACH * len(active))
+            groups[active[0]] = await self.group(active[0], wait=patience)
+            for group_id in active[1:] if watch is not None else ():
                 groups[group_id] = await self.group(group_id)
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
@@ -211,10 +218,10 @@ class Client:
     def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
         return self._wait(self._client.submit(group))
 
-    def group(self, group_id: str, *, samples: bool = False) -> GroupView:
-        return self._wait(self._client.group(group_id, samples=samples))
+    def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
+        return self._wait(self._client.group(group_id, wait=wait, samples=samples))
 
-    def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupView, ...]:
+    def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
         return self._wait(self._client.groups(state=state, limit=limit))
 
     def cancel(self, group_id: str) -> GroupView:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +20,12 @@ from outrider.errors import InvalidField
 from outrider.spec import EngineSpec
 
 PREFIX = "OUTRIDER_"
+OWN_VARIABLES = ("OUTRIDER_HOME", "OUTRIDER_URL")
+"""Read, but no settings of a service."""
+SANDBOX_VARIABLES = frozenset(
+    f"{PREFIX}{name}" for name in ("API_KEY", "BASE_URL", "CALL", "FAKE_FAIL", "INSTRUCTION", "MODEL", "VERDICT")
+)
+"""What Outrider itself sets for what runs in a sandbox, where another Outrider may be started."""
 
 
 class Section(BaseModel):
@@ -31,6 +38,14 @@ class LanesConfig(Section):
     init: Annotated[int, Field(ge=1)] = 16
     run: Annotated[int, Field(ge=1)] = 64
     eval: Annotated[int, Field(ge=1)] = 16
+
+
+class RetryConfig(Section):
+    """How long a session whose attempt failed waits for its next: about so long after the first failure, twice as
+    long after each more, and never longer than so long."""
+
+    first_seconds: Annotated[float, Field(ge=0, le=86_400)] = 1.0
+    longest_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
 
 
 class ModelConfig(Section):
@@ -53,6 +68,7 @@ class Config(Section):
     files: Path = Path(".")
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()
+    retry: RetryConfig = RetryConfig()
     engines: tuple[EngineSpec, ...] = ()
 
 
@@ -79,6 +95,37 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
         path = ".".join(str(part) for part in first["loc"])
         source = next((name for name, values in reversed(sources) if _names(values, first["loc"])), "nowhere")
         raise InvalidField(f"setting {path!r} from {source}: {first['msg']}", field=path) from error
+
+
+class UnknownVariable(NamedTuple):
+    """An OUTRIDER_* variable that nothing reads, and the one that was perhaps meant."""
+
+    name: str
+    meant: str | None
+
+    def __str__(self) -> str:
+        hint = f"; did you mean {self.meant}?" if self.meant else ""
+        return f"{self.name} is set in the environment, but nothing reads it{hint}"
+
+
+def unknown_variables() -> list[UnknownVariable]:
+    """The environment's variables that look like settings and are none. (A wrong name within a section is refused by
+    `load_config`.)"""
+    known = [*_variables(Config), *OWN_VARIABLES]
+    sections = {name.split("__")[0] for name in known}
+    found = []
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name.split("__")[0] not in sections and name not in SANDBOX_VARIABLES:
+            close = get_close_matches(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known], n=1)
+            found.append(UnknownVariable(name, PREFIX + close[0] if close else None))
+    return found
+
+
+def _variables(section: type[BaseModel], above: str = PREFIX) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        yield f"{above}{name.upper()}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _variables(field.annotation, f"{above}{name.upper()}__")
 
 
 def environment(name: str) -> str | None:

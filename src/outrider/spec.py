@@ -195,6 +195,24 @@ class EvaluatorSpec(Spec):
         return self
 
 
+Policy = Literal["train", "mask", "drop"]
+
+
+class Branches(Spec):
+    """What is done with the branches of each kind (`trajectory.BranchKind`).
+
+    train: its own tokens train, with the session's reward. mask: its row is delivered, with no token to train on and no
+    reward. drop: it has no row.
+    """
+
+    main: Policy = "train"
+    subagent: Policy = "train"
+    compaction: Policy = "train"
+    auxiliary: Policy = "drop"
+    retry: Policy = "train"
+    aborted: Policy = "drop"
+
+
 class TaskSpec(Spec):
     """What to do, with everything needed to do it.
 
@@ -209,6 +227,7 @@ class TaskSpec(Spec):
     limits: Limits = Limits()
     sampling: Sampling = Sampling()
     history: Literal["recorded", "template"] = "recorded"
+    branches: Branches = Branches()
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
 

@@ -59,11 +59,13 @@ class ForkCause(StrEnum):
 
 
 class BranchKind(StrEnum):
-    MAIN = "main"
-    SUBAGENT = "subagent"
-    COMPACTION = "compaction"
-    AUXILIARY = "auxiliary"
-    RETRY = "retry"
+    """What a branch is for; `tokens/branches.py` tells them apart."""
+
+    MAIN = "main"  # the conversation that does the task's work
+    SUBAGENT = "subagent"  # a conversation that another one started
+    COMPACTION = "compaction"  # writes a summary of a history, or goes on from one
+    AUXILIARY = "auxiliary"  # a side call, such as for a title
+    RETRY = "retry"  # an answer to a request that was asked again, and not gone on with
     ABORTED = "aborted"  # its last turn was cut off by the client: the agent never saw the tokens
 
 
@@ -112,7 +114,9 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. `index` counts a session attempt's turns in the order they were committed.
 
-    `conversation` is 0 for the session's first conversation; those that began independently of it count up.
+    `conversation` is 0 for the session's first conversation; those that began independently of it count up. `tools`
+    tells the tools of requests apart, empty where there were none. `agent_id`, `parent_agent_id` and `purpose` are
+    what the client said about its caller.
     `messages` are what the request added to its parent's conversation (all of them without a parent), `reply` is
     what the client was told, None when it had left.
     """
@@ -120,6 +124,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     parent: int | None
     conversation: int = 0
+    tools: bytes = b""
+    agent_id: str | None = None
+    parent_agent_id: str | None = None
+    purpose: str | None = None
     join: JoinKind
     cause: ForkCause | None = None
     forked_from: int | None = None
@@ -156,7 +164,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     Positions with mask 0 (context, and sampled tokens that another sample trains on) have log-probability 0.0
     and version -1. `prompt_length` is the number of ids before the first sampled one. `reward` is None when
-    the session has no verdict: such a row must not be trained on.
+    the session has no verdict, or its task lets no branch of this kind train: such a row must not be trained on.
+    `parent` is the turn that the branch forked from or was started by, None where there is none; `depth` is 0 for the
+    main branches and one more than the parent's for others; `label` says more than `kind`, as in "title".
     """
 
     group_id: str
@@ -166,6 +176,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     rows: int
     kind: BranchKind
+    parent: int | None = None
+    depth: int = 0
+    label: str = ""
     turns: tuple[int, ...]
     ids: list[int]
     loss_mask: list[int]
@@ -205,7 +218,8 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one session ended, once and for all."""
+    """How one session ended, once and for all. `policy` is the task's for its branches; a kind that is not in it has
+    the default one."""
 
     session_id: str
     group_id: str
@@ -219,4 +233,5 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenCounts = TokenCounts()
     seconds: StageSeconds = StageSeconds()
     samples: int = 0
+    policy: dict[BranchKind, BranchPolicy] = {}
     labels: dict[str, str] = {}

@@ -87,10 +87,28 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...] | None = None
 
 
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A group in a list: how many of its `n` sessions are `done`, how many of these with an error, and the mean reward
+    of those that have one."""
+
+    id: str
+    state: GroupState
+    cancelled: bool
+    n: int
+    priority: int
+    created: float
+    finished: float | None
+    cursor: int | None
+    labels: dict[str, str]
+    done: int
+    errors: int
+    mean_reward: float | None
+
+
 class GroupList(msgspec.Struct, frozen=True, kw_only=True):
     """Groups, newest first."""
 
-    groups: tuple[GroupView, ...]
+    groups: tuple[GroupSummary, ...]
 
 
 class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,13 +131,16 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     """One model call, readable: `context` is the text of the ids this turn added to its prompt, `sampled` the
-    text of what the model said."""
+    text of what the model said. `kind`, `label` and `depth` are those of the branch that it is for."""
 
     index: int
     parent: int | None
     join: str
     cause: str | None
     forked_from: int | None
+    kind: str = "main"
+    label: str = ""
+    depth: int = 0
     prompt_tokens: int
     output_tokens: int
     context: str

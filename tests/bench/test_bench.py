@@ -11,7 +11,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from bench import gateway, memory, report, sandboxes, sessions, sheets, store, turns
+from bench import dialects, gateway, memory, report, sandboxes, sessions, sheets, store, turns
 from outrider.runtimes.namespace import NamespaceRuntime
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,28 @@ async def test_turns_grow_the_history_that_they_measure() -> None:
     assert [point["history_tokens"] for point in found["points"]] == [600, 1_200]
     assert all(point["own_ms"] > point["tokenizer_ms"] > 0 for point in found["points"])
     check_shown("turns", found)
+
+
+async def test_dialects_are_measured_side_by_side() -> None:
+    found = await dialects.measure(
+        dialects.Plan(
+            latency_rounds=1,
+            latency_block=2,
+            points=(turns.Point(600, 1, 1), turns.Point(2_500, 1, 1)),
+            reply_tokens=100,
+            reply_rounds=1,
+            warm_requests=1,
+        )
+    )
+
+    names = ["chat", "messages", "responses", "gemini"]
+    assert list(found["calls"]["latency"]) == list(found["streams"]["dialects"]) == names
+    assert all(figures["first"]["gateway_ms"]["p50"] > 0 for figures in found["calls"]["latency"].values())
+    short, long = (point["request_bytes"] for point in found["turns"]["points"])
+    assert list(short) == [*names, "responses, by id"]
+    assert all(long[name] > 1.4 * short[name] for name in names)
+    assert long["responses, by id"] < 1.4 * short["responses, by id"]
+    check_shown("dialects", found)
 
 
 async def test_memory_counts_at_least_the_ids() -> None:

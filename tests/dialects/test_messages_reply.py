@@ -43,14 +43,17 @@ CALLING = Message(role=Role.ASSISTANT, tool_calls=(ToolCall("c", "f", "{}"),))
 
 
 class Limited(RequestError):
+    code = "limited_in_test_messages_reply"
     http_status = 429
 
 
 class Forbidden(RequestError):
+    code = "forbidden_in_test_messages_reply"
     http_status = 403
 
 
 class Overloaded(EngineError):
+    code = "overloaded_in_test_messages_reply"
     http_status = 529
 
 

@@ -17,6 +17,7 @@ ENCRYPTED = {"include": ["reasoning.encrypted_content"]}
 
 
 class Limited(RequestError):
+    code = "limited_in_test_responses_reply"
     http_status = 429
 
 

@@ -54,7 +54,7 @@ def test_the_program_is_python_3_8_and_imports_only_what_is_cheap() -> None:
     tree = ast.parse(program(), feature_version=(3, 8))
     ast.parse(source("pythonshell"), feature_version=(3, 8))
     imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"_signal", "errno", "os", "select", "sys", "time"}
+    assert imported == {"_signal", "errno", "posix", "select", "sys", "time"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,50 @@ async def test_starts_that_run_out_of_descriptors(world: World, kind: str) -> No
     assert before.left() == (set(), False, 0)
 
 
-@contextmanager
+KILLED_WHILE_STARTING = """
+import asyncio, os, sys
+from pathlib import Path
+from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.spec import RuntimeSpec
+
+async def main():
+    folder, moment = Path(sys.argv[1]), float(sys.argv[2])
+    for name in ("first", "second"):
+        (folder / name).mkdir(exist_ok=True)
+        sandbox = NamespaceRuntime.create(RuntimeSpec(kind="namespace"), SandboxContext(session_id=name, attempt=1,
+            directory=folder / name, gateway_url="", gateway_socket=folder / "gateway.sock"))
+        starting = asyncio.create_task(sandbox.start())
+        if name == "first":
+            await starting
+            await sandbox.stop()
+    while not (child := Path(f"/proc/self/task/{os.getpid()}/children").read_text()):
+        await asyncio.sleep(0)
+    await asyncio.sleep(moment)
+    os.kill(int(child), 19)
+    print(child, flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_service_killed_while_bwrap_starts(world: World, folder: Path) -> None:
+    """Whatever bwrap's outer half was about to say to a reader that is dead: its inner half does not wait for ever."""
+    world.create("namespace")  # skips where there are none
+    for moment in (0, 0.0005, 0.001):
+        command = [sys.executable, "-c", KILLED_WHILE_STARTING, str(folder), str(moment)]
+        killed = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        held = (await killed.communicate())[0]
+        assert killed.returncode == -signal.SIGKILL
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(held), signal.SIGCONT)
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(lives, str(folder / "gateway.sock")):
+            """What has lost its connection ends by itself, but not in that moment."""
+
+
+@contextlib.contextmanager
 def at_most(available: int) -> Iterator[None]:
     """Let this process open only so many more descriptors."""
     used = {int(name) for name in os.listdir("/proc/self/fd")}

@@ -13,14 +13,14 @@ from aiohttp import web
 from outrider.lifecycle import SessionState, StopReason
 from outrider.service.delivery import Deliverer
 from outrider.service.reading import Reader
-from outrider.store.base import GroupRow, Store
+from outrider.store.base import Store
 from outrider.store.sqlite import sqlite_store
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult
 from outrider.wire import GroupView
 
 from .conftest import MakeWorld
-from .world import row
+from .world import put
 
 
 class Receiver:
@@ -80,7 +80,7 @@ async def test_a_cancelled_group_is_pushed_too(world: MakeWorld) -> None:
 
 async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: Path) -> None:
     async with receiving(500, 404) as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
-        await finished_group(store, msgspec.structs.replace(row("g"), callback_url=receiver.url))
+        await finished_group(store, "g", receiver.url)
         deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), first_pause=0.01)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
@@ -104,8 +104,8 @@ async def test_a_receiver_that_is_not_there_is_no_failure_of_the_service(world: 
 
 async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path, tokenizer: Path) -> None:
     async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
-        await finished_group(store, msgspec.structs.replace(row("bad"), callback_url="http://a..b/"))
-        await finished_group(store, msgspec.structs.replace(row("good"), callback_url=receiver.url))
+        await finished_group(store, "bad", "http://a..b/")
+        await finished_group(store, "good", receiver.url)
         deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), first_pause=0.01)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
@@ -116,11 +116,11 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
         assert receiver.keys == ["good"]
 
 
-async def finished_group(store: Store, row: GroupRow) -> None:
-    await store.create_group(row, [f"{row.id}.0"])
-    attempt = await store.start_attempt(f"{row.id}.0", node="n", lease_until=1e12)
-    await store.set_state(f"{row.id}.0", attempt, SessionState.READY)
+async def finished_group(store: Store, id: str, url: str) -> None:
+    await put(store, id, f"{id}.0", callback_url=url)
+    attempt = await store.start_attempt(f"{id}.0", node="n", lease_until=1e12)
+    await store.set_state(f"{id}.0", attempt, SessionState.READY)
     result = SessionResult(
-        session_id=f"{row.id}.0", group_id=row.id, sample_index=0, attempt=attempt, stop_reason=StopReason.COMPLETED
+        session_id=f"{id}.0", group_id=id, sample_index=0, attempt=attempt, stop_reason=StopReason.COMPLETED
     )
-    assert await store.finish(f"{row.id}.0", attempt, result)
+    assert await store.finish(f"{id}.0", attempt, result)

@@ -43,7 +43,7 @@ async def test_waiting_ends_with_its_time_and_keeps_the_cursor(world: MakeWorld)
         submitted = await w.submit("ask")
         await w.done(submitted.id)
         page = await w.service.results(after=1, wait=0.05, limit=10, samples=False)
-        assert (page.groups, page.cursor) == ((), 1)
+        assert (page.groups, page.cursor) == ([], 1)
         assert (await w.service.results(after=0, wait=30, limit=10, samples=True)).groups[0].samples
 
 

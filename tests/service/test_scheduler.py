@@ -15,7 +15,7 @@ from outrider.store.sqlite import SqliteDatabase
 from outrider.trajectory import SessionResult
 from outrider.wire import NodeStats
 
-from .world import row
+from .world import put
 
 FAILURE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
 
@@ -33,8 +33,8 @@ class Moments(SqlStore):
         self.started()
         return number
 
-    async def requeue(self, session_id: str, attempt: int, error: ErrorRecord) -> None:
-        await super().requeue(session_id, attempt, error)
+    async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
+        await super().requeue(session_id, attempt, error, due=due)
         self.requeued()
 
 
@@ -75,7 +75,7 @@ async def scheduling() -> AsyncIterator[tuple[Scheduler, Moments, FakeNode, asyn
 
 async def test_cancelled_between_its_lease_and_its_first_step() -> None:
     async with scheduling() as (scheduler, store, node, tasks, done):
-        await store.create_group(row("g"), ["s"])
+        await put(store, "g", "s")
         rows = [await store.session("s")]
 
         def cancel() -> None:
@@ -92,7 +92,7 @@ async def test_cancelled_between_its_lease_and_its_first_step() -> None:
 async def test_cancelled_while_its_failed_attempt_goes_back_to_the_queue() -> None:
     async with scheduling() as (scheduler, store, node, tasks, done):
         node.error = FAILURE
-        await store.create_group(row("g"), ["s"])
+        await put(store, "g", "s")
 
         def cancel() -> None:
             tasks.create_task(cancelling())
@@ -111,7 +111,7 @@ async def test_cancelled_while_its_failed_attempt_goes_back_to_the_queue() -> No
 async def test_a_failure_worth_it_is_tried_again_until_the_task_has_had_enough() -> None:
     async with scheduling() as (scheduler, store, node, _, done):
         node.error = FAILURE
-        await store.create_group(row("g", max_attempts=4), ["s"])
+        await put(store, "g", "s", max_attempts=4)
         scheduler.wake()
         await done.wait()
         session = await store.session("s")

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from outrider.engines.pool import EnginePool
@@ -28,10 +27,22 @@ from outrider.wire import NodeStats
 
 from .stage import a_stage
 from .test_delivery import finished_group, receiving
-from .world import RENDERER, SAY, engine_of, group, row
+from .world import RENDERER, SAY, engine_of, group, put
 
 GONE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
-METHODS = ("recover", "queued", "start_attempt", "turns", "requeue", "finish", "group", "deliveries", "delivered")
+METHODS = (
+    "recover",
+    "queued",
+    "start_attempt",
+    "turns",
+    "requeue",
+    "finish",
+    "spec",
+    "cancelled",
+    "next_due",
+    "deliveries",
+    "delivered",
+)
 
 
 class FailingStore(SqlStore):
@@ -72,11 +83,13 @@ class OnceMore:
         )
 
 
-@pytest.mark.parametrize("method", ["recover", "group", "queued", "start_attempt", "requeue", "finish"])
+@pytest.mark.parametrize(
+    "method", ["recover", "cancelled", "spec", "queued", "next_due", "start_attempt", "requeue", "finish"]
+)
 async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
     done = asyncio.Event()
     async with asyncio.timeout(20), FailingStore() as store, asyncio.TaskGroup() as tasks:
-        await store.create_group(row("g"), ["s"])
+        await put(store, "g", "s")
         store.faults[method] = 2
         running = tasks.create_task(Scheduler(store, [OnceMore()], on_done=done.set).run())
         await done.wait()
@@ -95,7 +108,7 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
             endpoint = Endpoint(renderer=renderer, pool=pool, model="policy")
             lanes = Lanes(init=1, run=1, evaluate=1)
             async with LocalNode("node", endpoint=endpoint, store=store, lanes=lanes, files=tmp_path) as node:
-                await store.create_group(row("g"), ["s"])
+                await put(store, "g", "s")
                 attempt = await store.start_attempt("s", node="node", lease_until=1e12)
                 result = await node.run(
                     Assignment(
@@ -117,7 +130,7 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
 @pytest.mark.parametrize("method", ["deliveries", "group", "delivered"])
 async def test_delivery_gets_over_a_failing(tokenizer: Path, method: str) -> None:
     async with receiving() as receiver, FailingStore() as store, asyncio.timeout(20):
-        await finished_group(store, msgspec.structs.replace(row("g"), callback_url=receiver.url))
+        await finished_group(store, "g", receiver.url)
         store.faults[method] = 2
         await delivered(store, tokenizer)
         assert receiver.keys == ["g"]
@@ -125,7 +138,7 @@ async def test_delivery_gets_over_a_failing(tokenizer: Path, method: str) -> Non
 
 async def test_a_redirect_is_no_delivery(tokenizer: Path) -> None:
     async with receiving(302, 304) as receiver, FailingStore() as store, asyncio.timeout(20):
-        await finished_group(store, msgspec.structs.replace(row("g"), callback_url=receiver.url))
+        await finished_group(store, "g", receiver.url)
         await delivered(store, tokenizer)
         assert receiver.keys == ["g", "g", "g"]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from outrider.api.server import serving
-from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.config import Config, LanesConfig, ModelConfig, RetryConfig
 from outrider.engines.base import EngineOptions
 from outrider.engines.scripted import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState
 from outrider.service.admission import check_shape
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
-from outrider.store.base import GroupRow
+from outrider.store.base import GroupRow, Store
 from outrider.trajectory import SessionResult
 from outrider.wire import GroupView, LaneStats, SessionView
 
@@ -90,22 +90,23 @@ def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> Grou
     return check_shape({"task": task | {"runtime": runtime} | fields, "n": n, **of_group})
 
 
-def row(id: str, **fields: Any) -> GroupRow:
-    """A group of one session as the service stores it."""
-    spec = group("ask", **fields).model_dump_json().encode()
-    return GroupRow(
+async def put(store: Store, id: str, *session_ids: str, callback_url: str | None = None, **fields: Any) -> None:
+    """A group as the service stores it; `fields` as in `group`."""
+    made = group("ask", n=len(session_ids), **fields)
+    row = GroupRow(
         id=id,
-        spec=spec,
-        n=1,
+        n=made.n,
         priority=0,
         idempotency_key=None,
-        callback_url=None,
+        callback_url=callback_url,
         state=GroupState.ACTIVE,
         cancelled=False,
         created=1.0,
         finished=None,
         cursor=None,
+        labels=made.task.labels,
     )
+    await store.create_group(row, made.model_dump_json().encode(), session_ids)
 
 
 def result_of(session: SessionView) -> SessionResult:
@@ -121,6 +122,7 @@ def config(folder: Path, tokenizer: Path, **settings: Any) -> Config:
         "files": folder / "files",
         "model": ModelConfig(tokenizer=str(tokenizer), renderer=RENDERER),
         "lanes": LanesConfig(init=4, run=8, eval=4),
+        "retry": RetryConfig(first_seconds=0.01, longest_seconds=0.02),
     }
     return Config(**defaults | settings)
 

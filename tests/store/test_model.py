@@ -92,9 +92,9 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def submit(self, n: int, priority: int, key: str | None, spec: bytes) -> None:
         id = f"g{len(self.groups):03}"
-        row = group_row(id, n, priority=priority, key=key, spec=spec, created=float(len(self.groups)))
+        row = group_row(id, n, priority=priority, key=key, created=float(len(self.groups)))
         known = next((group for group in self.groups if key is not None and group.key == key), None)
-        stored = self.expect(known is None or known.spec == spec, submit(self.store, row))
+        stored = self.expect(known is None or known.spec == spec, submit(self.store, row, spec))
         if known is not None:
             assert stored is None or stored.id == known.id
             return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from outrider.errors import Conflict
 from outrider.store.base import Store
+from outrider.store.rows import turn_from
 
 from .world import FAILURE, group_row, start, submit, turn
 
@@ -33,3 +35,13 @@ async def test_a_turn_index_is_stored_once(store: Store) -> None:
     with pytest.raises(Conflict, match="already has a turn 0"):
         await store.add_turn("g.0", 1, turn(0, text="other"))
     assert await store.turns("g.0") == [turn(0, text="first")]
+
+
+def test_a_turn_that_an_earlier_version_stored_is_read() -> None:
+    """Fields that came later have defaults: what had no lineage has none."""
+    later = {"tools", "agent_id", "parent_agent_id", "purpose"}
+    fields: dict[str, object] = msgspec.to_builtins(turn(0), builtin_types=(bytes,))
+    assert later < fields.keys()
+    read = turn_from(msgspec.msgpack.encode({name: value for name, value in fields.items() if name not in later}))
+    assert read == turn(0)
+    assert (read.tools, read.agent_id, read.purpose) == (b"", None, None)

@@ -31,7 +31,6 @@ def group_row(
     id: str = "g",
     n: int = 2,
     *,
-    spec: bytes = b"{}",
     priority: int = 0,
     created: float = 100.0,
     key: str | None = None,
@@ -39,7 +38,6 @@ def group_row(
 ) -> GroupRow:
     return GroupRow(
         id=id,
-        spec=spec,
         n=n,
         priority=priority,
         idempotency_key=key,
@@ -56,8 +54,8 @@ def session_ids(group: GroupRow) -> list[str]:
     return [f"{group.id}.{index}" for index in range(group.n)]
 
 
-async def submit(store: Store, group: GroupRow) -> GroupRow:
-    return await store.create_group(group, session_ids(group))
+async def submit(store: Store, group: GroupRow, spec: bytes = b"{}") -> GroupRow:
+    return await store.create_group(group, spec, session_ids(group))
 
 
 async def start(store: Store, session_id: str, *, node: str = "node", lease_until: float = LEASE) -> int:

@@ -25,7 +25,7 @@ class Watched(FamilyRenderer):
 
     def __init__(self) -> None:
         super().__init__(small_tokenizer(), "qwen3")
-        self.shown: list[int] = []
+        self.lengths: list[int] = []
 
     def bridge(
         self,
@@ -35,7 +35,7 @@ class Watched(FamilyRenderer):
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        self.shown.append(len(prompt))
+        self.lengths.append(len(prompt))
         return super().bridge(prompt, output, new, tools, history)
 
 
@@ -74,7 +74,7 @@ def test_one_more_turn_costs_its_own_tokens() -> None:
     for talk, turns in ((short, 1), (long, 100)):
         for _ in range(turns):
             talk.turn([text(800)], 200)
-    questions = [f"{number}{text(500)}" for number in range(15)]
+    questions = [f"{number}{text(1000)}" for number in range(15)]
     pairs = [(short.ask(question), long.ask(question)) for question in questions]
     quick, slow = (min(times) for times in zip(*pairs, strict=True))
     longest = long.tree.join(ParsedMessages(long.sent), TOOLS, RAW).prompt
@@ -87,8 +87,8 @@ def test_the_family_is_shown_only_the_end_of_a_prompt() -> None:
     talk = Talk(renderer)
     for _ in range(20):
         talk.turn([text(200)], 20)
-    assert len(renderer.shown) == 19
-    assert max(renderer.shown) < 20
+    assert len(renderer.lengths) == 19
+    assert max(renderer.lengths) < 20
 
 
 def test_a_call_of_2000_tokens_keeps_less_than_10_kilobytes() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidField, RequestError
-from outrider.messages import Message, Role, ToolCall
-from outrider.tokens.renderer import WINDOW_FAMILIES, History, make_renderer
+from outrider.messages import Message, Role, ToolCall, image_from_bytes
+from outrider.tokens.renderer import WINDOW_FAMILIES, FamilyRenderer, History, make_renderer
 from outrider.tokens.template import ChatTemplate
 from outrider.tokens.tokenizer import Tokenizer
 from support.tokenizer import write_tokenizer
@@ -89,11 +89,57 @@ def test_assistant_messages_and_silence_are_not_bridged() -> None:
 
 def test_a_conversation_that_cannot_be_expressed_is_the_clients_error() -> None:
     renderer = family_renderer("qwen3.5")
-    late = [Message(role=Role.USER, content="x"), Message(role=Role.SYSTEM, content="y")]
     with pytest.raises(RequestError, match="template cannot render"):
-        renderer.render(late, ())
-    with pytest.raises(RequestError):
         renderer.render([], ())
+    image = Message(role=Role.USER, content="x", parts=(image_from_bytes("image/png", b"1"),))
+    for messages in ([image], [Message(role=Role.SYSTEM, content="x"), image]):
+        with pytest.raises(RequestError, match="text only"):
+            renderer.render(messages, ())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(st.lists(asked, min_size=1, max_size=3), st.lists(texts, min_size=1, max_size=2), st.data())
+@settings(max_examples=40)
+def test_late_system_messages_read_the_same_whether_new_or_rendered_whole(
+    family: str, history: list[Message], late: list[str], data: st.DataObject
+) -> None:
+    renderer = family_renderer(family)
+    question = Message(role=Role.USER, content="Read the file.")
+    said = Message(role=Role.ASSISTANT, content="Yes.", reasoning="Hm.")
+    systems = [Message(role=Role.SYSTEM, content=text) for text in late]
+    new = data.draw(st.permutations([*systems, *(m for m in history if m.role is not Role.ASSISTANT)]))
+    prompt, whole = renderer.render([question], ()), renderer.render([question, said, *new], ())
+    added = renderer.bridge(prompt, [*small_tokenizer().encode("</think>Yes."), IM_END], new, (), "recorded")
+    assert added is not None
+    assert whole[len(whole) - len(added) :] == added
+    role = Role.SYSTEM if family == "qwen3" else Role.USER
+    shown = [
+        message if message.role is not Role.SYSTEM else Message(role=role, content=message.content) for message in new
+    ]
+    assert renderer.render([question, said, *shown], ()) == whole
+
+
+def test_system_messages_at_the_beginning_are_one_where_the_family_takes_one() -> None:
+    one, two = (Message(role=Role.SYSTEM, content=text) for text in ("Be kind.", "Be brief."))
+    user = Message(role=Role.USER, content="x")
+    renderer = family_renderer("qwen3.5")
+    both = Message(role=Role.SYSTEM, content="Be kind.\n\nBe brief.")
+    assert renderer.render([one, two, user], ()) == renderer.render([both, user], ())
+    assert renderer.render([one, Message(role=Role.SYSTEM, content=""), user], ()) == renderer.render([one, user], ())
+
+
+def test_a_template_that_refuses_late_system_messages_is_given_a_users() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    renderer = FamilyRenderer(small_tokenizer(), "qwen3", template=ChatTemplate(source, special={}))
+    late = Message(role=Role.SYSTEM, content="y")
+    prompt = renderer.render([Message(role=Role.USER, content="x"), late], ())
+    assert small_tokenizer().decode(prompt) == "[user]x[user]y"
+    added = renderer.bridge(prompt, [IM_END], [late], (), "recorded")
+    assert added is not None
+    assert "user\ny" in small_tokenizer().decode(added)
 
 
 def test_a_name_that_is_no_family(tmp_path: Path) -> None:

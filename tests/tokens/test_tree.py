@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from outrider.errors import RequestError
-from outrider.messages import Message, ParsedMessages, Role, ToolCall
+from outrider.messages import Message, ParsedMessages, Role, ToolCall, image_from_bytes
 from outrider.tokens.tree import Joined
-from outrider.trajectory import FinishReason, ForkCause, JoinKind
+from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, ForkCause, JoinKind
 
-from .renderers import family_renderer, small_tokenizer
+from .renderers import FAMILIES, family_renderer, small_tokenizer
 from .rollout import Rollout
 from .strategies import TOOLS, hermes_call
 
@@ -37,6 +37,10 @@ def outcome(joined: Joined) -> tuple[JoinKind, ForkCause | None, int | None]:
 ROOT = (JoinKind.ROOT, None, None)
 REWRITTEN = (JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, None)
 REFUSED = (JoinKind.FORK, ForkCause.BRIDGE_REFUSED, None)
+
+
+def rewritten_from(parent: int) -> tuple[JoinKind, ForkCause, int]:
+    return JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, parent
 
 
 def append(parent: int) -> tuple[JoinKind, None, int]:
@@ -76,6 +80,9 @@ def test_new_messages_append() -> None:
         {"content": "  \n"},
         {"arguments": '{"limit":2,"path":"notes.txt"}'},
         {"arguments": '{\n  "path": "notes.\\u0074xt", "limit": 2.0\n}'},
+        {"id": "other"},
+        {"reasoning": "I must read.I must read."},
+        {"reasoning": "I must read.\n\nI must read.\n"},
     ],
     ids=str,
 )
@@ -93,7 +100,6 @@ def test_what_clients_do_to_an_echo_changes_nothing(change: dict[str, str | None
         {"arguments": '{"path": "notes.txt", "limit": "2"}'},
         {"arguments": '{"path": "notes.txt"}'},
         {"name": "write_file"},
-        {"id": "other"},
     ],
     ids=str,
 )
@@ -115,7 +121,6 @@ def altered(reply: Message, change: dict[str, str | None]) -> Message:
     ("change", "joins"),
     [
         ({"content": "Read the file. "}, ROOT),
-        ({"name": "bob"}, ROOT),
         ({"role": Role.SYSTEM}, ROOT),
     ],
     ids=str,
@@ -145,23 +150,70 @@ def test_two_answers_to_one_tool_call_are_siblings() -> None:
     assert talk.rollout.tree.forks == {ForkCause.SIBLING: 1}
 
 
-def test_an_edit_further_back_keeps_no_ids() -> None:
+def test_an_edit_further_back_keeps_the_ids_before_it() -> None:
     talk = Talk()
     reply = talk.rollout.answer(talk.then(talk.reply, result_of(talk.reply)), ids("Done."), tools=TOOLS)
     joined = talk.then(talk.reply, result_of(talk.reply, "edited"), reply, AGAIN)
-    assert outcome(joined) == REWRITTEN
+    assert outcome(joined) == rewritten_from(0)
     assert joined.forked_from == 1
+    again = talk.rollout.answer(joined, ids("Again."), tools=TOOLS)
+    assert outcome(talk.then(talk.reply, result_of(talk.reply, "edited"), reply, AGAIN, again, AGAIN)) == append(2)
     early = talk.then(AGAIN)
     assert outcome(early) == REWRITTEN
     assert early.forked_from == 0
+
+
+def test_a_reminder_that_moves_forks_from_the_last_turn_before_it() -> None:
+    """A client that puts a note behind its newest message, and takes it back: each turn keeps what was before."""
+    talk = Talk("Hello.")
+    note = Message(role=Role.USER, content="Remember the plan.")
+    history = [talk.reply]
+    for number in range(1, 4):
+        joined = talk.then(*history, AGAIN, note)
+        assert outcome(joined) == (append(0) if number == 1 else rewritten_from(0))
+        reply = talk.rollout.answer(joined, ids(f"Reply {number}."), tools=TOOLS)
+        history += [AGAIN, reply]
+    assert {sample.turns for sample in talk.rollout.check_samples()} == {(0, 1), (0, 2), (0, 3)}
+
+
+def test_what_follows_an_edit_is_rendered_as_the_family_renders_it() -> None:
+    for family in FAMILIES:
+        rollout = Rollout(family_renderer(family))
+        first = rollout.answer(rollout.join([SYSTEM, QUESTION], TOOLS), ids("</think>\n\nHello."), tools=TOOLS)
+        quoted = [Message(role=Role.ASSISTANT, content="Never said.", reasoning=thought) for thought in ("Hm.", None)]
+        late = Message(role=Role.SYSTEM, content="Late.")
+        joined = rollout.join([SYSTEM, QUESTION, first, AGAIN, late, quoted[0], AGAIN, quoted[1], AGAIN], TOOLS)
+        assert outcome(joined) == rewritten_from(0)
+        rollout.answer(joined, ids("Yes."), tools=TOOLS)
+        rollout.check_samples()
+
+
+def test_where_the_template_would_drop_reasoning_a_rewritten_history_is_rendered_whole() -> None:
+    rollout = Rollout(family_renderer("qwen3"), "template")
+    reply = rollout.answer(rollout.join([QUESTION], TOOLS), ids(THOUGHT + CALL), tools=TOOLS)
+    quoted = Message(role=Role.ASSISTANT, content="Never said.")
+    result = result_of(reply)
+    assert outcome(rollout.join([QUESTION, reply, result, quoted, AGAIN], TOOLS)) == REWRITTEN
+    calling = Message(role=Role.ASSISTANT, tool_calls=reply.tool_calls)
+    assert outcome(rollout.join([QUESTION, reply, result, calling, result], TOOLS)) == rewritten_from(0)
 
 
 def test_a_message_dropped_or_inserted_forks() -> None:
     talk = Talk("Hello.")
     reply = talk.rollout.answer(talk.then(talk.reply, AGAIN), ids("Done."), tools=TOOLS)
     assert outcome(talk.then(talk.reply, reply, AGAIN)) == REWRITTEN
-    assert outcome(talk.then(talk.reply, AGAIN, AGAIN, reply, AGAIN)) == REWRITTEN
+    assert outcome(talk.then(talk.reply, AGAIN, AGAIN, reply, AGAIN)) == rewritten_from(0)
     assert outcome(talk.rollout.join([QUESTION, talk.reply, AGAIN], TOOLS)) == ROOT
+
+
+def test_of_replies_that_read_alike_the_one_with_the_clients_call_ids_is_gone_on_with() -> None:
+    talk = Talk(CALL)
+    other = talk.rollout.answer(talk.then(), ids(CALL), tools=TOOLS)
+    assert other.tool_calls[0].id != talk.reply.tool_calls[0].id
+    for parent, reply in enumerate((talk.reply, other)):
+        assert outcome(talk.then(reply, result_of(reply, f"{parent}"))) == append(parent)
+    renamed = altered(other, {"id": "made-up"})
+    assert outcome(talk.then(renamed, result_of(renamed, "2"))) == sibling(1)
 
 
 def test_the_same_request_again_is_a_retry() -> None:
@@ -240,8 +292,9 @@ def test_parallel_calls_commit_in_any_order() -> None:
     assert [(sample.kind.value, sample.turns) for sample in samples] == [
         ("main", (1, 3)),
         ("main", (1, 2)),
-        ("subagent", (0,)),
     ]
+    kept = dict.fromkeys(BranchKind, BranchPolicy.MASK)
+    assert [sample.turns for sample in rollout.check_samples(kept) if sample.label == "title"] == [(0,)]
 
 
 def test_thinking_that_was_stopped_open_cannot_be_gone_on_with() -> None:
@@ -286,8 +339,9 @@ def test_a_request_that_ends_with_a_reply_is_rendered_whole() -> None:
 
 def test_a_request_that_cannot_be_read_or_rendered_changes_nothing() -> None:
     rollout = Rollout(family_renderer("qwen3.5"))
+    image = Message(role=Role.USER, parts=(image_from_bytes("image/png", b"1"),))
     with pytest.raises(RequestError):
-        rollout.join([QUESTION, SYSTEM])
+        rollout.join([QUESTION, image])
     with pytest.raises(RequestError):
         rollout.tree.join(Unreadable([QUESTION]), (), b"")
     with pytest.raises(RequestError):

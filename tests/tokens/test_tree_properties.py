@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
 from outrider.tokens.renderer import History
+from outrider.tokens.samples import Policy
 from outrider.tokens.tree import Joined
-from outrider.trajectory import FinishReason, ForkCause, JoinKind
+from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, ForkCause, JoinKind
 
 from .clients import echoed, news, rewritten, sampled
 from .renderers import FAMILIES, family_renderer
@@ -29,6 +30,9 @@ steps = st.tuples(
     st.sampled_from(["answer", "answer", "answer", "abort", "wait"]),
     st.integers(0, 2**32),  # what is said
 )
+
+
+policies = st.fixed_dictionaries({kind: st.sampled_from(list(BranchPolicy)) for kind in BranchKind})
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -96,9 +100,11 @@ class Clients:
 
 
 @pytest.mark.parametrize("history", ["recorded", "template"])
-@given(st.lists(steps, min_size=3, max_size=16), st.sampled_from(FAMILIES))
+@given(st.lists(steps, min_size=3, max_size=16), st.sampled_from(FAMILIES), policies)
 @settings(max_examples=120)
-def test_any_session_is_recorded_exactly(history: History, moves: list[tuple[str, int, str, int]], family: str) -> None:
+def test_any_session_is_recorded_exactly(
+    history: History, moves: list[tuple[str, int, str, int]], family: str, policy: Policy
+) -> None:
     clients = Clients(family, history)
     for number, move in enumerate(moves):
         clients.act(*move)
@@ -107,6 +113,7 @@ def test_any_session_is_recorded_exactly(history: History, moves: list[tuple[str
     while clients.open:
         clients.finish(-1)
     clients.rollout.check_samples()
+    clients.rollout.check_samples(policy)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8))

@@ -15,6 +15,7 @@ from outrider.api.replies import json_reply, whole_body
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
 from outrider.service.admission import parse_group
+from outrider.service.reading import group_summary
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
 from outrider.wire import GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
@@ -37,14 +38,18 @@ def group_routes(service: Service) -> APIRouter:
 
     @routes.get("/groups", **answers(GroupList))
     async def groups(state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Response:
-        """Groups, newest first."""
+        """Groups, newest first, without their sessions."""
         rows = await service.store.groups(state=_state(state), limit=limit)
-        return json_reply(GroupList(groups=tuple([await service.reader.view(row) for row in rows])))
+        return json_reply(GroupList(groups=tuple(map(group_summary, rows))))
 
     @routes.get("/groups/{group_id}", **answers(GroupView))
-    async def group(group_id: str, samples: Samples = False) -> Response:
+    async def group(
+        group_id: str,
+        wait: Annotated[float, Query(ge=0, le=MAX_WAIT, description="seconds to wait until it is done")] = 0.0,
+        samples: Samples = False,
+    ) -> Response:
         """One group with its sessions."""
-        return json_reply(await service.reader.group(group_id, samples=samples))
+        return json_reply(await service.group(group_id, wait=wait, samples=samples))
 
     @routes.delete("/groups/{group_id}", **answers(GroupView))
     async def cancel(group_id: str) -> Response:
@@ -58,8 +63,10 @@ def group_routes(service: Service) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         samples: Samples = False,
     ) -> Response:
-        """Done groups past a cursor, in the order they finished."""
-        return json_reply(await service.results(after=after, wait=wait, limit=limit, samples=samples))
+        """Done groups past a cursor, in the order they finished: so many, or as many as fit into 8 MiB, but one at
+        least. Ask again with `after` set to the reply's `cursor`, until there are none."""
+        page = await service.results(after=after, wait=wait, limit=limit, samples=samples)
+        return Response(page.json(), media_type="application/json")
 
     @routes.get("/events", response_class=StreamingResponse)
     async def events(after: Annotated[int, Query(ge=0)] = 0) -> StreamingResponse:

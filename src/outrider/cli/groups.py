@@ -10,7 +10,7 @@ import typer
 from outrider.cli.options import Json, Token, Url, client
 from outrider.cli.tables import engine_table, group_table, lane_table, session_table
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.wire import GroupView, ServiceStatus
+from outrider.wire import GroupSummary, GroupView, ServiceStatus
 
 RECENT = 10
 
@@ -19,7 +19,7 @@ class Overview(msgspec.Struct, frozen=True):
     """What `outrider status --json` writes: the service, and its newest groups."""
 
     service: ServiceStatus
-    groups: tuple[GroupView, ...]
+    groups: tuple[GroupSummary, ...]
 
 
 def status(

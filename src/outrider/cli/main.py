@@ -21,7 +21,8 @@ from outrider.cli.harness import harness_commands
 from outrider.cli.run import run
 from outrider.cli.serve import serve
 from outrider.cli.show import show
-from outrider.cli.terminal import Terminal
+from outrider.cli.terminal import Terminal, terminal_of
+from outrider.config import unknown_variables
 from outrider.errors import OutriderError, RequestError
 
 FAILURE = 1
@@ -77,6 +78,7 @@ def _version(given: bool) -> None:
 
 
 def _root(
+    ctx: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
     ] = False,
@@ -85,6 +87,8 @@ def _root(
 
     Try `outrider demo` first: it needs no engine, no network and no root.
     """
+    for unknown in unknown_variables():
+        terminal_of(ctx).note(f"warning: {unknown}")
 
 
 def _failed(terminal: Terminal, error: OutriderError) -> int:

@@ -13,7 +13,7 @@ from rich.text import Text
 from outrider.cli.terminal import printable
 from outrider.lifecycle import StopReason
 from outrider.trajectory import StageSeconds
-from outrider.wire import EngineStatus, GroupView, LaneStats, SessionView
+from outrider.wire import EngineStatus, GroupSummary, GroupView, LaneStats, SessionView
 
 SHOWN_OF_AN_ERROR = 72
 
@@ -53,7 +53,7 @@ def session_table(group: GroupView) -> RenderableType:
     return table(columns, [_session_row(session) for session in group.sessions])
 
 
-def group_table(groups: Iterable[GroupView]) -> RenderableType:
+def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
     """One row a group."""
     columns = ("group", "state", "sessions>", "done>", "errors>", "reward>", "age>", "labels")
     return table(columns, [_group_row(group) for group in groups], title="groups")
@@ -109,16 +109,14 @@ def _session_row(session: SessionView) -> tuple[str | Text, ...]:
     )
 
 
-def _group_row(group: GroupView) -> tuple[str | Text, ...]:
-    results = [session.result for session in group.sessions if session.result]
-    rewards = [result.verdict.reward for result in results if result.verdict]
+def _group_row(group: GroupSummary) -> tuple[str | Text, ...]:
     return (
         group.id,
         word("cancelled" if group.cancelled else group.state.value),
         str(group.n),
-        str(len(results)),
-        str(sum(result.stop_reason is StopReason.ERROR for result in results)),
-        number(sum(rewards) / len(rewards) if rewards else None),
+        str(group.done),
+        str(group.errors),
+        number(group.mean_reward),
         _age(time.time() - group.created),
         printable(" ".join(f"{name}={value}" for name, value in group.labels.items())),
     )

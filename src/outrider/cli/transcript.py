@@ -41,8 +41,10 @@ def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:
 def _heading(turn: TurnView) -> Text:
     joined = turn.join if turn.parent is None else f"{turn.join} to turn {turn.parent}"
     seconds = turn.timings.finished - turn.timings.received
+    what = [] if turn.kind == "main" else [printable(": ".join(filter(None, (turn.kind, turn.label))))]
     parts = (
         f"turn {turn.index}",
+        *what,
         joined,
         f"{turn.prompt_tokens} prompt + {turn.output_tokens} sampled tokens",
         f"{turn.finish} after {seconds:.2f} s",
@@ -83,10 +85,15 @@ def _ending(session: SessionView) -> Iterator[Text]:
             yield from _error(session.last_error)
         return
     tokens = result.tokens
+    aside = {"masked": tokens.masked, "dropped": tokens.dropped, "of drift": tokens.drift}
     yield Text(
-        f"{result.stop_reason.value} · {result.turns} turns · {tokens.sampled} tokens, {tokens.trained} trained on",
+        f"{result.stop_reason.value} · {result.turns} turns · {tokens.sampled} tokens, {tokens.trained} trained on"
+        + "".join(f", {count} {name}" for name, count in aside.items() if count),
         style="bold",
     )
+    if result.forks:
+        counted = ", ".join(f"{count} {cause}" for cause, count in sorted(result.forks.items()))
+        yield Text(f"forks: {counted}", style="yellow")
     if (verdict := result.verdict) is not None:
         metrics = "".join(f" · {name} {number(value)}" for name, value in sorted(verdict.metrics.items()))
         reason = f" · {verdict.reason}" if verdict.reason else ""

@@ -1,7 +1,7 @@
 """Bubblewrap: where it is, whether it works on this machine, and the arguments for one sandbox root.
 
-Pure except for `find` and `works`. Invariant: the arguments show nothing of the host but its system folders, a fixed
-list of harmless files below /etc, and what the caller names.
+Pure except for `find` and what it looks at. Invariant: the arguments show nothing of the host but its system folders,
+a fixed list of harmless files below /etc, and what the caller names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import re
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import msgspec
 from outrider.errors import RuntimeUnavailable
 
 MINIMUM = (0, 11)
+AGAIN_SECONDS = 10.0
 ISOLATION = (
     "--unshare-all",
     "--unshare-user",
@@ -37,12 +40,11 @@ ETC_BOUND = (
     "alternatives",
     "ld.so.cache",
     "ssl/certs",
-    "ssl/openssl.cnf",
     "pki/ca-trust/extracted",
     "pki/tls/certs",
     "crypto-policies",
 )
-ETC_COPIED = ("localtime", "mime.types", "os-release", "protocols", "services")
+ETC_COPIED = ("localtime", "mime.types", "os-release", "protocols", "services", "ssl/openssl.cnf")
 ETC_MADE = {
     "/etc/passwd": b"root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     "/etc/group": b"root:x:0:\nnogroup:x:65534:\n",
@@ -58,9 +60,42 @@ class Bubblewrap(msgspec.Struct, frozen=True):
     """Whether a throw-away layer over /usr can be mounted by this user."""
 
 
-@functools.lru_cache(maxsize=1)  # what is installed does not change under a running service
 def find() -> Bubblewrap:
-    """The first bwrap that is new enough and works. Raises RuntimeUnavailable with what to do about it."""
+    """The first bwrap that is new enough and works. Raises RuntimeUnavailable with what to do about it. Blocks."""
+    return FINDER.find()
+
+
+class Finder:
+    """Looks once: what is installed does not change under a running service. After a failure it looks again, though
+    not more often than every AGAIN_SECONDS, for people repair what they are told to."""
+
+    def __init__(self) -> None:
+        self.known: Bubblewrap | None = None
+        self._fault: RuntimeUnavailable | None = None
+        self._looked = 0.0
+        self._looking = threading.Lock()
+
+    def find(self) -> Bubblewrap:
+        with self._looking:
+            if self.known is None:
+                self._raise_recent()
+                try:
+                    self.known = look()
+                except RuntimeUnavailable as fault:
+                    self._fault, self._looked = fault, time.monotonic()
+                    raise
+            return self.known
+
+    def _raise_recent(self) -> None:
+        if self._fault is not None and time.monotonic() - self._looked < AGAIN_SECONDS:
+            raise RuntimeUnavailable(self._fault.message, hint=self._fault.hint)
+
+
+FINDER = Finder()
+
+
+def look() -> Bubblewrap:
+    """As `find`, but always anew."""
     tried: list[str] = []
     for path in candidates():
         version = version_of(path)
@@ -110,13 +145,17 @@ def works(path: str, *, overlay: bool) -> str | None:
     return None if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 
 
-def arguments(bwrap: Bubblewrap, rootfs: str | None) -> list[str]:
+def arguments(bwrap: Bubblewrap, rootfs: str | None) -> tuple[str, ...]:
     """The command line up to the sandbox's root, /proc, /dev and /tmp. `rootfs` None: the host's system folders."""
-    root = host_root(overlay=bwrap.overlay) if rootfs is None else ["--overlay-src", rootfs, "--tmp-overlay", "/"]
-    return [bwrap.path, *ISOLATION, *root, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    if rootfs is None:
+        root = (*host_root(overlay=bwrap.overlay), "--perms", "1777", "--dir", "/tmp")
+    else:
+        root = ("--overlay-src", rootfs, "--tmp-overlay", "/", "--tmpfs", "/tmp")
+    return (bwrap.path, *ISOLATION, *root, "--proc", "/proc", "--dev", "/dev")
 
 
-def host_root(*, overlay: bool) -> list[str]:
+@functools.cache  # every start asks, and each answer is twenty system calls
+def host_root(*, overlay: bool) -> tuple[str, ...]:
     """A throw-away root with the host's /usr. Over a /usr of another owner a writable layer would be of no use."""
     if overlay and os.stat("/usr").st_uid == os.getuid():
         root = ["--overlay-src", "/usr", "--tmp-overlay", "/usr"]
@@ -132,9 +171,10 @@ def host_root(*, overlay: bool) -> list[str]:
         path = Path("/etc", name)
         if path.exists():
             root += ["--ro-bind", str(path.resolve()), str(path)]
-    return root
+    return tuple(root)
 
 
+@functools.cache
 def host_etc() -> dict[str, bytes]:
     """Small files that the sandbox gets as its own: made up, or copies of the host's harmless ones."""
     copied = {f"/etc/{name}": Path("/etc", name) for name in ETC_COPIED}

@@ -29,17 +29,16 @@ BOOT = (
     "scope['main']()\n"
 )
 COMPILE = (
-    "import sys,marshal,__future__\n"
+    "import sys,marshal\n"
     "if sys.version_info<(3,8): sys.exit('Python %d.%d is older than 3.8'%sys.version_info[:2])\n"
-    "flag=__future__.annotations.compiler_flag\n"
-    "code=compile(sys.stdin.buffer.read(),'toolserver','exec',flag)\n"
+    "code=compile(sys.stdin.buffer.read(),'toolserver','exec',0,True,2)\n"
     "sys.stdout.buffer.write(marshal.dumps(code))\n"
 )
 FLAGS = ("-I", "-S")
 
 INSIDE = "outrider.runtimes.inside"
 MODULES = (
-    *("wire", "processes", "loop", "connection", "calls", "capture"),
+    *("wire", "paths", "processes", "loop", "connection", "calls", "capture"),
     *("job", "shell", "bridge", "files", "server"),
 )
 """In the order in which they build on each other."""
@@ -54,12 +53,28 @@ def source(name: str) -> str:
 
 
 def program() -> str:
-    """The tool server as one file: its modules in a row, without their imports of each other and of type names."""
+    """The tool server as one file: its modules in a row, without their imports of each other and their types."""
     tree = ast.Module(body=[], type_ignores=[])
     for name in MODULES:
         for node in ast.parse(source(name)).body:
             tree.body += _kept(node)
-    return ast.unparse(tree)
+    return ast.unparse(_Bare().visit(tree))
+
+
+class _Bare(ast.NodeTransformer):
+    """Takes the annotations out: every start would read them, and none uses them."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        node.returns = None
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            argument.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.fix_missing_locations(ast.copy_location(ast.Assign([node.target], node.value), node))
 
 
 def _kept(node: ast.stmt) -> list[ast.stmt]:

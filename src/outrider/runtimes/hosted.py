@@ -20,6 +20,7 @@ import msgspec
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.bundle import delivery
 from outrider.runtimes.child import Child, readable
+from outrider.runtimes.marks import VARIABLE, kill_marked
 from outrider.runtimes.toolclient import Done, ToolClient
 
 START_SECONDS = 30.0
@@ -28,7 +29,8 @@ INFO_FD = 3
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tool server is told first. `files` are written, `folders` made, before anything else runs."""
+    """What a tool server is told first. `files` are written, `folders` made, before anything else runs. `mark` is in
+    the environment of everything that runs there (see marks.py)."""
 
     env: dict[str, str]
     workdir: str
@@ -39,6 +41,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     subreaper: bool = False
     mark: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 
+    def marking(self) -> dict[str, str]:
+        """The environment that says whose a process is, before any call."""
+        return {VARIABLE: f"{self.mark}:0"}
+
 
 class BubblewrapInfo(msgspec.Struct, frozen=True):
     child: int = msgspec.field(name="child-pid")
@@ -47,10 +53,11 @@ class BubblewrapInfo(msgspec.Struct, frozen=True):
 class HostedServer:
     """Started by `start`; `tools` is its connection."""
 
-    def __init__(self, child: Child, tools: ToolClient, mark: str) -> None:
+    def __init__(self, child: Child, tools: ToolClient, mark: str, info: int) -> None:
         self.tools = tools
         self._child = child
         self._mark = mark
+        self._info = info
         self._init = -1
 
     @classmethod
@@ -60,68 +67,81 @@ class HostedServer:
         With `namespace` the command is a bwrap that writes its info to INFO_FD, and the server is the first process
         of a pid namespace: its death is that of all. Raises RuntimeFailure, leaving nothing.
         """
-        info: list[int] = []
         try:
-            info += os.pipe() if namespace else ()
-            server = cls._spawn(command, {INFO_FD: info[1]} if info else {}, setup.mark)
+            server = cls._spawn(command, setup, namespace=namespace)
             try:
-                if info:
-                    os.close(info.pop())  # so that the other end ends with bwrap
                 await server.tools.open()
-                await server._boot(bytecode, setup, info[0] if info else -1)
+                await server._boot(bytecode, setup)
             except BaseException:
                 await shielded(server.stop)
                 raise
             return server
         except OSError as error:
             raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
-        finally:
-            for fd in info:
-                os.close(fd)
 
     @classmethod
-    def _spawn(cls, command: Sequence[str], extra: Mapping[int, int], mark: str) -> HostedServer:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                child = Child.spawn(command, {}, theirs, extra)
-            except BaseException:
-                ours.close()
-                raise
-        return cls(child, ToolClient(ours, child.log_tail), mark)
+    def _spawn(cls, command: Sequence[str], setup: Setup, *, namespace: bool) -> HostedServer:
+        """The info goes into memory and not into a pipe: bwrap would die of a pipe whose reader, we, had died, and
+        leave its inner half asleep for ever, waiting for the word to go on."""
+        with contextlib.ExitStack() as undo:
+            info = -1
+            if namespace:
+                info = os.memfd_create("info")
+                undo.callback(os.close, info)
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                child = Child.spawn(command, setup.marking(), theirs, {INFO_FD: info} if namespace else {})
+            undo.pop_all()
+        return cls(child, ToolClient(ours, child.log_tail), setup.mark, info)
 
-    async def _boot(self, bytecode: bytes, setup: Setup, info: int) -> None:
+    async def _boot(self, bytecode: bytes, setup: Setup) -> None:
         self.tools.send_raw(delivery(bytecode))
         try:
             async with asyncio.timeout(START_SECONDS):
-                if info >= 0:
-                    await self._find_init(info)
                 await self.tools.call("configure", msgspec.to_builtins(setup, builtin_types=(bytes,)), Done)
         except TimeoutError as error:
             raise RuntimeFailure(f"the sandbox did not start within {START_SECONDS:.0f} s") from error
         except OSError as error:
             raise RuntimeFailure(f"the sandbox cannot be set up: {error}") from error
+        self._find_init()
 
-    async def _find_init(self, info: int) -> None:
-        await readable(info)  # at its end, too, when bwrap could not even start
-        with contextlib.suppress(msgspec.MsgspecError, ProcessLookupError):
-            # An unreadable or dead child-pid means that bwrap failed: configure says why, with its log.
-            told = msgspec.json.decode(os.read(info, 4096), type=BubblewrapInfo)
-            self._init = os.pidfd_open(told.child)
+    def _find_init(self) -> None:
+        """Hold the first process inside, if bwrap has come so far as to tell its number and it is alive."""
+        if self._info < 0 or self._init >= 0:
+            return
+        with contextlib.suppress(msgspec.MsgspecError, OSError):
+            told = msgspec.json.decode(os.pread(self._info, 4096, 0), type=BubblewrapInfo)
+            held = os.pidfd_open(told.child)
+            if parent_of(told.child) == self._child.pid:  # and not another of the same number
+                self._init = held
+            else:
+                os.close(held)
 
     async def stop(self) -> None:
         """Kill all processes and wait for their end. Call once; not cancel-safe by itself."""
+        self._find_init()
         if self._init >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             await readable(self._init)
             os.close(self._init)
             await self.tools.close()
-            self._child.kill()
-            await self._child.gone()
+            await self._ends_in_time()  # bwrap reaps its inner half, and so hands on what it has used
+        elif self._info >= 0:
+            await self._stop_unborn()
         else:
             await self._stop_politely()
+        if self._info >= 0:
+            os.close(self._info)
         self._child.close()
+
+    async def _stop_unborn(self) -> None:
+        """A bwrap that has not told of its inner half is left to come to its end by itself: the server then finds its
+        connection closed. Killed in between, it would leave that half asleep."""
+        await self.tools.close()
+        if not await self._ends_in_time():
+            await asyncio.to_thread(kill_marked, f"{self._mark}:")
 
     async def _stop_politely(self) -> None:
         """Without a pid namespace the server itself kills what is below it; if it died, we do."""
@@ -132,35 +152,29 @@ class HostedServer:
                 await self.tools.call("stop", {}, Done)
                 answered = True
         await self.tools.close()
+        in_time = await self._ends_in_time()
+        if not (answered and in_time):
+            await asyncio.to_thread(kill_marked, f"{self._mark}:")
+
+    async def _ends_in_time(self) -> bool:
+        """Wait for the child's end, which comes by force when it does not come by itself."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await readable(self._child.pidfd)
         except TimeoutError:
             self._child.kill()
+            await self._child.gone()
+            return False
         await self._child.gone()
-        if not answered:
-            await asyncio.to_thread(kill_marked, self._mark)
+        return True
 
 
-def kill_marked(mark: str) -> None:
-    """SIGKILL every process whose environment carries `mark`, until none is found."""
-    needle = f"OUTRIDER_CALL={mark}:".encode()
-    while found := [pid for pid in _pids() if needle in _environ(pid)]:
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _environ(pid: int) -> bytes:
-    """Empty for what is dead, a zombie, or not ours to read."""
+def parent_of(pid: int) -> int:
+    """0 when there is no such process, or it is not told."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
-        return b""
+        return 0
 
 
 async def shielded(teardown: Callable[[], Coroutine[None, None, None]]) -> None:

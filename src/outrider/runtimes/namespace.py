@@ -14,11 +14,14 @@ import sys
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes import bubblewrap
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command
 from outrider.runtimes.hosted import INFO_FD, HostedServer, Setup, clean_environment, shielded
+from outrider.runtimes.marks import mark_of
 from outrider.runtimes.served import ServedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
@@ -27,6 +30,7 @@ BRIDGE_PORT = 61080
 """Where the gateway listens inside: above Linux's dynamic ports and what programs commonly choose."""
 BRIDGE_SOCKET = "/run/outrider/gateway.sock"
 SYSTEM_PYTHON = "/usr/bin/python3"
+MAX_KNOWN = 64
 
 
 class NamespaceRuntime(ServedRuntime):
@@ -69,21 +73,27 @@ class NamespaceRuntime(ServedRuntime):
     async def start(self) -> None:
         if self._server is not None or self._stopped:
             raise RuntimeFailure("a sandbox starts once")
-        bwrap = await asyncio.to_thread(bubblewrap.find)
-        rootfs = self._rootfs(bwrap)
+        bwrap = bubblewrap.FINDER.known
+        if bwrap is None:
+            bwrap = await asyncio.to_thread(bubblewrap.find)
+        rootfs = self._rootfs()
         root = bubblewrap.arguments(bwrap, rootfs)
-        interpreter, bound, bytecode = await asyncio.to_thread(choose_python, tuple(root), rootfs)
+        place = PYTHONS.known(root, rootfs)
+        if place is None:
+            place = await asyncio.to_thread(PYTHONS.choose, root, rootfs)
+        setup = self._setup(rootfs)
         command = [
             *root,
-            *bubblewrap.read_only([*self._context.mounts, *bound]),
+            *bubblewrap.read_only([*self._context.mounts, *place.mounts]),
             *("--bind", str(self._context.gateway_socket), BRIDGE_SOCKET),
+            *(word for name, value in setup.marking().items() for word in ("--setenv", name, value)),
             *("--info-fd", str(INFO_FD)),
             "--",
-            *server_command(interpreter),
+            *server_command(place.interpreter),
         ]
-        self._server = await HostedServer.start(command, bytecode, self._setup(rootfs), namespace=True)
+        self._server = await HostedServer.start(command, place.bytecode, setup, namespace=True)
 
-    def _rootfs(self, bwrap: bubblewrap.Bubblewrap) -> str | None:
+    def _rootfs(self) -> str | None:
         """The spec's root folder, checked. An overlay can only be written to by the owner of what lies below."""
         rootfs = self._spec.rootfs
         if rootfs is None:
@@ -105,6 +115,7 @@ class NamespaceRuntime(ServedRuntime):
             folders=["/root", "/var/tmp", workdir],
             bridge_port=BRIDGE_PORT,
             bridge_socket=BRIDGE_SOCKET,
+            mark=mark_of(self._context.directory),
         )
 
     async def stop(self) -> None:
@@ -118,19 +129,46 @@ class NamespaceRuntime(ServedRuntime):
                 await server.stop()
 
 
-def choose_python(root: tuple[str, ...], rootfs: str | None) -> tuple[str, list[Path], bytes]:
-    """The interpreter inside, the host folders it needs shown there, and the server's bytecode for it.
+class Python(msgspec.Struct, frozen=True):
+    """What runs the tool server in a root: the interpreter's path inside, the host folders shown there for it, and the
+    server's bytecode."""
 
-    The root's own Python if there is one, else the one that runs us. Blocks when it sees a root for the first time.
-    """
-    found = Path(rootfs or "/", SYSTEM_PYTHON.lstrip("/"))
-    try:
-        return SYSTEM_PYTHON, [], compiled((*root, "--"), SYSTEM_PYTHON, stamp(found))
-    except RuntimeUnavailable:
-        prefix = Path(sys.base_prefix)
-        interpreter = prefix / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        enter = (*root, *bubblewrap.read_only([prefix]), "--")
-        return str(interpreter), [prefix], compiled(enter, str(interpreter), stamp(interpreter))
+    interpreter: str
+    mounts: tuple[Path, ...]
+    bytecode: bytes
+
+
+class Pythons:
+    """The interpreter of each root: its own Python if there is one, else the one that runs us."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[str, ...], tuple[int, ...]], Python] = {}
+
+    def known(self, root: tuple[str, ...], rootfs: str | None) -> Python | None:
+        """What was chosen for this root, if its own Python has not changed since."""
+        return self._known.get((root, stamp(_own(rootfs))))
+
+    def choose(self, root: tuple[str, ...], rootfs: str | None) -> Python:
+        """Looks inside, and blocks for it. Raises RuntimeUnavailable."""
+        own = stamp(_own(rootfs))
+        try:
+            chosen = Python(SYSTEM_PYTHON, (), compiled((*root, "--"), SYSTEM_PYTHON, own))
+        except RuntimeUnavailable:
+            prefix = Path(sys.base_prefix)
+            interpreter = prefix / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+            enter = (*root, *bubblewrap.read_only([prefix]), "--")
+            chosen = Python(str(interpreter), (prefix,), compiled(enter, str(interpreter), stamp(interpreter)))
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[root, own] = chosen
+        return chosen
+
+
+PYTHONS = Pythons()
+
+
+def _own(rootfs: str | None) -> Path:
+    return Path(rootfs or "/", SYSTEM_PYTHON.lstrip("/"))
 
 
 def stamp(path: Path) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command
 from outrider.runtimes.hosted import HostedServer, Setup, clean_environment, shielded
+from outrider.runtimes.marks import mark_of
 from outrider.runtimes.served import ServedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
@@ -28,6 +29,7 @@ class ProcessRuntime(ServedRuntime):
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
         self._spec = spec
         self._work = str(context.directory / "work")
+        self._mark = mark_of(context.directory)
         self._server: HostedServer | None = None
         self._stopped = False
         self._stopping = asyncio.Lock()
@@ -67,7 +69,11 @@ class ProcessRuntime(ServedRuntime):
             raise RuntimeFailure("the process runtime has no rootfs", hint="use runtime kind 'namespace'")
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
         setup = Setup(
-            env=clean_environment(self._spec.env, self._work), workdir=self._work, folders=[self._work], subreaper=True
+            env=clean_environment(self._spec.env, self._work),
+            workdir=self._work,
+            folders=[self._work],
+            subreaper=True,
+            mark=self._mark,
         )
         command = server_command(sys.executable)
         self._server = await HostedServer.start(command, bytecode, setup, namespace=False)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
+from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -24,7 +27,10 @@ TRY_SECONDS = 30.0
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 600.0
 MAX_DOUBLINGS = 32
-AT_ONCE = 16
+AT_ONCE = 32
+EACH = 8
+"""Of those at once to one receiver: a slow one does not hold up the others."""
+LOOK_AHEAD = 1000
 
 
 class Deliverer:
@@ -36,21 +42,35 @@ class Deliverer:
         self._reader = reader
         self._first_pause = first_pause
         self._work = asyncio.Event()
+        self._under_way: dict[str, str] = {}
+        """Receivers by group id."""
 
     def wake(self) -> None:
         self._work.set()
 
     async def run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=TRY_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
+        async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as group:
             while True:
                 self._work.clear()
-                due = await insist(lambda: self._store.deliveries(now=time.time(), limit=AT_ONCE))
-                async with asyncio.TaskGroup() as group:
-                    for delivery in due:
-                        group.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}")
-                if not due:
-                    await self._rest()
+                due = await insist(lambda: self._store.deliveries(now=time.time(), limit=LOOK_AHEAD))
+                for delivery in self._chosen(due):
+                    group.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}")
+                await self._rest()
+
+    def _chosen(self, due: Sequence[Delivery]) -> list[Delivery]:
+        """Those to begin with now, noted as under way."""
+        at_work = Counter(self._under_way.values())
+        chosen = []
+        for delivery in due:
+            receiver = urlsplit(delivery.url).netloc
+            if at_work.total() == AT_ONCE:
+                break
+            if delivery.group_id not in self._under_way and at_work[receiver] < EACH:
+                self._under_way[delivery.group_id] = receiver
+                at_work[receiver] += 1
+                chosen.append(delivery)
+        return chosen
 
     async def _rest(self) -> None:
         try:
@@ -60,6 +80,13 @@ class Deliverer:
             return
 
     async def _deliver(self, http: aiohttp.ClientSession, delivery: Delivery) -> None:
+        try:
+            await self._push(http, delivery)
+        finally:
+            del self._under_way[delivery.group_id]
+            self._work.set()
+
+    async def _push(self, http: aiohttp.ClientSession, delivery: Delivery) -> None:
         group_id = delivery.group_id
         view = await insist(lambda: self._reader.group(group_id, samples=True))
         if (fault := await _pushed(http, delivery.url, view)) is None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from outrider.lifecycle import StopReason
+from outrider.spec import TaskSpec
 from outrider.store.base import SessionRow
-from outrider.tokens.samples import count_samples, count_tokens
+from outrider.tokens.samples import count, policy_of
 from outrider.trajectory import SessionResult, Turn
 
 
 def interrupted_result(
-    session: SessionRow, reason: StopReason, turns: Sequence[Turn], *, labels: Mapping[str, str] | None = None
+    session: SessionRow, reason: StopReason, turns: Sequence[Turn], *, task: TaskSpec
 ) -> SessionResult:
     """`session.attempt` names the attempt that `turns` belong to."""
+    policy = policy_of(task.branches)
+    counts = count(turns, policy)
     return SessionResult(
         session_id=session.id,
         group_id=session.group_id,
@@ -21,7 +24,9 @@ def interrupted_result(
         attempt=session.attempt,
         stop_reason=reason,
         turns=len(turns),
-        tokens=count_tokens(turns),
-        samples=count_samples(turns),
-        labels=dict(labels or {}),
+        forks=counts.forks,
+        tokens=counts.tokens,
+        samples=counts.samples,
+        policy=policy,
+        labels=task.labels,
     )

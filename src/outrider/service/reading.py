@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from outrider.errors import NotFound
-from outrider.spec import GroupSpec
 from outrider.store.base import GroupRow, SessionRow, Store
+from outrider.tokens.branches import Lineage, lineages
 from outrider.tokens.samples import build_samples
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.trajectory import Sample, Turn, unpack_ids
-from outrider.wire import GroupView, SessionView, TurnView
+from outrider.wire import GroupSummary, GroupView, SessionView, TurnView
 
 
 class Reader:
@@ -35,7 +35,7 @@ class Reader:
             created=row.created,
             finished=row.finished,
             cursor=row.cursor,
-            labels=GroupSpec.model_validate_json(row.spec).task.labels,
+            labels=row.labels,
             sessions=tuple(map(session_view, sessions)),
             samples=None if rows is None else tuple(rows),
         )
@@ -44,7 +44,8 @@ class Reader:
         return session_view(await self._store.session(session_id))
 
     async def turns(self, session_id: str) -> tuple[TurnView, ...]:
-        return tuple(self._turn_view(turn) for turn in await self._store.turns(session_id))
+        turns = await self._store.turns(session_id)
+        return tuple(map(self._turn_view, turns, await asyncio.to_thread(lineages, turns)))
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         session = await self._store.session(session_id)
@@ -62,13 +63,16 @@ class Reader:
         turns = await self._store.turns(session.id, result.attempt)
         return tuple(await asyncio.to_thread(build_samples, turns, result))
 
-    def _turn_view(self, turn: Turn) -> TurnView:
+    def _turn_view(self, turn: Turn, lineage: Lineage) -> TurnView:
         return TurnView(
             index=turn.index,
             parent=turn.parent,
             join=turn.join.value,
             cause=turn.cause.value if turn.cause else None,
             forked_from=turn.forked_from,
+            kind=lineage.kind.value,
+            label=lineage.label,
+            depth=lineage.depth,
             prompt_tokens=turn.prompt_length,
             output_tokens=len(turn.output_ids) // 4,
             context=self._tokenizer.decode(unpack_ids(turn.prompt_delta).tolist()),
@@ -90,6 +94,23 @@ class Reader:
 def _text(turn: Turn) -> str:
     """What a turn without ids said."""
     return turn.reply.content if turn.reply else ""
+
+
+def group_summary(row: GroupRow) -> GroupSummary:
+    return GroupSummary(
+        id=row.id,
+        state=row.state,
+        cancelled=row.cancelled,
+        n=row.n,
+        priority=row.priority,
+        created=row.created,
+        finished=row.finished,
+        cursor=row.cursor,
+        labels=row.labels,
+        done=row.done,
+        errors=row.errors,
+        mean_reward=row.reward_total / row.rewarded if row.rewarded else None,
+    )
 
 
 def session_view(row: SessionRow) -> SessionView:

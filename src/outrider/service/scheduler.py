@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from functools import partial
 
 import msgspec
 
+from outrider.config import RetryConfig
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
-from outrider.lifecycle import GroupState, StopReason
+from outrider.lifecycle import StopReason
 from outrider.service.insist import insist
 from outrider.service.interrupted import interrupted_result
 from outrider.sessions.node import Assignment, Node
@@ -30,6 +31,12 @@ log = logging.getLogger("outrider.scheduler")
 
 LEASE_SECONDS = 30.0
 """How long a session may go without its lease renewed before another attempt is made."""
+
+MAX_RECOVERED = 10
+"""How often a session may lose its node under it, which is not its failure, and be tried again: not for ever, for it
+may be what kills the node."""
+
+MAX_DOUBLINGS = 32
 
 
 @dataclass(eq=False)
@@ -46,10 +53,18 @@ class _Attempt:
 class Scheduler:
     """`run` it in a task group; `wake` it when something was queued; `cancel` a session that it runs."""
 
-    def __init__(self, store: Store, nodes: Sequence[Node], *, on_done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        nodes: Sequence[Node],
+        *,
+        on_done: Callable[[], None],
+        retry: RetryConfig | None = None,
+    ) -> None:
         self._store = store
         self._nodes = nodes
         self._on_done = on_done
+        self._retry = retry or RetryConfig()
         self._work = asyncio.Event()
         self._attempts: dict[str, _Attempt] = {}
         self._placed: dict[str, int] = {node.name: 0 for node in nodes}
@@ -63,7 +78,7 @@ class Scheduler:
             while True:
                 self._work.clear()
                 await insist(lambda: self._place_all(group))
-                await self._work.wait()
+                await self._rest()
 
     def wake(self) -> None:
         self._work.set()
@@ -77,7 +92,7 @@ class Scheduler:
             attempt = self._attempts.get(session.id)
             if attempt is None:
                 task = await self._task_of(session)
-                result = interrupted_result(session, StopReason.CANCELLED, [], labels=task.labels)
+                result = interrupted_result(session, StopReason.CANCELLED, [], task=task)
                 await self._finish(session.id, session.attempt, result)
             elif not attempt.cancelled:
                 attempt.cancelled = True
@@ -85,20 +100,39 @@ class Scheduler:
                     attempt.task.cancel()
 
     async def _resume(self) -> None:
-        """Take over what an earlier service left: requeue its attempts, and end what was already cancelled."""
-        await self._store.recover(now=float("inf"))
-        for group in await self._store.groups(state=GroupState.ACTIVE, limit=sys.maxsize):
-            if group.cancelled:
-                await self.cancel(await self._store.cancel_group(group.id))
+        """Take over what an earlier service left: requeue its attempts, and end what was already cancelled, and what
+        has lost its node too often."""
+        recovered = await self._store.recover(now=float("inf"))
+        cancelled = await self._store.cancelled()
+        for group_id in cancelled:
+            await self.cancel(await self._store.cancel_group(group_id))
+        for session in recovered:
+            if session.recovered > MAX_RECOVERED and session.group_id not in cancelled:
+                await self._give_up(session)
+
+    async def _give_up(self, session: SessionRow) -> None:
+        turns = await self._store.turns(session.id, session.attempt)
+        result = interrupted_result(session, StopReason.ERROR, turns, task=await self._task_of(session))
+        await self._finish(session.id, session.attempt, msgspec.structs.replace(result, error=session.last_error))
 
     async def _place_all(self, group: asyncio.TaskGroup) -> None:
         while (node := self._roomiest()) is not None:
             room = node.stats().capacity - self._placed[node.name]
-            queued = await self._store.queued(room)
+            queued = await self._store.queued(room, now=time.time())
             if not queued:
                 return
             for session in queued:
                 await self._start(group, node, session)
+
+    async def _rest(self) -> None:
+        """Until there is work: when it comes, or when a session that waits for its next attempt is due."""
+        now = time.time()
+        due = await insist(lambda: self._store.next_due(after=now))
+        try:
+            async with asyncio.timeout(None if due is None else max(0.0, due - now)):
+                await self._work.wait()
+        except TimeoutError:
+            return
 
     def _roomiest(self) -> Node | None:
         node = max(self._nodes, key=lambda node: node.stats().capacity - self._placed[node.name])
@@ -129,8 +163,8 @@ class Scheduler:
     async def _task_of(self, session: SessionRow) -> TaskSpec:
         task = self._tasks.get(session.group_id)
         if task is None:
-            group = await self._store.group(session.group_id)
-            task = self._tasks[group.id] = GroupSpec.model_validate_json(group.spec).task
+            spec = await self._store.spec(session.group_id)
+            task = self._tasks[session.group_id] = GroupSpec.model_validate_json(spec).task
         return task
 
     async def _run(self, attempt: _Attempt) -> None:
@@ -167,18 +201,18 @@ class Scheduler:
 
     async def _cancelled_result(self, attempt: _Attempt) -> SessionResult:
         turns = await self._store.turns(attempt.session.id, attempt.session.attempt)
-        labels = attempt.assignment.task.labels
-        return interrupted_result(attempt.session, StopReason.CANCELLED, turns, labels=labels)
+        return interrupted_result(attempt.session, StopReason.CANCELLED, turns, task=attempt.assignment.task)
 
     async def _settle(self, attempt: _Attempt, result: SessionResult) -> None:
         """Retry what policy allows, else end the session. A cancel that comes meanwhile ends it too."""
         session, error = attempt.session, result.error
-        if error is None or not _worth_another(error, attempt.assignment):
+        if error is None or not _worth_another(error, attempt):
             await self._finish(session.id, session.attempt, result)
             return
         log.warning("session %s attempt %d failed: %s", session.id, session.attempt, error.message)
         try:
-            await self._store.requeue(session.id, session.attempt, error)
+            due = time.time() + pause(self._retry, _failures(session))
+            await self._store.requeue(session.id, session.attempt, error, due=due)
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
@@ -202,10 +236,22 @@ class Scheduler:
                 await insist(partial(self._store.renew_leases, name, time.time() + LEASE_SECONDS))
 
 
-def _worth_another(error: ErrorRecord, assignment: Assignment) -> bool:
+def _failures(session: SessionRow) -> int:
+    """How many attempts have failed, this one included: one that ended with its node has not."""
+    return session.attempt - session.recovered
+
+
+def _worth_another(error: ErrorRecord, attempt: _Attempt) -> bool:
     """A failed evaluation was tried again where it failed: the agent's work is not done anew for it."""
     return (
         error.retryable
         and error.boundary is not Boundary.EVALUATOR
-        and assignment.attempt < assignment.task.max_attempts
+        and _failures(attempt.session) < attempt.assignment.task.max_attempts
     )
+
+
+def pause(retry: RetryConfig, failures: int) -> float:
+    """Seconds to the next attempt after so many failed: doubled each time up to a bound, and spread over the second
+    half of that, so that what failed together does not come back together."""
+    whole = min(retry.first_seconds * 2 ** min(failures - 1, MAX_DOUBLINGS), retry.longest_seconds)
+    return random.uniform(whole / 2, whole)

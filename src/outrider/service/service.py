@@ -10,12 +10,12 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from outrider.config import Config
 from outrider.engines.pool import EnginePool
@@ -25,6 +25,7 @@ from outrider.service.admission import check_group
 from outrider.service.bell import Bell, rung
 from outrider.service.delivery import Deliverer
 from outrider.service.family import FamilyCheck
+from outrider.service.paging import PAGE_BYTES, EncodedPage
 from outrider.service.reading import Reader
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.calls import Endpoint
@@ -35,7 +36,9 @@ from outrider.store.base import GroupRow, Store
 from outrider.store.sqlite import sqlite_store
 from outrider.tokens.renderer import make_renderer
 from outrider.tokens.tokenizer import Tokenizer
-from outrider.wire import EventView, GroupView, ResultsPage, ServiceStatus
+from outrider.wire import EventView, GroupView, ServiceStatus
+
+T = TypeVar("T")
 
 
 class Service:
@@ -70,7 +73,7 @@ class Service:
         )
         self.reader = Reader(self.store, tokenizer)
         self._deliverer = Deliverer(self.store, self.reader)
-        self._scheduler = Scheduler(self.store, [self.node], on_done=self._group_done)
+        self._scheduler = Scheduler(self.store, [self.node], on_done=self._group_done, retry=config.retry)
         self._done = Bell()
         self._stack = AsyncExitStack()
 
@@ -108,11 +111,10 @@ class Service:
     async def submit(self, spec: GroupSpec) -> GroupView:
         """Check, store, and wake the scheduler. Raises what admission raises, and Conflict for a repeated
         idempotency key with another body."""
-        check_group(spec, files=self.config.files)
+        await asyncio.to_thread(check_group, spec, files=self.config.files)
         group_id = f"g-{_time_ordered()}"
         row = GroupRow(
             id=group_id,
-            spec=spec.model_dump_json().encode(),
             n=spec.n,
             priority=spec.priority,
             idempotency_key=spec.idempotency_key,
@@ -122,8 +124,10 @@ class Service:
             created=time.time(),
             finished=None,
             cursor=None,
+            labels=spec.task.labels,
         )
-        stored = await self.store.create_group(row, [f"s-{group_id[2:]}-{index}" for index in range(spec.n)])
+        session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
+        stored = await self.store.create_group(row, spec.model_dump_json().encode(), session_ids)
         self._scheduler.wake()
         return await self.reader.view(stored)
 
@@ -132,18 +136,37 @@ class Service:
         await self._scheduler.cancel(await self.store.cancel_group(group_id))
         return await self.reader.group(group_id)
 
-    async def results(self, *, after: int, wait: float, limit: int, samples: bool) -> ResultsPage:
-        """Done groups past a cursor; waits up to `wait` seconds for the first."""
+    async def group(self, group_id: str, *, wait: float, samples: bool) -> GroupView:
+        """A group as it stands once it is done, or after `wait` seconds."""
+        await self._until(wait, lambda: self._is_done(group_id))
+        return await self.reader.group(group_id, samples=samples)
+
+    async def results(
+        self, *, after: int, wait: float, limit: int, samples: bool, room: int = PAGE_BYTES
+    ) -> EncodedPage:
+        """Done groups past a cursor; waits up to `wait` seconds for the first. At most `limit` groups, and no more
+        than fit into `room` bytes of JSON; one that is larger by itself comes alone."""
+        rows = await self._until(wait, lambda: self.store.results(after=after, limit=limit))
+        page = EncodedPage(after)
+        for row in rows:
+            view = await self.reader.view(row, samples=samples)
+            if not page.add(view, room=room):
+                break
+        return page
+
+    async def _until(self, wait: float, look: Callable[[], Awaitable[T]]) -> T:
+        """What `look` sees: once that is true, tried whenever a group is done, or after `wait` seconds."""
         deadline = time.monotonic() + wait
         while True:
             ring = self._done.next_ring()
-            rows = await self.store.results(after=after, limit=limit)
+            seen = await look()
             left = deadline - time.monotonic()
-            if rows or left <= 0:
-                break
+            if seen or left <= 0:
+                return seen
             await rung(ring, left)
-        groups = tuple([await self.reader.view(row, samples=samples) for row in rows])
-        return ResultsPage(groups=groups, cursor=rows[-1].cursor or after if rows else after)
+
+    async def _is_done(self, group_id: str) -> bool:
+        return (await self.store.group(group_id)).state is GroupState.DONE
 
     async def events(self, *, after: int, limit: int) -> list[EventView]:
         return [

@@ -17,8 +17,9 @@ from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import EngineUnavailable
-from outrider.messages import Delta
+from outrider.messages import Delta, Role
 from outrider.sessions.calls import Endpoint, count_differences, parsed
+from outrider.tokens.canonical import digest, extend, message_key
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -91,14 +92,21 @@ class CaptureCall:
         captured = last.output_ids is not None and last.prompt_ids is not None
         output = last.output_ids or [] if captured else []
         request = self._request.messages
-        placed = self._record.place(last.prompt_ids or [] if captured else [], output, messages=len(request))
+        prompt = last.prompt_ids or [] if captured else []
+        placed = self._record.place(prompt, output, messages=len(request), opening=_opening(self._request))
         versions = last.versions or ((VersionSpan(served.version, 0, len(output)),) if output else ())
         return Turn(
             index=placed.index,
             parent=placed.parent,
             join=placed.join,
             cause=ForkCause.CAPTURE_DRIFT if placed.join is JoinKind.FORK else None,
-            prompt_length=len(last.prompt_ids or []) if captured else 0,
+            forked_from=placed.forked_from,
+            conversation=placed.conversation,
+            tools=digest(self._request.tools_raw) if self._request.tools else b"",
+            agent_id=self._request.caller.agent_id,
+            parent_agent_id=self._request.caller.parent_id,
+            purpose=self._request.caller.purpose,
+            prompt_length=len(prompt),
             prompt_delta=placed.delta,
             output_ids=pack_ids(output),
             logprobs=pack_logprobs(last.logprobs or [] if captured else []),
@@ -144,6 +152,8 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     delta: bytes
     drift: int
     known_messages: int
+    conversation: int
+    forked_from: int | None = None
 
 
 class CaptureRecord:
@@ -152,22 +162,41 @@ class CaptureRecord:
     def __init__(self) -> None:
         self._ends: list[bytes] = []
         self._messages: list[int] = []
+        self._conversations: dict[bytes, int] = {}
+        self._newest: dict[int, int] = {}
 
-    def place(self, prompt: list[int], output: list[int], *, messages: int) -> Placed:
-        """`messages` is how many the request had; its reply makes one more."""
+    def place(self, prompt: list[int], output: list[int], *, messages: int, opening: bytes = b"") -> Placed:
+        """`messages` is how many the request had; its reply makes one more. Requests with the same `opening` belong to
+        one conversation."""
         index = len(self._ends)
         packed = pack_ids(prompt)
+        conversation = self._conversations.setdefault(opening, len(self._conversations))
+        before = self._newest.get(conversation)
+        self._newest[conversation] = index
         parent = self._longest_prefix(packed)
         self._ends.append(packed + pack_ids(output))
         self._messages.append(messages + 1)
         if parent is not None:
-            delta = packed[len(self._ends[parent]) :]
-            known = self._messages[parent]
-            return Placed(index=index, parent=parent, join=JoinKind.APPEND, delta=delta, drift=0, known_messages=known)
-        before = unpack_ids(self._ends[index - 1] if index else b"")
-        drift = count_differences(before, prompt[: len(before)]) if prompt else 0
-        join = JoinKind.FORK if index and prompt else JoinKind.ROOT
-        return Placed(index=index, parent=None, join=join, delta=packed, drift=drift, known_messages=0)
+            return Placed(
+                index=index,
+                parent=parent,
+                join=JoinKind.APPEND,
+                delta=packed[len(self._ends[parent]) :],
+                drift=0,
+                known_messages=self._messages[parent],
+                conversation=conversation,
+            )
+        known = unpack_ids(b"" if before is None else self._ends[before])
+        return Placed(
+            index=index,
+            parent=None,
+            join=JoinKind.ROOT if before is None or not prompt else JoinKind.FORK,
+            delta=packed,
+            drift=count_differences(known, prompt[: len(known)]) if prompt else 0,
+            known_messages=0,
+            conversation=conversation,
+            forked_from=before,
+        )
 
     def _longest_prefix(self, prompt: bytes) -> int | None:
         """Of the turns whose ids the prompt goes on from, the longest; the first among equals."""
@@ -175,3 +204,15 @@ class CaptureRecord:
             index for index, ids in enumerate(self._ends) if ids and len(ids) < len(prompt) and prompt.startswith(ids)
         ]
         return max(fitting, key=lambda index: len(self._ends[index]), default=None)
+
+
+def _opening(request: ModelRequest) -> bytes:
+    """The digest of what a conversation keeps while it grows: its tools, and its messages up to the first that is not
+    the system's."""
+    path = digest(request.tools_raw)
+    for index in range(len(request.messages)):
+        message = request.messages.parse(index)
+        path = extend(path, message_key(message).body)
+        if message.role is not Role.SYSTEM:
+            break
+    return path

@@ -1,18 +1,28 @@
 """A node's private folder below the system's temporary one, and the end of those whose node was killed.
 
-It knows no session. Its path is short, because that of the node's Unix socket in it must fit into 107 bytes.
-Invariant: a folder is removed only by a process that holds its lock, and a node holds its own for as long as it lives.
+It knows no session. Its path is short, because that of the node's Unix socket in it must fit into 107 bytes. Whatever
+runs for a sandbox of the node carries the folder's name (see runtimes/marks.py): so a keeper, a small process beside
+the node, kills it when the node dies without a word, and the next node that starts does it again and removes the
+folder. Invariant: a folder is removed, and what it marks killed, only by a process that holds its lock or by its
+keeper, and a node holds its own for as long as it lives.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from outrider.runtimes import marks
+
+log = logging.getLogger("outrider.node")
 
 PREFIX = "outrider-"
 LOCK = "node.lock"
@@ -20,26 +30,33 @@ LOCK = "node.lock"
 
 @dataclass(frozen=True)
 class NodeFolder:
-    """A folder and the descriptor of its lock, which goes with this process however that ends. Its methods block."""
+    """A folder, the descriptor of its lock, which goes with this process however that ends, and its keeper, if this
+    is a living node's. Its methods block."""
 
     path: Path
     lock: int
+    keeper: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def make(cls) -> Self:
-        """A new one, after removing what dead nodes of this user left behind."""
+        """A new one, after the end of what dead nodes of this user left behind."""
         for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             if (left := cls._take(path)) is not None:
                 left.remove()
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
             if (made := cls._take(path, os.O_CREAT)) is not None:
-                return made
+                return cls(made.path, made.lock, _keeper(path.name))
 
     def remove(self) -> None:
-        """With all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """With all that is in it, and all processes that carry its mark."""
+        if alive := marks.kill_marked(f"{self.path.name}/"):
+            log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
+        remove_tree(self.path)
         os.close(self.lock)
+        if self.keeper is not None:
+            self.keeper.kill()
+            self.keeper.communicate()
 
     @classmethod
     def _take(cls, path: Path, flags: int = 0) -> Self | None:
@@ -56,3 +73,30 @@ class NodeFolder:
             pass
         os.close(lock)
         return None
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all in it; what cannot be removed is left and told once. Blocks."""
+    faults: list[str] = []
+
+    def note(function: object, name: str, info: tuple[type[BaseException], BaseException, object]) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            faults.append(f"{name}: {info[1]}")
+
+    shutil.rmtree(path, onerror=note)
+    if faults:
+        log.warning("%s is not removed in full (%d faults): %s", path, len(faults), faults[0])
+
+
+def _keeper(name: str) -> subprocess.Popen[bytes]:
+    """It lives for as long as our end of its standard input is open, and then does its work: so its own start cannot
+    come too late."""
+    command = [sys.executable, "-I", "-S", marks.__file__, name]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={},
+        start_new_session=True,
+    )

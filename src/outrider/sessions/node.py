@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import shutil
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,13 +25,13 @@ from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.sessions.calls import Endpoint
 from outrider.sessions.conversation import Conversation
-from outrider.sessions.folder import NodeFolder
+from outrider.sessions.folder import NodeFolder, remove_tree
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.session import Ending, Parts, SessionRun
 from outrider.sessions.shield import run_to_end
 from outrider.spec import TaskSpec
 from outrider.store.base import Store
-from outrider.tokens.samples import count_samples, count_tokens
+from outrider.tokens.samples import count, policy_of
 from outrider.trajectory import SessionResult, Turn
 from outrider.wire import NodeStats
 
@@ -177,6 +176,8 @@ class LocalNode:
     def _result(
         self, assignment: Assignment, conversation: Conversation, ending: Ending, turns: list[Turn]
     ) -> SessionResult:
+        policy = policy_of(assignment.task.branches)
+        counts = count(turns, policy)
         return SessionResult(
             session_id=assignment.session_id,
             group_id=assignment.group_id,
@@ -186,10 +187,11 @@ class LocalNode:
             verdict=ending.verdict,
             error=ending.error,
             turns=len(turns),
-            forks={cause.value: number for cause, number in conversation.tree.forks.items()},
-            tokens=count_tokens(turns),
+            forks=counts.forks | {cause.value: number for cause, number in conversation.tree.forks.items()},
+            tokens=counts.tokens,
             seconds=ending.seconds,
-            samples=count_samples(turns),
+            samples=counts.samples,
+            policy=policy,
             labels=assignment.task.labels,
         )
 
@@ -207,4 +209,4 @@ def _failed(assignment: Assignment, error: ErrorRecord) -> SessionResult:
 
 
 async def _remove(directory: Path) -> None:
-    await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+    await asyncio.to_thread(remove_tree, directory)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.messages import Message
+from outrider.tokens.branches import lineages
 from outrider.trajectory import Turn
 
 
 def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
-    """As of the newest turn of the first conversation that was answered, its reply included; `turns[i].index`
-    must be `i`."""
-    answered = (turn for turn in reversed(turns) if turn.conversation == 0 and turn.reply is not None)
+    """As of the newest turn of the main conversation that was answered, its reply included; where its history was
+    replaced by a summary, as it went on from that. `turns[i].index` must be `i`."""
+    lines = lineages(turns)
+    answered = (turn for turn in reversed(turns) if lines[turn.index].main_line and turn.reply is not None)
     turn = next(answered, None)
     messages: list[Message] = []
     while turn is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from math import inf
 from typing import Any, Protocol
 
 import msgspec
@@ -19,11 +20,11 @@ from outrider.trajectory import SessionResult, Turn
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`spec` is the JSON of the GroupSpec; times are seconds since the epoch; `cursor` is the group's place in
-    the results once it is done."""
+    """Times are seconds since the epoch; `cursor` is the group's place in the results once it is done. Of its `n`
+    sessions so many are `done`, with so many `errors`, and `rewarded` with `reward_total` in all: the store counts
+    them. Its spec, which may be large, is read by itself (`Store.spec`)."""
 
     id: str
-    spec: bytes
     n: int
     priority: int
     idempotency_key: str | None
@@ -33,10 +34,17 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     finished: float | None
     cursor: int | None
+    labels: dict[str, str] = {}
+    done: int = 0
+    errors: int = 0
+    rewarded: int = 0
+    reward_total: float = 0.0
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """`attempt` counts from 1 once it has started (0 before); `last_error` is why the last attempt failed."""
+    """`attempt` counts from 1 once it has started (0 before); so many of the attempts were `recovered`: they ended
+    with their node, by no fault of the session that is known. A queued session is not to be started before `due`.
+    `last_error` is why the last attempt failed."""
 
     id: str
     group_id: str
@@ -50,6 +58,8 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     updated: float
     last_error: ErrorRecord | None
     result: SessionResult | None
+    due: float = 0.0
+    recovered: int = 0
 
 
 class EventKind(StrEnum):
@@ -87,14 +97,19 @@ class Store(Protocol):
     async def open(self) -> None: ...
     async def close(self) -> None: ...
 
-    async def create_group(self, group: GroupRow, session_ids: Sequence[str]) -> GroupRow:
-        """Store a group and its queued sessions, with the event. When its idempotency key exists: the existing
-        group if the spec is byte-equal, else Conflict."""
+    async def create_group(self, group: GroupRow, spec: bytes, session_ids: Sequence[str]) -> GroupRow:
+        """Store a group with its spec, the JSON of a GroupSpec, and its queued sessions, with the event. When its
+        idempotency key exists: the existing group if the spec is byte-equal, else Conflict."""
         ...
 
     async def group(self, group_id: str) -> GroupRow: ...
+    async def spec(self, group_id: str) -> bytes: ...
     async def groups(self, *, state: GroupState | None = None, limit: int = 100) -> list[GroupRow]:
         """Newest first."""
+        ...
+
+    async def cancelled(self) -> list[str]:
+        """Ids of the groups that are cancelled and have sessions that are not done, oldest first."""
         ...
 
     async def session(self, session_id: str) -> SessionRow: ...
@@ -102,8 +117,12 @@ class Store(Protocol):
         """In sample order."""
         ...
 
-    async def queued(self, limit: int) -> list[SessionRow]:
-        """Queued sessions: higher priority first, then older group, then sample order."""
+    async def queued(self, limit: int, *, now: float = inf) -> list[SessionRow]:
+        """Queued sessions that are due: higher priority first, then older group, then sample order."""
+        ...
+
+    async def next_due(self, *, after: float) -> float | None:
+        """When the first of the queued sessions that are not yet due is."""
         ...
 
     async def counts(self) -> dict[SessionState, int]:
@@ -126,8 +145,8 @@ class Store(Protocol):
         """Of one attempt (default: the newest), by index."""
         ...
 
-    async def requeue(self, session_id: str, attempt: int, error: ErrorRecord) -> None:
-        """End an attempt that failed and put the session back in the queue."""
+    async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
+        """End an attempt that failed and put the session back in the queue, to be started at `due` or later."""
         ...
 
     async def finish(self, session_id: str, attempt: int, result: SessionResult) -> bool:
@@ -141,7 +160,8 @@ class Store(Protocol):
         ...
 
     async def recover(self, *, now: float) -> list[SessionRow]:
-        """Requeue every started, unfinished session whose lease ended before `now` (their nodes died)."""
+        """Requeue every started, unfinished session whose lease ended before `now` (their nodes died), counting the
+        attempt as recovered."""
         ...
 
     async def results(self, *, after: int, limit: int) -> list[GroupRow]:

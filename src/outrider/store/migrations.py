@@ -6,12 +6,42 @@ Invariant: a database's recorded version counts the steps it has been through, i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from outrider.errors import ServiceError
 from outrider.store.database import Connection
 
-Migrations = Sequence[Sequence[str]]
+Step = str | Callable[[Connection], None]
+"""A statement, or a function where one statement cannot say it."""
+Migrations = Sequence[Sequence[Step]]
+
+
+def _label_groups(tx: Connection) -> None:
+    """Labels were read from the spec."""
+    for group_id, spec in tx.fetch("SELECT id, spec FROM groups"):
+        labels = msgspec.json.decode(spec).get("task", {}).get("labels", {})
+        if labels:
+            tx.execute("UPDATE groups SET labels = ? WHERE id = ?", (msgspec.json.encode(labels).decode(), group_id))
+
+
+def _count_outcomes(tx: Connection) -> None:
+    """Outcomes were counted by whoever asked."""
+    for group_id, packed in tx.fetch("SELECT group_id, result FROM sessions WHERE result IS NOT NULL"):
+        result = msgspec.msgpack.decode(packed)
+        verdict = result.get("verdict")
+        tx.execute(
+            """UPDATE groups SET errors = errors + ?, rewarded = rewarded + ?, reward_total = reward_total + ?
+               WHERE id = ?""",
+            (
+                int(result.get("error") is not None),
+                int(verdict is not None),
+                verdict["reward"] if verdict else 0.0,
+                group_id,
+            ),
+        )
+
 
 MIGRATIONS: Migrations = (
     (
@@ -77,6 +107,23 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX outbox_due ON outbox (next_try)",
     ),
+    (
+        # What lists show of a group is kept with it, so that they need neither its spec nor its sessions.
+        "ALTER TABLE groups ADD COLUMN labels TEXT NOT NULL DEFAULT '{{}}'",
+        "ALTER TABLE groups ADD COLUMN errors INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE groups ADD COLUMN rewarded INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE groups ADD COLUMN reward_total DOUBLE PRECISION NOT NULL DEFAULT 0",
+        "CREATE INDEX groups_to_cancel ON groups (created, id) WHERE cancelled = 1 AND state = 'active'",
+        _label_groups,
+        _count_outcomes,
+        # A failed attempt is not repeated before `due`; `recovered` attempts were ended by the death of their node.
+        "ALTER TABLE sessions ADD COLUMN due DOUBLE PRECISION NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN recovered INTEGER NOT NULL DEFAULT 0",
+        "DROP INDEX sessions_queue",
+        """CREATE INDEX sessions_queue ON sessions (priority DESC, created, group_id, sample_index, due)
+            WHERE waiting = 1""",
+        "CREATE INDEX sessions_due ON sessions (due) WHERE waiting = 1 AND due > 0",
+    ),
 )
 
 
@@ -94,6 +141,9 @@ def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Mi
         )
     for number, statements in enumerate(migrations[version:], start=version + 1):
         for statement in statements:
-            tx.execute(statement.format_map(types))
+            if isinstance(statement, str):
+                tx.execute(statement.format_map(types))
+            else:
+                statement(tx)
         tx.execute("INSERT INTO migrations (version, applied) VALUES (?, ?)", (number, now))
     return len(migrations) - version

@@ -17,9 +17,13 @@ from outrider.store.base import Delivery, Event, EventKind, GroupRow, SessionRow
 from outrider.store.database import Row
 from outrider.trajectory import SessionResult, Turn
 
-GROUP_COLUMNS = "id, spec, n, priority, idempotency_key, callback_url, state, cancelled, created, finished, cursor"
+GROUP_COLUMNS = (
+    "id, n, priority, idempotency_key, callback_url, state, cancelled, created, finished, cursor, labels, "
+    "n - open_sessions, errors, rewarded, reward_total"
+)
 SESSION_COLUMNS = (
-    "id, group_id, sample_index, state, attempt, node, lease_until, priority, created, updated, last_error, result"
+    "id, group_id, sample_index, state, attempt, node, lease_until, priority, created, updated, last_error, result, "
+    "due, recovered"
 )
 EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
 DELIVERY_COLUMNS = "group_id, url, tries, next_try"
@@ -38,16 +42,20 @@ def turn_from(packed: bytes) -> Turn:
 def group_from(row: Row) -> GroupRow:
     return GroupRow(
         id=row[0],
-        spec=row[1],
-        n=row[2],
-        priority=row[3],
-        idempotency_key=row[4],
-        callback_url=row[5],
-        state=GroupState(row[6]),
-        cancelled=bool(row[7]),
-        created=row[8],
-        finished=row[9],
-        cursor=row[10],
+        n=row[1],
+        priority=row[2],
+        idempotency_key=row[3],
+        callback_url=row[4],
+        state=GroupState(row[5]),
+        cancelled=bool(row[6]),
+        created=row[7],
+        finished=row[8],
+        cursor=row[9],
+        labels=msgspec.json.decode(row[10]),
+        done=row[11],
+        errors=row[12],
+        rewarded=row[13],
+        reward_total=row[14],
     )
 
 
@@ -65,6 +73,8 @@ def session_from(row: Row) -> SessionRow:
         updated=row[9],
         last_error=None if row[10] is None else msgspec.msgpack.decode(row[10], type=ErrorRecord),
         result=None if row[11] is None else msgspec.msgpack.decode(row[11], type=SessionResult),
+        due=row[12],
+        recovered=row[13],
     )
 
 

@@ -8,6 +8,7 @@ result, its group's state, cursor, event and outbox row are committed together.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -19,6 +20,17 @@ from outrider.store import rows
 from outrider.store.base import Delivery, Event, EventKind, GroupRow, SessionRow
 from outrider.store.database import Connection, Database
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
+from outrider.store.records import (
+    count_outcome,
+    fenced,
+    find_group,
+    find_session,
+    find_sessions,
+    find_spec,
+    group_of_key,
+    insert_group,
+    started,
+)
 from outrider.trajectory import SessionResult, Turn
 
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
@@ -68,29 +80,32 @@ class SqlStore:
     async def close(self) -> None:
         await self._db.close()
 
-    async def create_group(self, group: GroupRow, session_ids: Sequence[str]) -> GroupRow:
+    async def create_group(self, group: GroupRow, spec: bytes, session_ids: Sequence[str]) -> GroupRow:
         """As the protocol says. The stored group starts active and not cancelled, whatever `group` says."""
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
 
         def body(tx: Connection) -> GroupRow:
-            if group.idempotency_key is not None and (known := _group_of_key(tx, group.idempotency_key)):
-                if known.spec != group.spec:
+            if group.idempotency_key is not None and (known := group_of_key(tx, group.idempotency_key)):
+                if find_spec(tx, known.id) != spec:
                     raise Conflict(
                         f"idempotency key {group.idempotency_key!r} was used for another request, group {known.id}",
                         hint="use a new key for a new request",
                         field="idempotency_key",
                     )
                 return known
-            _insert_group(tx, group, session_ids)
+            insert_group(tx, group, spec, session_ids)
             data = {"n": group.n, "priority": group.priority}
             self._event(tx, EventKind.GROUP_CREATED, group.id, None, data)
-            return _group(tx, group.id)
+            return find_group(tx, group.id)
 
         return await self._db.write(body)
 
     async def group(self, group_id: str) -> GroupRow:
-        return await self._db.read(lambda tx: _group(tx, group_id))
+        return await self._db.read(lambda tx: find_group(tx, group_id))
+
+    async def spec(self, group_id: str) -> bytes:
+        return await self._db.read(lambda tx: find_spec(tx, group_id))
 
     async def groups(self, *, state: GroupState | None = None, limit: int = 100) -> list[GroupRow]:
         where, values = ("", ()) if state is None else ("WHERE state = ?", (state.value,))
@@ -98,18 +113,27 @@ class SqlStore:
         found = await self._db.read(lambda tx: tx.fetch(sql, (*values, limit)))
         return [rows.group_from(row) for row in found]
 
+    async def cancelled(self) -> list[str]:
+        sql = "SELECT id FROM groups WHERE cancelled = 1 AND state = 'active' ORDER BY created, id"
+        return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql))]
+
     async def session(self, session_id: str) -> SessionRow:
-        return await self._db.read(lambda tx: _session(tx, session_id))
+        return await self._db.read(lambda tx: find_session(tx, session_id))
 
     async def sessions(self, group_id: str) -> list[SessionRow]:
-        found = await self._db.read(lambda tx: _sessions(tx, "group_id = ? ORDER BY sample_index", group_id))
+        found = await self._db.read(lambda tx: find_sessions(tx, "group_id = ? ORDER BY sample_index", group_id))
         if not found:
             raise NotFound(f"no group {group_id!r}")
         return found
 
-    async def queued(self, limit: int) -> list[SessionRow]:
-        where = "waiting = 1 ORDER BY priority DESC, created, group_id, sample_index LIMIT ?"
-        return await self._db.read(lambda tx: _sessions(tx, where, limit))
+    async def queued(self, limit: int, *, now: float = math.inf) -> list[SessionRow]:
+        where = "waiting = 1 AND due <= ? ORDER BY priority DESC, created, group_id, sample_index LIMIT ?"
+        return await self._db.read(lambda tx: find_sessions(tx, where, now, limit))
+
+    async def next_due(self, *, after: float) -> float | None:
+        sql = "SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?"
+        found: float | None = (await self._db.read(lambda tx: tx.fetch(sql, (after,))))[0][0]
+        return found
 
     async def counts(self) -> dict[SessionState, int]:
         sql = "SELECT state, COUNT(*) FROM sessions GROUP BY state"
@@ -118,15 +142,15 @@ class SqlStore:
 
     async def start_attempt(self, session_id: str, *, node: str, lease_until: float) -> int:
         def body(tx: Connection) -> int:
-            session = _session(tx, session_id)
+            session = find_session(tx, session_id)
             if session.state is not SessionState.QUEUED:
                 raise Conflict(f"session {session_id} is {session.state}, not queued")
-            if _group(tx, session.group_id).cancelled:
+            if find_group(tx, session.group_id).cancelled:
                 raise Conflict(f"group {session.group_id} is cancelled")
             attempt = session.attempt + 1
             tx.execute(
-                """UPDATE sessions SET state = ?, waiting = 0, attempt = ?, node = ?, lease_until = ?, updated = ?
-                   WHERE id = ?""",
+                """UPDATE sessions SET state = ?, waiting = 0, due = 0, attempt = ?, node = ?, lease_until = ?,
+                       updated = ? WHERE id = ?""",
                 (SessionState.INITIALIZING.value, attempt, node, lease_until, self._clock(), session_id),
             )
             data = {"state": SessionState.INITIALIZING.value, "attempt": attempt, "node": node}
@@ -139,7 +163,7 @@ class SqlStore:
         """As the protocol says; to QUEUED, INITIALIZING and DONE only requeue, start_attempt and finish lead."""
 
         def body(tx: Connection) -> None:
-            session = _fenced(tx, session_id, attempt)
+            session = fenced(tx, session_id, attempt)
             if state in MOVES_WITH_A_METHOD or not can_move(session.state, state):
                 raise Conflict(f"session {session_id} cannot be moved from {session.state} to {state}")
             tx.execute(
@@ -161,7 +185,7 @@ class SqlStore:
 
         def body(tx: Connection) -> None:
             if not tx.execute(ADD_TURN, (turn.index, packed, session_id, attempt)):
-                _started(tx, session_id, attempt)
+                started(tx, session_id, attempt)
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
 
         await self._db.write(body)
@@ -170,14 +194,14 @@ class SqlStore:
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
         def body(tx: Connection) -> list[bytes]:
-            newest = _session(tx, session_id).attempt
+            newest = find_session(tx, session_id).attempt
             return [row[0] for row in tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
 
         return [rows.turn_from(packed) for packed in await self._db.read(body)]
 
-    async def requeue(self, session_id: str, attempt: int, error: ErrorRecord) -> None:
+    async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
         def body(tx: Connection) -> None:
-            self._requeue(tx, _started(tx, session_id, attempt), error)
+            self._requeue(tx, started(tx, session_id, attempt), error, due=due)
 
         await self._db.write(body)
 
@@ -185,7 +209,7 @@ class SqlStore:
         packed = rows.pack(result)
 
         def body(tx: Connection) -> bool:
-            session = _fenced(tx, session_id, attempt)
+            session = fenced(tx, session_id, attempt)
             tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, lease_until = NULL, updated = ?, result = ?
                    WHERE id = ?""",
@@ -198,19 +222,19 @@ class SqlStore:
                 "error": None if result.error is None else result.error.code,
             }
             self._event(tx, EventKind.SESSION_DONE, session.group_id, session_id, data)
-            tx.execute("UPDATE groups SET open_sessions = open_sessions - 1 WHERE id = ?", (session.group_id,))
+            count_outcome(tx, session.group_id, result)
             return self._close_group(tx, session.group_id)
 
         return await self._db.write(body)
 
     async def cancel_group(self, group_id: str) -> list[SessionRow]:
         def body(tx: Connection) -> list[SessionRow]:
-            group = _group(tx, group_id)
+            group = find_group(tx, group_id)
             if group.state is GroupState.ACTIVE and not group.cancelled:
                 tx.execute("UPDATE groups SET cancelled = 1 WHERE id = ?", (group_id,))
                 tx.execute("UPDATE sessions SET waiting = 0 WHERE group_id = ?", (group_id,))
                 self._event(tx, EventKind.GROUP_CANCELLED, group_id, None, {})
-            return _sessions(tx, "group_id = ? AND state <> 'done' ORDER BY sample_index", group_id)
+            return find_sessions(tx, "group_id = ? AND state <> 'done' ORDER BY sample_index", group_id)
 
         return await self._db.write(body)
 
@@ -218,7 +242,7 @@ class SqlStore:
         """As the protocol says; the sessions as they are afterwards, also those of cancelled groups."""
 
         def body(tx: Connection) -> list[SessionRow]:
-            lost = _sessions(tx, "lease_until < ? ORDER BY lease_until, id", now)
+            lost = find_sessions(tx, "lease_until < ? ORDER BY lease_until, id", now)
             for session in lost:
                 error = ErrorRecord(
                     boundary=Boundary.SERVICE,
@@ -227,8 +251,8 @@ class SqlStore:
                     hint="the node or the whole service died: its log says why",
                     retryable=True,
                 )
-                self._requeue(tx, session, error)
-            return [_session(tx, session.id) for session in lost]
+                self._requeue(tx, session, error, recovered=1)
+            return [find_session(tx, session.id) for session in lost]
 
         return await self._db.write(body)
 
@@ -262,12 +286,15 @@ class SqlStore:
 
         await self._db.write(body)
 
-    def _requeue(self, tx: Connection, session: SessionRow, error: ErrorRecord) -> None:
+    def _requeue(
+        self, tx: Connection, session: SessionRow, error: ErrorRecord, *, due: float = 0.0, recovered: int = 0
+    ) -> None:
         tx.execute(
-            """UPDATE sessions SET state = ?, lease_until = NULL, updated = ?, last_error = ?,
+            """UPDATE sessions SET state = ?, lease_until = NULL, updated = ?, last_error = ?, due = ?,
+                   recovered = recovered + ?,
                    waiting = (SELECT 1 - cancelled FROM groups WHERE groups.id = sessions.group_id)
                WHERE id = ?""",
-            (SessionState.QUEUED.value, self._clock(), rows.pack(error), session.id),
+            (SessionState.QUEUED.value, self._clock(), rows.pack(error), due, recovered, session.id),
         )
         data = {"attempt": session.attempt, "error": error}
         self._event(tx, EventKind.SESSION_RETRY, session.group_id, session.id, data)
@@ -283,7 +310,7 @@ class SqlStore:
         )
         if not closed:
             return False
-        group = _group(tx, group_id)
+        group = find_group(tx, group_id)
         data = {"cursor": group.cursor, "cancelled": group.cancelled}
         self._event(tx, EventKind.GROUP_DONE, group_id, None, data)
         if group.callback_url is not None:
@@ -300,75 +327,3 @@ class SqlStore:
             "INSERT INTO events (at, kind, group_id, session_id, data) VALUES (?, ?, ?, ?, ?)",
             (self._clock(), kind.value, group_id, session_id, rows.pack_data(data)),
         )
-
-
-def _group(tx: Connection, group_id: str) -> GroupRow:
-    found = tx.fetch(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ?", (group_id,))
-    if not found:
-        raise NotFound(f"no group {group_id!r}")
-    return rows.group_from(found[0])
-
-
-def _group_of_key(tx: Connection, key: str) -> GroupRow | None:
-    found = tx.fetch(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?", (key,))
-    return rows.group_from(found[0]) if found else None
-
-
-def _insert_group(tx: Connection, group: GroupRow, session_ids: Sequence[str]) -> None:
-    inserted = tx.execute(
-        """INSERT INTO groups (id, spec, n, priority, idempotency_key, callback_url, state, cancelled, open_sessions,
-               created) VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?, ?) ON CONFLICT DO NOTHING""",
-        (
-            group.id,
-            group.spec,
-            group.n,
-            group.priority,
-            group.idempotency_key,
-            group.callback_url,
-            GroupState.ACTIVE.value,
-            group.n,
-            group.created,
-        ),
-    )
-    if not inserted:
-        raise Conflict(f"there already is a group {group.id!r}")
-    inserted = tx.execute_many(
-        """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, waiting)
-           VALUES (?, ?, ?, ?, 0, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
-        [
-            (id, group.id, index, SessionState.QUEUED.value, group.priority, group.created, group.created)
-            for index, id in enumerate(session_ids)
-        ],
-    )
-    if inserted != group.n:
-        raise Conflict(f"some session ids of group {group.id!r} are already in use")
-
-
-def _session(tx: Connection, session_id: str) -> SessionRow:
-    found = _sessions(tx, "id = ?", session_id)
-    if not found:
-        raise NotFound(f"no session {session_id!r}")
-    return found[0]
-
-
-def _sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
-    sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE {where}"
-    return [rows.session_from(row) for row in tx.fetch(sql, values)]
-
-
-def _fenced(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """The session, if `attempt` is its newest and it is not done; else Conflict."""
-    session = _session(tx, session_id)
-    if session.attempt != attempt:
-        raise Conflict(f"session {session_id} is at attempt {session.attempt}, not {attempt}")
-    if session.state is SessionState.DONE:
-        raise Conflict(f"session {session_id} is done")
-    return session
-
-
-def _started(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """The session, if `attempt` is under way; else Conflict."""
-    session = _fenced(tx, session_id, attempt)
-    if session.state is SessionState.QUEUED:
-        raise Conflict(f"session {session_id} waits in the queue: attempt {attempt} has ended")
-    return session

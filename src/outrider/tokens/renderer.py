@@ -1,8 +1,8 @@
 """The renderer seam: messages to ids, and sampled ids back to a message, for one model family.
 
 The only module that knows the `renderers` package (pinned, 0.1.x). It knows no session and no engine.
-Invariant: what `bridge` returns is appended to the ids so far, which it never changes; when the family cannot
-prove that, it returns None and the caller must branch.
+Invariant: what `bridge` and `rejoin` return is appended to the ids so far, which it never changes; when the family
+cannot prove that, they return None and the caller must branch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 import renderers
 from pydantic import TypeAdapter, ValidationError
 from renderers.base import ToolCallParseStatus
 
 from outrider.errors import InvalidField, RequestError
 from outrider.messages import Message, Role, ToolCall, ToolSpec
+from outrider.tokens.canonical import EVERYTHING, SHOWN, Shown
 from outrider.tokens.markup import MARKUP, Markup
+from outrider.tokens.plain import plain_conversation, plain_new
 from outrider.tokens.skeleton import Skeleton
 from outrider.tokens.template import ChatTemplate
 from outrider.tokens.tokenizer import Tokenizer
@@ -53,13 +56,14 @@ class ParsedCalls(msgspec.Struct, frozen=True):
 class Renderer(Protocol):
     """One model family's rules. Ids are plain lists; all methods are pure.
 
-    `render` and `bridge` raise RequestError for a conversation the family cannot express.
+    `render`, `bridge` and `rejoin` raise RequestError for a conversation the family cannot express.
     """
 
     family: str
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     markup: Markup | None
+    shown: Shown
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """The whole prompt, ending where the model is to speak."""
@@ -76,6 +80,19 @@ class Renderer(Protocol):
         """The ids to append to prompt + output so that they show `new`; None when that cannot be proved."""
         ...
 
+    def rejoin(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        messages: Sequence[Message],
+        covered: int,
+        tools: Sequence[ToolSpec],
+        history: History,
+    ) -> list[int] | None:
+        """The same for `messages[covered:]` with assistant messages among them: prompt + output show
+        `messages[:covered]`."""
+        ...
+
     def tail_start(self, prompt: Sequence[int]) -> int:
         """Where the part of a prompt begins that `bridge`, `parse` and `thinking` need to see."""
         ...
@@ -89,7 +106,11 @@ class Renderer(Protocol):
 
 class FamilyRenderer:
     """`Renderer` over the `renderers` package; `template` replaces the family's own whole-prompt rendering
-    for models fine-tuned on a template of their own."""
+    for models fine-tuned on a template of their own.
+
+    A system message that is not at the beginning is shown as a user's where the family or the template refuses it
+    there, and several at the beginning as one; `render`, `bridge` and `rejoin` do so alike.
+    """
 
     def __init__(self, tokenizer: Tokenizer, family: str, *, template: ChatTemplate | None = None) -> None:
         self.tokenizer = tokenizer
@@ -102,9 +123,23 @@ class FamilyRenderer:
         self._parsing = _create(tokenizer, family, retention="all")
         self.stop_ids = tuple(self._keeping.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
+        self.shown = SHOWN.get(family, EVERYTHING) if template is None else EVERYTHING
+        self._late_system = self._takes_late_system()
+
+    def _takes_late_system(self) -> bool:
+        """Whether the family and the template render a system message behind others."""
+        spoken = [Message(role=role, content="x") for role in (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)]
+        plain = plain_conversation(spoken, late_system=True)
+        try:
+            self._parsing.render_ids(plain, add_generation_prompt=True)
+            if self._template is not None:
+                self._template.render(plain, [])
+        except UNRENDERABLE:
+            return False
+        return True
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        plain = [_plain(message) for message in messages]
+        plain = plain_conversation(messages, late_system=self._late_system)
         try:
             if self._template is not None:
                 return self.tokenizer.encode(self._template.render(plain, list(tools)))
@@ -130,13 +165,55 @@ class FamilyRenderer:
         before = [*prompt, *output]
         try:
             bridged = family.bridge_to_next_turn(
-                list(prompt), list(output), [_plain(message) for message in new], tools=list(tools) or None
+                list(prompt), list(output), plain_new(new, late_system=self._late_system), tools=list(tools) or None
             )
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
         if bridged is None or list(bridged.token_ids[: len(before)]) != before:
             return None
         return self._filled(bridged.token_ids[len(before) :])
+
+    def rejoin(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        messages: Sequence[Message],
+        covered: int,
+        tools: Sequence[ToolSpec],
+        history: History,
+    ) -> list[int] | None:
+        new = messages[covered:]
+        first = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))
+        asks = any(message.role in (Role.USER, Role.SYSTEM) for message in new)
+        if self._template is not None or (history == "template" and asks):
+            return None
+        bridged = self.bridge(prompt, output, new[:first], tools, history)
+        if bridged is None:
+            return None
+        try:
+            shown = self._shown_from(messages, covered, covered + first, tools)
+        except UNRENDERABLE as error:
+            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
+        if shown is None or not _ends_with(bridged, [*shown.before, *shown.opener]):
+            return None
+        return [*bridged[: len(bridged) - len(shown.opener)], *shown.after]
+
+    def _shown_from(
+        self, messages: Sequence[Message], start: int, middle: int, tools: Sequence[ToolSpec]
+    ) -> _ShownEnd | None:
+        """The end of the whole rendering, from `messages[start]` on; None when the family mixes the messages."""
+        plain = plain_conversation(messages, late_system=self._late_system)
+        merged = len(messages) - len(plain)
+        laid_out = self._keeping.render(plain, tools=list(tools) or None, add_generation_prompt=True)
+        owners = np.asarray(laid_out.message_indices)
+        own = np.flatnonzero(owners >= 0)
+        if np.any(np.diff(owners[own]) < 0) or owners[own[-1]] < middle - merged:
+            return None
+        end = int(own[-1]) + 1
+        cuts = [int(own[np.searchsorted(owners[own], at - merged)]) for at in (start, middle)]
+        parts = [laid_out.token_ids[a:b] for a, b in ((cuts[0], cuts[1]), (cuts[1], len(owners)), (end, len(owners)))]
+        filled = [list(part) for part in parts] if self._layout is None else self._layout.fill_parts(parts)
+        return _ShownEnd(*filled)
 
     def tail_start(self, prompt: Sequence[int]) -> int:
         if self.family not in WINDOW_FAMILIES:
@@ -173,6 +250,19 @@ class FamilyRenderer:
     def _opener_length(self) -> int:
         """Ids at the end of a prompt that can hold a reasoning opener and what a template puts behind it."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
+
+
+class _ShownEnd(msgspec.Struct, frozen=True):
+    """Ids of a rendering's end: of the messages before the middle, of what comes from there on, and of the opening of
+    the model's turn alone, with which `after` ends."""
+
+    before: list[int]
+    after: list[int]
+    opener: list[int]
+
+
+def _ends_with(ids: list[int], end: list[int]) -> bool:
+    return ids[len(ids) - len(end) :] == end
 
 
 def make_renderer(tokenizer: Tokenizer, name: str | None) -> FamilyRenderer:
@@ -216,42 +306,6 @@ def _create(tokenizer: Tokenizer, family: str, *, retention: str | None, layout:
             field="model.renderer",
             hint="name the model's own family, or the folder of the right tokenizer",
         ) from error
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """The dictionary form that `renderers` and chat templates take; arguments as objects where they parse.
-    Raises RequestError for an image."""
-    if message.parts:
-        raise RequestError(
-            "this model is given text only: its engine takes token ids, and images have none",
-            field="messages",
-            hint="leave the image out, or serve the model through an engine of kind 'openai'",
-        )
-    plain: dict[str, Any] = {"role": message.role.value, "content": message.content}
-    if message.reasoning is not None:
-        plain["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": _object_or_text(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
-
-
-def _object_or_text(arguments: str) -> Any:
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
 
 
 def _is_call(found: Any) -> bool:

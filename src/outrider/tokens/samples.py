@@ -1,20 +1,23 @@
 """Turns, verdict and stop reason become training samples: the one place that decides what trains.
 
-Pure. One sample per leaf branch; a token that several branches share is trained on in the first of them and is
-context in the others. Invariant: sampled = trained + masked + dropped, counted over the session.
+Pure. One sample per leaf branch; a turn's tokens train in the first row of its own kind that has them, where the policy
+for that kind says so, and are context in others. Invariant: sampled = trained + masked + dropped, over the session.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
+from outrider.spec import Branches
+from outrider.tokens.branches import Lineage, lineages
+from outrider.tokens.strands import was_seen
 from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
-    FinishReason,
     LogprobKind,
     Sample,
     SessionResult,
@@ -25,62 +28,95 @@ from outrider.trajectory import (
     unpack_logprobs,
 )
 
-Request = tuple[int | None, bytes]
-"""What tells a session's requests apart: the turn gone on from, and the ids added to it."""
+Policy = Mapping[BranchKind, BranchPolicy]
 
-POLICY: Mapping[BranchKind, BranchPolicy] = {
-    BranchKind.MAIN: BranchPolicy.TRAIN,
-    BranchKind.SUBAGENT: BranchPolicy.TRAIN,
-    BranchKind.COMPACTION: BranchPolicy.TRAIN,
-    BranchKind.AUXILIARY: BranchPolicy.TRAIN,
-    BranchKind.RETRY: BranchPolicy.TRAIN,
-    BranchKind.ABORTED: BranchPolicy.DROP,
-}
-"""What is done with each kind of branch. ABORTED is dropped: no reward can be due to tokens nobody saw."""
+
+def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
+    """The task's choice, as a table of every kind."""
+    return {kind: BranchPolicy(getattr(branches, kind.value)) for kind in BranchKind}
+
+
+POLICY: Policy = policy_of(Branches())
+"""What is done with each kind of branch unless the task says otherwise. Side calls are dropped, as the task's reward
+says nothing about a title; and so is what was cut off, as no reward can be due to tokens nobody saw."""
 
 
 class Branch(msgspec.Struct, frozen=True):
-    """One root-to-leaf path of turn indexes."""
+    """One root-to-leaf path of turn indexes, and what its leaf was for."""
 
     kind: BranchKind
     turns: tuple[int, ...]
+    lineage: Lineage
 
 
 def branches(turns: Sequence[Turn]) -> list[Branch]:
     """The session's branches, the main ones first, each in turn order; `turns[i].index` must be `i`.
 
-    A turn that was cut off, or sampled nothing, and was not gone on with ends no branch of what came before it:
-    those turns keep a branch of their own, and it gets one of kind ABORTED.
+    A turn ends a branch unless one that was for the same went on from it: what only a summary, or a call that was cut
+    off, or one that sampled nothing followed keeps a branch of its own.
     """
-    gone_on = _gone_on(turns)
-    used = _used(turns, gone_on)
+    return _branches(turns, lineages(turns))
+
+
+def _branches(turns: Sequence[Turn], lines: Sequence[Lineage]) -> list[Branch]:
+    gone_on = _gone_on(turns, lines)
     found = [
-        Branch(_kind(turn, used), _path(turn, turns)) for turn in turns if turn.index not in gone_on and turn.output_ids
+        Branch(lines[turn.index].kind, _path(turn, turns), lines[turn.index])
+        for turn in turns
+        if turn.index not in gone_on and turn.output_ids
     ]
     order = list(BranchKind)
     return sorted(found, key=lambda branch: (order.index(branch.kind), branch.turns[0], -branch.turns[-1]))
 
 
-def _gone_on(turns: Sequence[Turn]) -> set[int]:
-    """The turns with a continuation that sampled something the agent saw, or that has such a continuation."""
+def _gone_on(turns: Sequence[Turn], lines: Sequence[Lineage]) -> set[int]:
+    """The turns with a continuation that was for the same, and sampled something the agent saw or has such a
+    continuation itself."""
     found: set[int] = set()
     for turn in reversed(turns):
-        seen = bool(turn.output_ids) and turn.finish is not FinishReason.ABORT
-        if turn.parent is not None and (seen or turn.index in found):
-            found.add(turn.parent)
+        if turn.parent is not None and (was_seen(turn) or turn.index in found):
+            own, before = lines[turn.index], lines[turn.parent]
+            if (own.kind, own.label) == (before.kind, before.label):
+                found.add(turn.parent)
     return found
 
 
-def count_tokens(turns: Sequence[Turn]) -> TokenCounts:
-    """Where every sampled token went: trained if any branch trains it, else masked if any keeps it."""
-    where: dict[int, BranchPolicy] = {}
-    order = list(BranchPolicy)
-    for branch in sorted(branches(turns), key=lambda branch: order.index(POLICY[branch.kind])):
-        for index in branch.turns:
-            where.setdefault(index, POLICY[branch.kind])
+class Counts(msgspec.Struct, frozen=True):
+    """What a session's turns come to: its tokens, its rows, and its forks by cause."""
+
+    tokens: TokenCounts
+    samples: int
+    forks: dict[str, int]
+
+
+def count(turns: Sequence[Turn], policy: Policy = POLICY) -> Counts:
+    """All of it at once, without making the rows."""
+    lines = lineages(turns)
+    kept = _kept(turns, lines, policy)
+    forks = Counter(turn.cause.value for turn in turns if turn.cause is not None)
+    return Counts(_count_tokens(turns, lines, kept, policy), len(kept), dict(forks))
+
+
+def count_tokens(turns: Sequence[Turn], policy: Policy = POLICY) -> TokenCounts:
+    """Where every sampled token went."""
+    return count(turns, policy).tokens
+
+
+def count_samples(turns: Sequence[Turn], policy: Policy = POLICY) -> int:
+    """How many rows `build_samples` makes."""
+    return count(turns, policy).samples
+
+
+def _count_tokens(
+    turns: Sequence[Turn], lines: Sequence[Lineage], kept: Sequence[Branch], policy: Policy
+) -> TokenCounts:
+    """Trained or not, by its turn's kind; what does not train is masked if any row has it, else dropped."""
+    held = {index for branch in kept for index in branch.turns}
     totals = dict.fromkeys(BranchPolicy, 0)
     for turn in turns:
-        totals[where.get(turn.index, BranchPolicy.DROP)] += len(turn.output_ids) // 4
+        trains = policy[lines[turn.index].kind] is BranchPolicy.TRAIN
+        where = BranchPolicy.MASK if turn.index in held else BranchPolicy.DROP
+        totals[BranchPolicy.TRAIN if trains else where] += len(turn.output_ids) // 4
     return TokenCounts(
         sampled=sum(totals.values()),
         trained=totals[BranchPolicy.TRAIN],
@@ -90,25 +126,23 @@ def count_tokens(turns: Sequence[Turn]) -> TokenCounts:
     )
 
 
-def count_samples(turns: Sequence[Turn]) -> int:
-    """How many rows `build_samples` makes, without making them."""
-    return len(_kept(turns))
-
-
 def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
-    """The session's training rows. Empty when no turn has ids (a text-only engine)."""
-    kept = _kept(turns)
+    """The session's training rows, by the result's policy. Empty when no turn has ids (a text-only engine)."""
+    lines = lineages(turns)
+    policy = {**POLICY, **result.policy}
+    kept = _kept(turns, lines, policy)
     trained: set[int] = set()
     samples = []
     for row, branch in enumerate(kept):
-        fresh = frozenset(branch.turns) - trained if POLICY[branch.kind] is BranchPolicy.TRAIN else frozenset()
+        same = (index for index in branch.turns if lines[index].kind is branch.kind)
+        fresh = frozenset(same) - trained if policy[branch.kind] is BranchPolicy.TRAIN else frozenset()
         samples.append(_sample(branch, [turns[index] for index in branch.turns], fresh, row, len(kept), result))
         trained |= fresh
     return samples
 
 
-def _kept(turns: Sequence[Turn]) -> list[Branch]:
-    return [branch for branch in branches(turns) if POLICY[branch.kind] is not BranchPolicy.DROP]
+def _kept(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Branch]:
+    return [branch for branch in _branches(turns, lines) if policy[branch.kind] is not BranchPolicy.DROP]
 
 
 def _sample(
@@ -121,6 +155,7 @@ def _sample(
             columns.sampled(turn)
         else:
             columns.context(unpack_ids(turn.output_ids).tolist())
+    policy = {**POLICY, **result.policy}[branch.kind]
     versions = [version for version, mask in zip(columns.versions, columns.mask, strict=True) if mask]
     return Sample(
         group_id=result.group_id,
@@ -130,13 +165,16 @@ def _sample(
         row=row,
         rows=rows,
         kind=branch.kind,
+        parent=branch.lineage.parent,
+        depth=branch.lineage.depth,
+        label=branch.lineage.label,
         turns=branch.turns,
         ids=columns.ids,
         loss_mask=columns.mask,
         logprobs=columns.logprobs,
         versions=columns.versions,
         prompt_length=path[0].prompt_length,
-        reward=result.verdict.reward if result.verdict else None,
+        reward=result.verdict.reward if result.verdict and policy is BranchPolicy.TRAIN else None,
         metrics=result.verdict.metrics if result.verdict else {},
         mode=TokenMode.TOKENS if all(turn.mode is TokenMode.TOKENS for turn in path) else TokenMode.CAPTURE,
         logprob_kind=path[-1].logprob_kind if len({t.logprob_kind for t in path}) == 1 else LogprobKind.NONE,
@@ -179,27 +217,3 @@ def _path(leaf: Turn, turns: Sequence[Turn]) -> tuple[int, ...]:
     while (parent := turns[path[-1]].parent) is not None:
         path.append(parent)
     return tuple(reversed(path))
-
-
-def _kind(leaf: Turn, used: Mapping[Request, int]) -> BranchKind:
-    """ABORTED and RETRY describe the leaf; a branch of a conversation that began independently of the session's
-    first is a SUBAGENT; everything else is MAIN."""
-    if leaf.finish is FinishReason.ABORT:
-        return BranchKind.ABORTED
-    if used.get(_request(leaf), leaf.index) != leaf.index:
-        return BranchKind.RETRY
-    return BranchKind.MAIN if leaf.conversation == 0 else BranchKind.SUBAGENT
-
-
-def _used(turns: Sequence[Turn], gone_on: Container[int]) -> dict[Request, int]:
-    """Per request, of the answers that were not cut off, the one that was gone on with, else the last one."""
-    used: dict[Request, int] = {}
-    for turn in turns:
-        request = _request(turn)
-        if turn.finish is not FinishReason.ABORT and used.get(request, -1) not in gone_on:
-            used[request] = turn.index
-    return used
-
-
-def _request(turn: Turn) -> Request:
-    return turn.parent, turn.prompt_delta

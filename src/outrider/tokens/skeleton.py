@@ -37,7 +37,14 @@ class Skeleton:
 
     def fill(self, laid_out: Sequence[int]) -> list[int]:
         """The ids with every placeholder replaced; the texts are then forgotten."""
+        return self.fill_parts([laid_out])[0]
+
+    def fill_parts(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The same for several parts of one layout."""
         texts, self._texts = self._texts, []
+        return [self._filled(part, texts) for part in parts]
+
+    def _filled(self, laid_out: Sequence[int], texts: Sequence[str]) -> list[int]:
         filled: list[int] = []
         for token_id in laid_out:
             if token_id >= 0:

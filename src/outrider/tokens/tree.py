@@ -22,11 +22,22 @@ class PromptNode:
 
     `matched` is the turn whose conversation the request extends, even where its ids could not be kept;
     `quoted` are the positions and reasoning digests (None: it had none) of assistant messages that were
-    rendered, not sampled;
+    rendered, not sampled; `tools` is the digest of the request's tools, empty where it had none;
     `conversation` is 0 for the session's first one and counts those that began independently of it.
     """
 
-    __slots__ = ("conversation", "delta", "first_turn", "length", "matched", "messages", "parent", "path", "quoted")
+    __slots__ = (
+        "conversation",
+        "delta",
+        "first_turn",
+        "length",
+        "matched",
+        "messages",
+        "parent",
+        "path",
+        "quoted",
+        "tools",
+    )
 
     def __init__(
         self,
@@ -37,6 +48,7 @@ class PromptNode:
         path: bytes,
         quoted: tuple[tuple[int, bytes | None], ...],
         messages: int,
+        tools: bytes,
     ) -> None:
         self.parent = parent
         self.delta = delta
@@ -45,6 +57,7 @@ class PromptNode:
         self.path = path
         self.quoted = quoted
         self.messages = messages
+        self.tools = tools
         self.first_turn: int | None = None
         self.conversation = 0
 
@@ -73,16 +86,17 @@ class PromptNode:
 
 
 class TurnNode:
-    """One sampled reply: `output` is packed int32, `reasoning` the digest of its thinking."""
+    """One sampled reply: `output` is packed int32, `reasoning` and `call_ids` are digests of its message's."""
 
-    __slots__ = ("children", "index", "length", "output", "prompt", "reasoning")
+    __slots__ = ("call_ids", "children", "index", "length", "output", "prompt", "reasoning")
 
-    def __init__(self, index: int, prompt: PromptNode, output: bytes, reasoning: bytes | None) -> None:
+    def __init__(self, index: int, prompt: PromptNode, output: bytes, key: MessageKey | None) -> None:
         self.index = index
         self.prompt = prompt
         self.output = output
         self.length = prompt.length + len(output) // 4
-        self.reasoning = reasoning
+        self.reasoning = key.reasoning if key else None
+        self.call_ids = key.call_ids if key else None
         self.children = 0
 
 
@@ -132,15 +146,15 @@ class TokenTree:
         request = self._read(messages, tools, tools_raw)
         if (known := self._known(request)) is not None:
             return known.length
-        if request.matched is not None and (added := self._bridged(request.matched, request)) is not None:
+        if request.matched is not None and (added := self._appended(request.matched, request)) is not None:
             return request.matched.length + len(added)
         return len(self._renderer.render(request.parsed(0), tools))
 
     def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
         """Record a turn's sampled ids. `reply` is the message the client was given: None when it was given
         none (it hung up), and the turn can then have no continuation."""
-        key = message_key(reply) if reply is not None else None
-        turn = TurnNode(self._next, prompt, pack_ids(output), key.reasoning if key else None)
+        key = message_key(reply, self._renderer.shown) if reply is not None else None
+        turn = TurnNode(self._next, prompt, pack_ids(output), key)
         self._next += 1
         if prompt.first_turn is None:
             prompt.first_turn = turn.index
@@ -169,7 +183,7 @@ class TokenTree:
             raw = digest(messages.raw(index))
             key = self._keys.get(raw)
             if key is None:
-                key = self._keys[raw] = message_key(messages.parse(index))
+                key = self._keys[raw] = message_key(messages.parse(index), self._renderer.shown)
             keys.append(key)
         return keys
 
@@ -181,23 +195,31 @@ class TokenTree:
         return path
 
     def _deepest(self, paths: list[bytes], keys: list[MessageKey]) -> tuple[TurnNode | None, int]:
-        """The turn whose whole conversation is the longest prefix of the request, and its length."""
+        """The turn whose whole conversation is the longest prefix of the request, and its length. Of several that
+        read alike, the newest whose call ids the request has, else the newest."""
         for covered in range(len(paths) - 1, 0, -1):
-            for turn in reversed(self._turns.get(paths[covered], ())):
-                if _reasoning_agrees(turn, keys):
-                    return turn, covered
+            turns = [turn for turn in reversed(self._turns.get(paths[covered], ())) if _reasoning_agrees(turn, keys)]
+            if turns:
+                same = turns if len(turns) == 1 else [turn for turn in turns if _call_ids_agree(turn, keys)]
+                return (same or turns)[0], covered
         return None, 0
 
     def _place(self, request: _Request) -> Joined:
-        """Append where the renderer can prove it; otherwise render everything, and say why."""
-        if request.matched is not None:
-            added = self._bridged(request.matched, request)
-            if added is not None:
-                prompt = request.prompt(request.matched, added)
-                prompt.conversation = request.matched.prompt.conversation
-                if request.matched.children:
-                    return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, request.matched.index)
-                return Joined(JoinKind.APPEND, None, prompt, None)
+        """Keep the recorded ids where the renderer can prove that the rest only appends; otherwise render
+        everything, and say why."""
+        matched = request.matched
+        if matched is not None and (added := self._appended(matched, request)) is not None:
+            prompt = request.prompt(matched, added)
+            prompt.conversation = matched.prompt.conversation
+            if request.rewritten:
+                shared = self._shared(request)
+                away = shared.first_turn if shared is not None else None
+                return Joined(
+                    JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, matched.index if away is None else away
+                )
+            if matched.children:
+                return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, matched.index)
+            return Joined(JoinKind.APPEND, None, prompt, None)
         rendered = self._renderer.render(request.parsed(0), request.tools)
         prompt = request.prompt(None, rendered)
         shared = self._shared(request)
@@ -208,16 +230,20 @@ class TokenTree:
         prompt.conversation = shared.conversation
         return Joined(JoinKind.FORK, self._cause(request), prompt, shared.first_turn)
 
-    def _bridged(self, parent: TurnNode, request: _Request) -> list[int] | None:
+    def _appended(self, parent: TurnNode, request: _Request) -> list[int] | None:
+        """The ids that show, behind those of `parent`, what the request has beyond its conversation."""
         output = unpack_ids(parent.output).tolist()
         tail = parent.prompt.tail(self._renderer)
+        if request.rewritten:
+            messages = request.parsed(0)
+            return self._renderer.rejoin(tail, output, messages, request.covered, request.tools, self._history)
         return self._renderer.bridge(tail, output, request.parsed(request.covered), request.tools, self._history)
 
     def _cause(self, request: _Request) -> ForkCause:
-        roles = {message.role for message in request.parsed(request.covered)}
-        if request.matched is None or Role.ASSISTANT in roles or not roles:
+        roles = {key.role for key in request.keys[request.covered :]}
+        if request.matched is None or request.rewritten or not roles:
             return ForkCause.HISTORY_REWRITTEN
-        if self._history == "template" and Role.USER in roles:
+        if self._history == "template" and roles & {Role.USER, Role.SYSTEM}:
             return ForkCause.TEMPLATE_HISTORY
         return ForkCause.BRIDGE_REFUSED
 
@@ -247,6 +273,11 @@ class _Request(msgspec.Struct, frozen=True):
     covered: int
     matched: TurnNode | None
 
+    @property
+    def rewritten(self) -> bool:
+        """Whether assistant messages follow the history that was recorded."""
+        return any(key.role is Role.ASSISTANT for key in self.keys[self.covered :])
+
     def parsed(self, start: int) -> list[Message]:
         return [self.messages.parse(index) for index in range(start, len(self.messages))]
 
@@ -262,6 +293,7 @@ class _Request(msgspec.Struct, frozen=True):
             path=self.paths[-1],
             quoted=quoted,
             messages=len(self.messages),
+            tools=self.paths[0] if self.tools else b"",
         )
 
 
@@ -271,8 +303,7 @@ def _reasoning_agrees(turn: TurnNode, keys: list[MessageKey]) -> bool:
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
-        sent = keys[prompt.messages].reasoning
-        if sent is not None and sent != node.reasoning:
+        if not keys[prompt.messages].thinks(node.reasoning):
             return False
         if prompt.quoted and not _quotes_agree(prompt, keys):
             return False
@@ -282,4 +313,14 @@ def _reasoning_agrees(turn: TurnNode, keys: list[MessageKey]) -> bool:
 
 def _quotes_agree(prompt: PromptNode, keys: list[MessageKey]) -> bool:
     """The same for the assistant messages that the prompt itself rendered."""
-    return all(keys[index].reasoning in (None, recorded) for index, recorded in prompt.quoted)
+    return all(keys[index].thinks(recorded) for index, recorded in prompt.quoted)
+
+
+def _call_ids_agree(turn: TurnNode, keys: list[MessageKey]) -> bool:
+    """Whether the request has the ids of every recorded call on the way to `turn`."""
+    node: TurnNode | None = turn
+    while node is not None:
+        if keys[node.prompt.messages].call_ids != node.call_ids:
+            return False
+        node = node.prompt.parent
+    return True

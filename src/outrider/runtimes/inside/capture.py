@@ -5,7 +5,7 @@ Invariant: memory stays below 1.5 times the bound however much is written.
 
 from __future__ import annotations
 
-import os
+import posix
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.loop import POLL_READ, Loop, read_ready
@@ -56,7 +56,7 @@ class Drain:
         self.fd = fd
         self.capture = capture
         self.open = True
-        os.set_blocking(fd, False)
+        posix.set_blocking(fd, False)
         loop.watch(fd, POLL_READ, self.ready)
 
     def ready(self, events: int) -> bool:
@@ -65,7 +65,7 @@ class Drain:
         if data is None:
             self.open = False
             self.loop.forget(self.fd)
-            os.close(self.fd)
+            posix.close(self.fd)
         elif data:
             self.capture.add(data)
         return bool(data)

@@ -5,7 +5,7 @@ It knows frames, not what is in them. Invariant: frames leave in the order they 
 
 from __future__ import annotations
 
-import os
+import posix
 import select
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ class Connection:
         self.outgoing = bytearray()
         self.on_frame: Callable[[bytes], object] = len
         for fd in {fd_in, fd_out}:
-            os.set_blocking(fd, False)
+            posix.set_blocking(fd, False)
         self._watch()
 
     def send(self, message: object) -> None:
@@ -51,7 +51,7 @@ class Connection:
     def _flush(self) -> None:
         try:
             while self.outgoing:
-                del self.outgoing[: os.write(self.fd_out, self.outgoing[:CHUNK])]
+                del self.outgoing[: posix.write(self.fd_out, self.outgoing[:CHUNK])]
         except BlockingIOError:
             self._watch()
         except OSError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import posix
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.calls import Calls
 from outrider.runtimes.inside.loop import POLL_READ, read_ready
+from outrider.runtimes.inside.paths import folder_of, make_folders
 from outrider.runtimes.inside.processes import send_signal
 
 if TYPE_CHECKING:
@@ -19,19 +20,19 @@ OUT_HIGH = 4 << 20
 
 
 def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | (os.O_APPEND if append else os.O_TRUNC)
+    flags = posix.O_WRONLY | posix.O_CREAT | posix.O_NONBLOCK | (posix.O_APPEND if append else posix.O_TRUNC)
     try:
-        fd = os.open(path, flags, 0o666)
+        fd = posix.open(path, flags, 0o666)
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        fd = os.open(path, flags, 0o666)
+        make_folders(folder_of(path) or ".")
+        fd = posix.open(path, flags, 0o666)
     try:
         view = memoryview(data)
         while view:
-            view = view[os.write(fd, view) :]
-        os.fchmod(fd, mode)
+            view = view[posix.write(fd, view) :]
+        posix.fchmod(fd, mode)
     finally:
-        os.close(fd)
+        posix.close(fd)
 
 
 class Snapshot:
@@ -42,12 +43,12 @@ class Snapshot:
         self.call = call
         self.left = limit
         self.code: int | None = None
-        self.fd, writer = os.pipe()
-        self.pid = os.fork()
+        self.fd, writer = posix.pipe()
+        self.pid = posix.fork()
         if self.pid == 0:
             write_tar(writer, paths)
-        os.close(writer)
-        os.set_blocking(self.fd, False)
+        posix.close(writer)
+        posix.set_blocking(self.fd, False)
         calls.running[call] = self.cancel
         calls.loop.exits[self.pid] = self._exited
         calls.loop.watch(self.fd, POLL_READ, self._ready)
@@ -60,7 +61,7 @@ class Snapshot:
         data = read_ready(self.fd)
         if data is None:
             self.calls.loop.forget(self.fd)
-            os.close(self.fd)
+            posix.close(self.fd)
             self.fd = -1
             self._finish()
         elif data:
@@ -101,21 +102,21 @@ def write_tar(fd: int, paths: list[list[str]]) -> None:
                 add_to_tar(archive, path, name)
         code = 0
     finally:
-        os._exit(code)
+        posix._exit(code)
 
 
 def add_to_tar(archive: tarfile.TarFile, path: str, name: str) -> None:
     try:
-        if os.lstat(path).st_mode & 0o170000 == 0o140000:
+        if posix.lstat(path).st_mode & 0o170000 == 0o140000:
             return  # a socket, which tar has no word for
         info = archive.gettarinfo(path, name)
         if not info.isreg():
             archive.addfile(info)
         else:
             with open(path, "rb") as file:
-                info.size = os.fstat(file.fileno()).st_size
+                info.size = posix.fstat(file.fileno()).st_size
                 archive.addfile(info, file)
-        entries = sorted(os.listdir(path)) if info.isdir() else []
+        entries = sorted(posix.listdir(path)) if info.isdir() else []
     except (FileNotFoundError, PermissionError):
         return
     for entry in entries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import posix
 import time
 from typing import TYPE_CHECKING
 
@@ -31,19 +31,19 @@ class Job:
         calls.running[call] = self.cancel
 
     def _start(self, args: dict[str, Any]) -> tuple[int, list[Drain]]:
-        source = memory_file(args["stdin"]) if args["stdin"] else os.open("/dev/null", os.O_RDONLY)
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
+        source = memory_file(args["stdin"]) if args["stdin"] else posix.open("/dev/null", posix.O_RDONLY)
+        out_read, out_write = posix.pipe()
+        err_read, err_write = posix.pipe()
         env = self.calls.environment(args["env"], self.call)
         try:
             pid = spawn(args["argv"], env, args["cwd"], {0: source, 1: out_write, 2: err_write})
         except OSError:
-            os.close(out_read)
-            os.close(err_read)
+            posix.close(out_read)
+            posix.close(err_read)
             raise
         finally:
             for fd in (source, out_write, err_write):
-                os.close(fd)
+                posix.close(fd)
         return pid, [Drain(self.calls.loop, fd, Capture(self.cap)) for fd in (out_read, err_read)]
 
     def expire(self) -> None:
@@ -69,9 +69,9 @@ class Job:
 
 
 def memory_file(data: bytes) -> int:
-    fd = os.memfd_create("stdin")
+    fd = posix.memfd_create("stdin")
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
+        view = view[posix.write(fd, view) :]
+    posix.lseek(fd, 0, 0)
     return fd

@@ -6,7 +6,7 @@ would be the natural choice, but importing it takes several times as long as sta
 
 from __future__ import annotations
 
-import os
+import posix
 import select
 import time
 from typing import TYPE_CHECKING
@@ -34,9 +34,9 @@ class Loop:
         self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
         self.exits: dict[int, Callable[[int], object]] = {}
         self.stopped = False
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
+        reader, writer = posix.pipe()
+        posix.set_blocking(reader, False)
+        posix.set_blocking(writer, False)
         _signal.set_wakeup_fd(writer)
         _signal.signal(_signal.SIGCHLD, lambda number, frame: None)
         self.watch(reader, POLL_READ, lambda events: self._reap(reader))
@@ -76,7 +76,7 @@ class Loop:
         read_ready(wakeup)
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = posix.waitpid(-1, posix.WNOHANG)
             except OSError:
                 return
             if pid == 0:
@@ -89,7 +89,7 @@ class Loop:
 def read_ready(fd: int) -> bytes | None:
     """What can be read now: b"" when nothing is there, None at the end."""
     try:
-        return os.read(fd, CHUNK) or None
+        return posix.read(fd, CHUNK) or None
     except BlockingIOError:
         return b""
     except OSError:

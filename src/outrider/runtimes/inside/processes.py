@@ -6,9 +6,11 @@ Invariant: `kill_tree` returns only when a look at /proc finds none of its victi
 from __future__ import annotations
 
 import errno
-import os
+import posix
 import time
 from typing import TYPE_CHECKING
+
+from outrider.runtimes.inside.paths import execute, is_folder
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -26,7 +28,7 @@ class Process:
 
 def processes() -> dict[int, Process]:
     found = {}
-    for name in os.listdir("/proc"):
+    for name in posix.listdir("/proc"):
         if name.isdigit():
             stat = slurp("/proc/" + name + "/stat")
             if stat:
@@ -59,14 +61,14 @@ def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
 
 def adopted(table: dict[int, Process], mark: bytes) -> set[int]:
     """Orphans that were re-parented to this server and carry `mark` in their environment."""
-    me = os.getpid()
+    me = posix.getpid()
     return {p.pid for p in table.values() if p.parent == me and mark in slurp(f"/proc/{p.pid}/environ")}
 
 
 def send_signal(pid: int, number: int) -> bool:
     """False when there is no such process (any more)."""
     try:
-        os.kill(pid, number)
+        posix.kill(pid, number)
     except OSError:
         return False
     return True
@@ -77,7 +79,7 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> None:
     for attempt in range(200):
         table = processes()
         start = roots | (adopted(table, mark) if mark else set())
-        victims = descendants(table, start) - {os.getpid()}
+        victims = descendants(table, start) - {posix.getpid()}
         if not victims:
             return
         for pid in victims:
@@ -86,34 +88,34 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> None:
 
 
 def exit_code(status: int) -> int:
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
     """Fork and execute in a session of its own with `fds` {target: source} and nothing else open."""
-    pid = os.fork()
+    pid = posix.fork()
     if pid:
         return pid
     code = 127
     try:
-        os.setsid()
+        posix.setsid()
         _signal.set_wakeup_fd(-1)
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
             _signal.signal(number, _signal.SIG_DFL)
         for target, source in fds.items():
-            os.dup2(source, target)
+            posix.dup2(source, target)
         if tty:
             import fcntl
             import termios
 
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        os.chdir(cwd)
-        os.execvpe(argv[0], argv, env)
+        posix.chdir(cwd)
+        execute(argv, env)
     except OSError as error:
         code = 127 if error.errno == errno.ENOENT else 126
-        where = cwd if os.path.isdir(cwd) is False else argv[0]
-        os.write(2, (where + ": " + os.strerror(error.errno or 0) + "\n").encode("utf-8", "surrogateescape"))
+        where = cwd if not is_folder(cwd) else argv[0]
+        posix.write(2, (where + ": " + posix.strerror(error.errno or 0) + "\n").encode("utf-8", "surrogateescape"))
     except BaseException as error:
-        os.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode("utf-8", "replace"))
+        posix.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode("utf-8", "replace"))
     finally:
-        os._exit(code)
+        posix._exit(code)

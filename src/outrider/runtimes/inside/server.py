@@ -11,7 +11,7 @@ modules that load within a millisecond are imported at the top, rarer ones where
 from __future__ import annotations
 
 import errno
-import os
+import posix
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.bridge import Bridge
@@ -20,6 +20,7 @@ from outrider.runtimes.inside.connection import Connection
 from outrider.runtimes.inside.files import Snapshot, write_file
 from outrider.runtimes.inside.job import Job
 from outrider.runtimes.inside.loop import Loop
+from outrider.runtimes.inside.paths import folder_of, is_link, make_folders, same_file
 from outrider.runtimes.inside.processes import kill_tree
 from outrider.runtimes.inside.shell import Shell
 from outrider.runtimes.inside.wire import Unpacker
@@ -64,8 +65,8 @@ class Server:
         for path, data in args["files"].items():
             write_file(path, data, 0o644, False)
         for path in args["folders"]:
-            os.makedirs(path, exist_ok=True)
-        os.chdir(args["workdir"])
+            make_folders(path)
+        posix.chdir(args["workdir"])
         if args["bridge_port"]:
             self.bridge = Bridge(self.loop, args["bridge_port"], args["bridge_socket"])
         self.calls.reply(call, {})
@@ -97,55 +98,55 @@ class Server:
         self.calls.reply(call, {})
 
     def do_read(self, call: int, args: dict[str, Any]) -> None:
-        fd = os.open(args["path"], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = posix.open(args["path"], posix.O_RDONLY | posix.O_NONBLOCK | posix.O_CLOEXEC)
         try:
-            kind = os.fstat(fd).st_mode & 0o170000
+            kind = posix.fstat(fd).st_mode & 0o170000
             if kind == 0o040000:
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), args["path"])
+                raise IsADirectoryError(errno.EISDIR, posix.strerror(errno.EISDIR), args["path"])
             if kind != 0o100000:
                 raise ValueError("not a regular file: " + args["path"])
-            self.calls.reply(call, {"data": os.pread(fd, args["size"], args["offset"])})
+            self.calls.reply(call, {"data": posix.pread(fd, args["size"], args["offset"])})
         finally:
-            os.close(fd)
+            posix.close(fd)
 
     def do_write(self, call: int, args: dict[str, Any]) -> None:
         write_file(args["path"], args["data"], args["mode"], args["append"])
         self.calls.reply(call, {})
 
     def do_link(self, call: int, args: dict[str, Any]) -> None:
-        os.makedirs(os.path.dirname(args["path"]) or ".", exist_ok=True)
-        if os.path.islink(args["path"]):
-            os.unlink(args["path"])
-        os.symlink(args["target"], args["path"])
+        make_folders(folder_of(args["path"]) or ".")
+        if is_link(args["path"]):
+            posix.unlink(args["path"])
+        posix.symlink(args["target"], args["path"])
         self.calls.reply(call, {})
 
     def do_folder(self, call: int, args: dict[str, Any]) -> None:
-        os.makedirs(args["path"], exist_ok=True)
+        make_folders(args["path"])
         self.calls.reply(call, {})
 
     def do_snapshot(self, call: int, args: dict[str, Any]) -> None:
         Snapshot(self.calls, call, args["paths"], args["limit"])
 
     def do_stop(self, call: int, args: dict[str, Any]) -> None:
-        kill_tree({os.getpid()})
+        kill_tree({posix.getpid()})
         self.calls.reply(call, {})
 
 
 def main() -> None:
     """Serve the connection on descriptors 0 and 1 until it ends, then kill and reap all that is left."""
-    one = os.path.sameopenfile(0, 1)
-    fd_in = os.dup(0)
-    fd_out = fd_in if one else os.dup(1)
-    null = os.open("/dev/null", os.O_RDWR)
+    one = same_file(0, 1)
+    fd_in = posix.dup(0)
+    fd_out = fd_in if one else posix.dup(1)
+    null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1):
-        os.dup2(null, fd)
+        posix.dup2(null, fd)
     close_others({0, 1, 2, fd_in, fd_out})
-    os.umask(0o022)
+    posix.umask(0o022)
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     loop = Loop()
     Server(loop, Connection(loop, fd_in, fd_out))
     loop.run()
-    kill_tree({os.getpid()})
+    kill_tree({posix.getpid()})
 
 
 def close_others(kept: set[int]) -> None:
@@ -153,6 +154,6 @@ def close_others(kept: set[int]) -> None:
     start = 0
     for fd in sorted(kept):
         if start < fd:  # closerange(0, 0) closes everything on kernels with close_range
-            os.closerange(start, fd)
+            posix.closerange(start, fd)
         start = fd + 1
-    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+    posix.closerange(start, posix.sysconf("SC_OPEN_MAX"))

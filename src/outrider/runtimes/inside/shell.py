@@ -5,7 +5,7 @@ Invariant: whatever an input does, the shell takes the next one within two secon
 
 from __future__ import annotations
 
-import os
+import posix
 import select
 import sys
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from outrider.runtimes.inside.calls import Calls
 from outrider.runtimes.inside.capture import Capture
 from outrider.runtimes.inside.loop import CHUNK, POLL_READ, read_ready
+from outrider.runtimes.inside.paths import DEFAULT_PATH
 from outrider.runtimes.inside.processes import descendants, kill_tree, processes, send_signal, spawn
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Shell:
         self.calls = calls
         self.args = args
         self.number = number
-        self.token = os.urandom(8).hex().encode()
+        self.token = posix.urandom(8).hex().encode()
         self.sequence = 0
         self.call = 0
         self.cap = 0
@@ -63,7 +64,7 @@ class Shell:
         env = self.calls.environment({}, -self.number)
         self.pid, self.output, self.input = (self._bash if self.bash else self._python)(env)
         for fd in {self.output, self.input}:
-            os.set_blocking(fd, False)
+            posix.set_blocking(fd, False)
         loop = self.calls.loop
         loop.watch(self.output, POLL_READ, self._ready)
         loop.exits[self.pid] = self._exited
@@ -71,7 +72,7 @@ class Shell:
             self._send(BASH_PRELUDE)
 
     def _bash(self, env: dict[str, str]) -> tuple[int, int, int]:
-        master, slave = os.openpty()
+        master, slave = posix.openpty()
         raw_terminal(slave)
         argv = ["bash", "--norc", "--noprofile", "--noediting"]
         try:
@@ -79,20 +80,20 @@ class Shell:
             env["PS1"] = ""
             pid = spawn(argv, env, self.args["cwd"], {0: slave, 1: slave, 2: slave}, tty=True)
         finally:
-            os.close(slave)
+            posix.close(slave)
         return pid, master, master
 
     def _python(self, env: dict[str, str]) -> tuple[int, int, int]:
-        input_read, input_write = os.pipe()
-        output_read, output_write = os.pipe()
-        null = os.open("/dev/null", os.O_RDONLY)
-        found = any(os.access(d + "/python3", os.X_OK) for d in env.get("PATH", os.defpath).split(":"))
+        input_read, input_write = posix.pipe()
+        output_read, output_write = posix.pipe()
+        null = posix.open("/dev/null", posix.O_RDONLY)
+        found = any(posix.access(d + "/python3", posix.X_OK) for d in env.get("PATH", DEFAULT_PATH).split(":"))
         argv = ["python3" if found else sys.executable, "-c", self.args["program"], self.token.decode()]
         try:
             pid = spawn(argv, env, self.args["cwd"], {0: null, 1: output_write, 2: output_write, 3: input_read})
         finally:
             for fd in (null, input_read, output_write):
-                os.close(fd)
+                posix.close(fd)
         return pid, output_read, input_write
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
@@ -122,7 +123,7 @@ class Shell:
     def _flush(self) -> None:
         try:
             while self.unsent:
-                del self.unsent[: os.write(self.input, self.unsent[:CHUNK])]
+                del self.unsent[: posix.write(self.input, self.unsent[:CHUNK])]
         except BlockingIOError:
             pass
         except OSError:
@@ -205,7 +206,7 @@ class Shell:
     def _foreground(self) -> int:
         if self.bash:
             try:
-                return os.tcgetpgrp(self.output)
+                return posix.tcgetpgrp(self.output)
             except OSError:
                 pass
         return self.pid
@@ -238,7 +239,7 @@ class Shell:
         self.unsent.clear()
         for fd in {self.output, self.input}:
             self.calls.loop.forget(fd)
-            os.close(fd)
+            posix.close(fd)
 
     def close(self) -> None:
         """Kill the shell and the children it still has."""

@@ -1,0 +1,196 @@
+"""The four dialects side by side: what the gateway adds to a call, one more turn on a long history, a streamed token.
+
+The first is `gateway`'s measurement of streamed calls, one at a time; the second is `turns`' own work, in conversations
+that grow as each dialect's clients grow them; the third is `streams`. In all three the dialects take turns, in an order
+that moves on with every round, so that whatever else the machine does disturbs them alike. It knows no wire format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from yarl import URL
+
+from bench import gateway, streams
+from bench.corpus import Corpus
+from bench.gateway import Load, Requests, Spent, Way, compared
+from bench.http import HEADERS, Client
+from bench.parked import Parking, parked
+from bench.processes import upstream, world
+from bench.speakers import DIALECTS, STORED_RESPONSES, Speaker
+from bench.turns import NEW_TOKENS, REPLY_TOKENS, WARM, Point, asgi_turn
+from outrider.api.gateway import Gateway
+from outrider.engines.connections import Connections, Response
+from outrider.spec import EngineSpec
+
+CONVERSING = (*DIALECTS, STORED_RESPONSES)
+DIRECT = Way(gateway=False, streamed=True)
+WAYS = (DIRECT, *(Way(gateway=True, streamed=True, speaker=speaker) for speaker in DIALECTS))
+
+T = TypeVar("T")
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How much is measured: rounds of blocks of calls, turns at some lengths of history, rounds of one reply."""
+
+    latency_rounds: int
+    latency_block: int
+    points: tuple[Point, ...]
+    reply_tokens: int
+    reply_rounds: int
+    warm_requests: int = 50
+
+
+FULL = Plan(
+    latency_rounds=20,
+    latency_block=25,
+    points=(Point(1_000, 24, 1), Point(100_000, 1, 24)),
+    reply_tokens=4_000,
+    reply_rounds=20,
+)
+QUICK = Plan(
+    latency_rounds=5,
+    latency_block=20,
+    points=(Point(1_000, 8, 1), Point(100_000, 1, 8)),
+    reply_tokens=2_000,
+    reply_rounds=10,
+    warm_requests=20,
+)
+
+
+async def run(quick: bool) -> dict[str, Any]:
+    return await measure(QUICK if quick else FULL)
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
+        corpus = await asyncio.to_thread(Corpus.make, Path(folder))
+        return {
+            "calls": await _calls(corpus, plan),
+            "turns": await _turns(corpus, plan.points),
+            "streams": streams.measure(corpus, tokens=plan.reply_tokens, rounds=plan.reply_rounds),
+        }
+
+
+async def _calls(corpus: Corpus, plan: Plan) -> dict[str, Any]:
+    """Per dialect the percentiles until the first and the last byte, and what the gateway adds to each."""
+    spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
+    sessions = gateway.CONCURRENCY
+    async with (
+        world(corpus, reply_tokens=gateway.REPLY_TOKENS, sessions=sessions) as processes,
+        QueryClient() as client,
+    ):
+        load = Load(client, Requests(corpus, processes))
+        for way in WAYS:
+            await load.one_by_one(way, plan.warm_requests)
+        for ways in _rotated(WAYS, plan.latency_rounds):
+            for way in ways:
+                spent[way] += await load.one_by_one(way, plan.latency_block)
+    return {
+        "prompt_characters": gateway.PROMPT_CHARACTERS,
+        "reply_tokens": gateway.REPLY_TOKENS,
+        "latency": {
+            way.speaker.name: {byte: compared(spent[DIRECT], spent[way], byte) for byte in ("first", "last")}
+            for way in WAYS
+            if way.gateway
+        },
+    }
+
+
+async def _turns(corpus: Corpus, points: Sequence[Point]) -> dict[str, Any]:
+    """Per length of history and way of conversing the processor time of a turn and the size of its request."""
+    found = []
+    async with _service(corpus, points) as parking:
+        entrance = Gateway(parking.service.node)
+        prefixes = iter([URL(url).path for url in parking.base_urls])
+        for point in (WARM, *points):
+            took: dict[str, list[Took]] = {speaker.name: [] for speaker in CONVERSING}
+            for speakers in _rotated(CONVERSING, point.conversations):
+                exchanges = [Exchange(corpus, speaker, entrance, next(prefixes)) for speaker in speakers]
+                for exchange in exchanges:
+                    await exchange.grow(point.history)
+                for order in _rotated(exchanges, point.turns):
+                    for exchange in order:
+                        took[exchange.name].append(await exchange.turn())
+            found.append({"history_tokens": point.history} | _medians(took))
+    return {"new_tokens": NEW_TOKENS, "reply_tokens": REPLY_TOKENS, "points": found[1:]}
+
+
+class Took(msgspec.Struct, frozen=True):
+    """Processor time of a turn in milliseconds, and the bytes of its request."""
+
+    own_ms: float
+    request_bytes: int
+
+
+class Exchange:
+    """One conversation with the gateway in this process. `prefix` is its session's part of the path."""
+
+    def __init__(self, corpus: Corpus, speaker: Speaker, entrance: Gateway, prefix: str) -> None:
+        self.name = speaker.name
+        self._corpus = corpus
+        self._talk = speaker.talk(max_tokens=REPLY_TOKENS)
+        self._send = asgi_turn(entrance, prefix, speaker.whole)
+        self._history = 0
+
+    async def grow(self, tokens: int) -> None:
+        """Add turns until the history has so many tokens."""
+        while self._history < tokens:
+            await self.turn()
+
+    async def turn(self) -> Took:
+        body = self._talk.ask(self._corpus.tokens(NEW_TOKENS))
+        begun = time.process_time()
+        answer = await self._send(body)
+        own = time.process_time() - begun
+        self._history = self._talk.answer(answer)
+        return Took(1000 * own, len(body))
+
+
+class QueryClient(Client):
+    """A `Client` that sends the query of a URL, too: Google's streams are asked for in it."""
+
+    @asynccontextmanager
+    async def post(self, url: str, body: bytes) -> AsyncIterator[Response]:
+        parts = urlsplit(url)
+        server = self._servers.get(parts.netloc)
+        if server is None:
+            server = self._servers[parts.netloc] = Connections(f"http://{parts.netloc}", HEADERS)
+        response = await server.request("POST", parts._replace(scheme="", netloc="").geturl(), body)
+        try:
+            yield response
+        finally:
+            response.close()
+
+
+@asynccontextmanager
+async def _service(corpus: Corpus, points: Sequence[Point]) -> AsyncIterator[Parking]:
+    """A service in this process with a session for each conversation, and its engine in another."""
+    sessions = len(CONVERSING) * sum(point.conversations for point in (WARM, *points))
+    async with upstream(corpus, reply_tokens=REPLY_TOKENS) as process:
+        engine = EngineSpec(kind="vllm", url=process.urls[0])
+        async with parked(corpus.folder, engine, sessions=sessions) as parking:
+            yield parking
+
+
+def _medians(took: dict[str, list[Took]]) -> dict[str, Any]:
+    return {
+        "own_ms": {name: statistics.median(one.own_ms for one in all) for name, all in took.items()},
+        "request_bytes": {name: statistics.median(one.request_bytes for one in all) for name, all in took.items()},
+    }
+
+
+def _rotated(items: Sequence[T], rounds: int) -> Iterator[list[T]]:
+    """The items in each round, beginning with the next one every time."""
+    for number in range(rounds):
+        at = number % len(items)
+        yield [*items[at:], *items[:at]]

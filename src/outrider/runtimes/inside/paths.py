@@ -1,0 +1,68 @@
+"""What the tool server needs of `os` beyond `posix`: importing `os` would add a sixth to the interpreter's start.
+
+Invariant: what is named as in `os` behaves as it does there.
+"""
+
+from __future__ import annotations
+
+import posix
+
+DEFAULT_PATH = "/bin:/usr/bin"
+
+
+def folder_of(path: str) -> str:
+    """What comes before the last slash, without slashes at its end; "" for a bare name."""
+    head = path[: path.rfind("/") + 1]
+    return head.rstrip("/") or head
+
+
+def is_folder(path: str) -> bool:
+    try:
+        return posix.stat(path).st_mode & 0o170000 == 0o040000
+    except (OSError, ValueError):
+        return False
+
+
+def is_link(path: str) -> bool:
+    try:
+        return posix.lstat(path).st_mode & 0o170000 == 0o120000
+    except (OSError, ValueError):
+        return False
+
+
+def make_folders(path: str) -> None:
+    """`os.makedirs(path, exist_ok=True)`."""
+    try:
+        posix.mkdir(path)
+    except FileNotFoundError:
+        above = folder_of(path.rstrip("/"))
+        if not above or above == path:
+            raise
+        make_folders(above)
+        make_folders(path)
+    except OSError:  # macOS and read-only mounts do not say EEXIST for what exists
+        if not is_folder(path):
+            raise
+
+
+def same_file(one: int, other: int) -> bool:
+    """Whether two descriptors are of the same file, socket or pipe."""
+    a, b = posix.fstat(one), posix.fstat(other)
+    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
+
+
+def execute(argv: list[str], env: dict[str, str]) -> None:
+    """`os.execvpe`: become the program, found by the PATH of `env`. Returns never; raises OSError."""
+    name = argv[0]
+    if "/" in name:
+        posix.execve(name, argv, env)
+    failure: OSError | None = None
+    missing: OSError | None = None
+    for folder in env.get("PATH", DEFAULT_PATH).split(":"):
+        try:
+            posix.execve(folder.rstrip("/") + "/" + name if folder else name, argv, env)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            missing = error
+        except OSError as error:
+            failure = failure or error
+    raise failure or missing or FileNotFoundError(2, "No such file or directory", name)

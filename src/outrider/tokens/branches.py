@@ -1,0 +1,337 @@
+"""What each turn of a session was for: rules, as a table, over the strands of the whole session.
+
+Pure and deterministic: decided from what clients sent, with what they say about themselves (`Turn.agent_id`) as a hint.
+docs/branches.md shows both tables. Invariant: the parent of a strand is a turn before its head.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from outrider.tokens.evidence import continuation, label_of, spawns
+from outrider.tokens.strands import Session, Strand, gone_on, request_key, used_answers
+from outrider.trajectory import BranchKind, FinishReason, Turn
+
+SUMMARY = "summary"
+"""The label of a turn that a later history goes on from."""
+
+PURPOSES: dict[str, BranchKind] = {
+    "compact": BranchKind.COMPACTION,
+    "compaction": BranchKind.COMPACTION,
+    "subagent": BranchKind.SUBAGENT,
+    "title": BranchKind.AUXILIARY,
+    "topic": BranchKind.AUXILIARY,
+    "router": BranchKind.AUXILIARY,
+    "summary": BranchKind.AUXILIARY,
+    "quota": BranchKind.AUXILIARY,
+}
+"""What a client's own word for a call says about its kind; any other word says nothing."""
+
+
+class Lineage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a turn was for. `parent` is the turn that its strand forked from or was started by; `rule` names the rule
+    that decided; `main_line` is whether it is the main conversation, or goes on from its summary."""
+
+    kind: BranchKind
+    parent: int | None
+    depth: int
+    label: str
+    rule: str
+    main_line: bool
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a rule says of a strand."""
+
+    kind: BranchKind
+    parent: int | None = None
+    label: str = ""
+
+
+class Reading:
+    """What the rules ask about: the strands, which of them spawned or shortened which, and the main conversation."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self.session = Session(turns)
+        self.spawned = spawns(self.session)
+        self.continued = {strand.number: continuation(self.session, strand) for strand in self.session.strands}
+        openers = [strand for strand in self.session.strands if strand.opener]
+        self.main = min(openers, key=self._rank) if openers else None
+        self.lineages: dict[int, Lineage] = {}
+        self.main_line: list[Strand] = []
+
+    def _rank(self, strand: Strand) -> tuple[int, ...]:
+        """The least is the main conversation: what works goes before what only answers, what nobody started before
+        what another conversation did, and what came first before the rest."""
+        head = strand.head
+        works = self.session.carried_on(head.conversation)
+        return (
+            self.continued[strand.number] is not None,
+            not (works or head.tools),
+            head.agent_id is not None or head.parent_agent_id is not None,
+            strand.number in self.spawned,
+            not works,
+            not head.tools,
+            bool(label_of(strand)),
+            head.index,
+        )
+
+    def is_side_call(self, strand: Strand) -> bool:
+        """Whether it is of a sort that the main conversation is not, and nobody went on with an answer."""
+        assert self.main is not None
+        unlike = (strand.head.tools, strand.system) != (self.main.head.tools, self.main.system)
+        return unlike and not self.session.carried_on(strand.head.conversation)
+
+    def has_own_agent(self, strand: Strand) -> bool:
+        """Whether its client names an agent other than the main one, and it is this agent's work."""
+        agent = strand.head.agent_id
+        assert self.main is not None
+        if agent is None or agent == self.main.head.agent_id:
+            return False
+        same = (other for other in self.session.strands if other.opener and other.head.agent_id == agent)
+        return strand is min(same, key=self._rank)
+
+    def starter(self, strand: Strand) -> int | None:
+        """The turn whose tool call began it, else its caller."""
+        spawned = self.spawned.get(strand.number)
+        return spawned.turn if spawned else self.caller(strand)
+
+    def agent_type(self, strand: Strand) -> str:
+        """What the tool call that began it calls it."""
+        spawned = self.spawned.get(strand.number)
+        return spawned.agent_type if spawned else ""
+
+    def caller(self, strand: Strand) -> int | None:
+        """The newest turn before it of the agent that its client names, else of the main line."""
+        head = strand.head
+        for agent in (head.parent_agent_id, head.agent_id):
+            earlier = (self.session.turns[at] for at in range(head.index - 1, -1, -1) if agent is not None)
+            found = (turn for turn in earlier if turn.agent_id == agent and turn.conversation != head.conversation)
+            if (turn := next(found, None)) is not None:
+                return turn.index
+        newest = (_before(other, head.index) for other in reversed(self.main_line))
+        return next((index for index in newest if index is not None), None)
+
+    def decide(self, strand: Strand, lineage: Lineage) -> None:
+        self.lineages[strand.number] = lineage
+        if lineage.main_line:
+            self.main_line.append(strand)
+
+    def origin(self, strand: Strand) -> int | None:
+        """The turn that a strand forked from."""
+        head = strand.head
+        if head.parent is not None:
+            return head.parent
+        if head.forked_from is not None and head.forked_from < head.index:
+            return head.forked_from
+        earlier = [other for other in self.session.conversation(head.conversation) if other.number < strand.number]
+        return earlier[-1].head.index if earlier else None
+
+
+def _before(strand: Strand, index: int) -> int | None:
+    """The last of its turns before one."""
+    at = bisect_left(strand.turns, index, key=lambda turn: turn.index)
+    return strand.turns[at - 1].index if at else None
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """`find` says what a strand is, or None where the rule does not apply to it."""
+
+    name: str
+    kind: str
+    reason: str
+    find: Callable[[Reading, Strand], Found | None]
+
+
+def _is_main(reading: Reading, strand: Strand) -> Found | None:
+    return Found(BranchKind.MAIN) if strand is reading.main else None
+
+
+def _is_continued(reading: Reading, strand: Strand) -> Found | None:
+    continued, spawned = reading.continued[strand.number], reading.spawned.get(strand.number)
+    if continued is None or (spawned is not None and spawned.is_the_opening):
+        return None
+    if continued.source is None:
+        return Found(BranchKind.COMPACTION, continued.old.index, "trimmed")
+    return Found(BranchKind.COMPACTION, continued.source.index, "continued")
+
+
+def _is_forked(reading: Reading, strand: Strand) -> Found | None:
+    """As what it forked from; a side call's parent is still who asks."""
+    origin = reading.origin(strand) if not strand.opener else None
+    if origin is None:
+        return None
+    before = reading.lineages[reading.session.strand_of(origin).number]
+    aside = before.kind is BranchKind.AUXILIARY
+    return Found(before.kind, reading.caller(strand) if aside else origin, before.label)
+
+
+def _has_purpose(reading: Reading, strand: Strand) -> Found | None:
+    purpose = (strand.head.purpose or "").lower()
+    kind = PURPOSES.get(purpose)
+    return Found(kind, reading.caller(strand), purpose) if kind else None
+
+
+def _asks_without_tools(reading: Reading, strand: Strand) -> Found | None:
+    aside = not strand.head.tools and reading.is_side_call(strand) and not reading.has_own_agent(strand)
+    return _side_call(reading, strand) if aside else None
+
+
+def _names_its_agent(reading: Reading, strand: Strand) -> Found | None:
+    head = strand.head
+    if head.parent_agent_id is None and not reading.has_own_agent(strand):
+        return None
+    return Found(BranchKind.SUBAGENT, reading.starter(strand), head.agent_id or reading.agent_type(strand))
+
+
+def _was_spawned(reading: Reading, strand: Strand) -> Found | None:
+    started = strand.number in reading.spawned
+    return Found(BranchKind.SUBAGENT, reading.starter(strand), reading.agent_type(strand)) if started else None
+
+
+def _asks_with_other_tools(reading: Reading, strand: Strand) -> Found | None:
+    assert reading.main is not None
+    aside = strand.head.tools != reading.main.head.tools and reading.is_side_call(strand)
+    return _side_call(reading, strand) if aside else None
+
+
+def _is_other(reading: Reading, strand: Strand) -> Found | None:
+    return Found(BranchKind.SUBAGENT, reading.caller(strand), strand.head.agent_id or "")
+
+
+def _side_call(reading: Reading, strand: Strand) -> Found:
+    return Found(BranchKind.AUXILIARY, reading.starter(strand), label_of(strand) or strand.head.purpose or "")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("main", "main", "of the conversations, the one that does the task's work", _is_main),
+    Rule("continued", "compaction", "a request quotes a summary, or keeps only the history's end", _is_continued),
+    Rule("forked", "as its origin", "a history sent back with other changes is still the same agent's", _is_forked),
+    Rule("purpose", "as it says", "the client names the call's purpose, with a word that is known", _has_purpose),
+    Rule(
+        "no tools", "auxiliary", "one question to a model that can do nothing, and nobody replies", _asks_without_tools
+    ),
+    Rule("own agent", "subagent", "the client names another agent than for its other calls", _names_its_agent),
+    Rule("spawned", "subagent", "it begins with what an earlier tool call was given", _was_spawned),
+    Rule("other tools", "auxiliary", "one question with tools of its own, and nobody replies", _asks_with_other_tools),
+    Rule("other", "subagent", "a conversation of its own that is none of these works by itself", _is_other),
+)
+"""The first that applies to a strand decides. A conversation's first strand is told from its later ones by `forked`."""
+
+
+class TurnRule(msgspec.Struct, frozen=True):
+    """What one turn is, other than its strand. `find` gives that, or None where the rule does not apply to it."""
+
+    name: str
+    kind: str
+    reason: str
+    find: Callable[[Answers, Turn], Found | None]
+
+
+class Answers:
+    """What the rules about single turns ask about."""
+
+    def __init__(self, reading: Reading) -> None:
+        turns = reading.session.turns
+        self._gone_on = gone_on(turns)
+        self._used = used_answers(turns, self._gone_on)
+        self._summaries = {found.source.index for found in reading.continued.values() if found and found.source}
+
+    def used_instead(self, turn: Turn) -> int | None:
+        """The answer to the same request that was used, where that is not this one."""
+        answer = self._used.get(request_key(turn), turn.index)
+        return None if answer == turn.index or turn.index in self._gone_on else answer
+
+    def is_summary(self, turn: Turn) -> bool:
+        return turn.index in self._summaries and turn.index not in self._gone_on
+
+
+def _was_cut_off(answers: Answers, turn: Turn) -> Found | None:
+    return Found(BranchKind.ABORTED, turn.parent) if turn.finish is FinishReason.ABORT else None
+
+
+def _was_asked_again(answers: Answers, turn: Turn) -> Found | None:
+    instead = answers.used_instead(turn)
+    return None if instead is None else Found(BranchKind.RETRY, instead)
+
+
+def _summarises(answers: Answers, turn: Turn) -> Found | None:
+    within = turn.parent is not None and answers.is_summary(turn)
+    return Found(BranchKind.COMPACTION, turn.parent, SUMMARY) if within else None
+
+
+TURN_RULES: tuple[TurnRule, ...] = (
+    TurnRule("cut off", "aborted", "the agent never saw the answer", _was_cut_off),
+    TurnRule("asked again", "retry", "the agent went on with another answer to the same request", _was_asked_again),
+    TurnRule("summary", "compaction", "a later history begins with this answer, and nobody replied to it", _summarises),
+)
+"""The first that applies to a turn decides, before its strand does."""
+
+
+def lineages(turns: Sequence[Turn]) -> list[Lineage]:
+    """One for each turn; `turns[i].index` must be `i`."""
+    reading = Reading(turns)
+    for strand in reading.session.strands:
+        reading.decide(strand, _decided(reading, strand))
+    _mark_summaries(reading)
+    answers = Answers(reading)
+    return [_of_turn(answers, turn, reading.lineages[reading.session.strand_of(turn.index).number]) for turn in turns]
+
+
+def _decided(reading: Reading, strand: Strand) -> Lineage:
+    rule, found = next((rule, found) for rule in RULES if (found := rule.find(reading, strand)) is not None)
+    continued = reading.continued[strand.number]
+    origin = found.parent
+    if rule.name == "forked":
+        origin = reading.origin(strand)
+    elif rule.name == "continued" and continued is not None:
+        origin = continued.old.index
+    before = None if origin is None else reading.lineages[reading.session.strand_of(origin).number]
+    stays = rule.name in ("main", "forked")
+    return Lineage(
+        kind=found.kind,
+        parent=found.parent,
+        depth=(before.depth if before else 0) + (0 if stays else 1),
+        label=found.label,
+        rule=rule.name,
+        main_line=rule.name == "main"
+        or (rule.name in ("continued", "forked") and before is not None and before.main_line),
+    )
+
+
+def _mark_summaries(reading: Reading) -> None:
+    """A side call whose answer a history goes on from was for a summary of the history before."""
+    for continued in reading.continued.values():
+        if continued is None or continued.source is None:
+            continue
+        strand = reading.session.strand_of(continued.source.index)
+        lineage = reading.lineages[strand.number]
+        old = reading.session.strand_of(continued.old.index)
+        known = _before(old, strand.head.index)
+        if known is not None and (lineage.kind is BranchKind.AUXILIARY or lineage.rule == "other"):
+            reading.lineages[strand.number] = Lineage(
+                kind=BranchKind.COMPACTION,
+                parent=known,
+                depth=reading.lineages[old.number].depth + 1,
+                label=SUMMARY,
+                rule="summary",
+                main_line=False,
+            )
+
+
+def _of_turn(answers: Answers, turn: Turn, strand: Lineage) -> Lineage:
+    for rule in TURN_RULES:
+        found = rule.find(answers, turn)
+        if found is not None:
+            return Lineage(
+                kind=found.kind,
+                parent=found.parent,
+                depth=strand.depth + (1 if found.kind is BranchKind.COMPACTION else 0),
+                label=found.label or strand.label,
+                rule=rule.name,
+                main_line=False,
+            )
+    return strand

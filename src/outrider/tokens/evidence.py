@@ -1,0 +1,193 @@
+"""What a session's strands show about each other: which tool call began one, which history another goes on from.
+
+It knows the strands and decides nothing (`branches.py` does). The words in `LABELS` and `TYPE_ARGUMENTS` are those of
+real clients' prompts and tools; they name branches, and never decide their kinds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from outrider.messages import Message, Role, ToolCall
+from outrider.tokens.strands import Session, Strand, opening_of, quotes
+from outrider.trajectory import Turn
+
+PROMPT_LENGTH = 8
+"""Characters that a tool's argument needs to be known again as what a sub-agent was told."""
+OPENING_SHARE = 0.5
+"""How much of a conversation's opening an argument has to be to leave no doubt that it is what began it."""
+
+LABELS: tuple[tuple[str, str], ...] = (
+    ("quota", "quota"),
+    ("topic", "topic"),
+    ("title", "title"),
+    ("commit message", "commit"),
+    ("speak next", "next-speaker"),
+    ("routing", "router"),
+    ("router", "router"),
+    ("classif", "router"),
+    ("loop", "loop-check"),
+    ("command prefix", "command-prefix"),
+    ("file path", "file-paths"),
+    ("web page", "web-page"),
+    ("summar", "summary"),
+)
+"""Words of a side call's system prompt, else of what it asks, and the label they give it; the first that is found."""
+
+TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
+"""Arguments of a tool that starts sub-agents which name the sort of agent."""
+
+
+LOOK_BACK = 100
+"""How many turns and strands before it a shorter history is compared with: clients go on from a summary at once."""
+
+
+class Continued(msgspec.Struct, frozen=True):
+    """A strand goes on from an earlier one with a shorter history: `source` wrote the summary, if any did."""
+
+    old: Turn
+    source: Turn | None
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """A text that a tool call was given."""
+
+    text: str
+    turn: int
+    agent_type: str
+
+
+class Spawn(msgspec.Struct, frozen=True):
+    """`turn` made the tool call that began a conversation."""
+
+    turn: int
+    agent_type: str
+    is_the_opening: bool
+
+
+def continuation(session: Session, strand: Strand) -> Continued | None:
+    """Whether the strand's head has, in place of the history of an earlier one, a summary of it or only its end."""
+    head = strand.head
+    recent = session.strands[max(0, strand.number - LOOK_BACK) : strand.number]
+    kin = [other for other in recent if _is_kin(other, strand)]
+    before = [other for other in kin if other.head.tools == head.tools] or kin
+    if not before:
+        return None
+    shown = session.said(session.request(head))
+    fresh = [message for message in session.fresh(head) if message.role is not Role.TOOL]
+    for source in reversed(session.turns[max(0, head.index - LOOK_BACK) : head.index]):
+        if _is_quoted(session, source, fresh, before) and _has_read(source, before):
+            old = _newest(_summarised(session, source, before), head)
+            if old is not None and (strand.opener or _history(session, old) - shown):
+                return Continued(old, source)
+    for other in reversed(before):
+        old = _newest(other, head)
+        if old is not None and old.reply is not None and session.body(old.reply) in shown:
+            return Continued(old, None) if _history(session, old) - shown else None
+    return None
+
+
+def _newest(strand: Strand, head: Turn) -> Turn | None:
+    """The last turn of a strand before `head` that was answered."""
+    return next((turn for turn in reversed(strand.turns) if turn.index < head.index and turn.reply is not None), None)
+
+
+def _history(session: Session, turn: Turn) -> set[bytes]:
+    """What the assistant had said by the end of a turn."""
+    return session.said([*session.request(turn), *([turn.reply] if turn.reply is not None else [])])
+
+
+def _summarised(session: Session, source: Turn, before: Sequence[Strand]) -> Strand:
+    """The strand whose history a summary's author was shown the most of."""
+    own = session.strand_of(source.index)
+    if own in before:
+        return own
+    read, asked = session.said(session.request(source)), opening_of(source.messages)
+
+    def known(strand: Strand) -> tuple[int, bool, int]:
+        return len(read & _history(session, strand.last)), opening_of(strand.head.messages) in asked, strand.number
+
+    return max(before, key=known)
+
+
+def _is_kin(one: Strand, other: Strand) -> bool:
+    """Whether one may go on from the other: the same conversation, or the same agent by its tools or its system
+    prompt."""
+    same_tools, same_system = one.head.tools == other.head.tools, one.system == other.system
+    return (
+        one.head.conversation == other.head.conversation
+        or (same_tools and (same_system or bool(one.head.tools)))
+        or (same_system and bool(one.system))
+    )
+
+
+def _has_read(source: Turn, before: Sequence[Strand]) -> bool:
+    """Whether a turn was shown a history of theirs, as messages or written out."""
+    if source.parent is not None or any(message.role is Role.ASSISTANT for message in source.messages):
+        return True
+    asked = opening_of(source.messages)
+    openings = (opening_of(other.head.messages) for other in before if other.opener)
+    return _is_elsewhere(source, before) and any(opening and opening in asked for opening in openings)
+
+
+def _is_quoted(session: Session, source: Turn, fresh: Sequence[Message], before: Sequence[Strand]) -> bool:
+    """Whether a new message has the text of an answer that calls no tool. As an assistant's it counts only when it was
+    given elsewhere: clients send each reply back once."""
+    lines = session.answer(source)
+    quoting = (message for message in fresh if quotes(lines, message.content)) if lines else ()
+    return any(message.role is not Role.ASSISTANT or _is_elsewhere(source, before) for message in quoting)
+
+
+def _is_elsewhere(source: Turn, before: Sequence[Strand]) -> bool:
+    """Whether a turn is of another conversation than these."""
+    return all(other.head.conversation != source.conversation for other in before)
+
+
+def spawns(session: Session) -> dict[int, Spawn]:
+    """By the numbers of strands that begin a conversation: the tool call before it that was given most of what the
+    conversation begins with."""
+    found: dict[int, Spawn] = {}
+    given: list[_Given] = []
+    openers = {strand.head.index: strand for strand in session.strands if strand.opener}
+    for turn in session.turns:
+        if (strand := openers.get(turn.index)) is not None:
+            opening = opening_of(turn.messages)
+            fitting = [one for one in given if one.text in opening]
+            if fitting:
+                best = max(fitting, key=lambda one: (len(one.text), one.turn))
+                share = len(best.text) / len(opening)
+                found[strand.number] = Spawn(best.turn, best.agent_type, share >= OPENING_SHARE)
+        for call in turn.reply.tool_calls if turn.reply else ():
+            given += _given(turn.index, call)
+    return found
+
+
+def _given(turn: int, call: ToolCall) -> Iterator[_Given]:
+    """The arguments that may be what a sub-agent is told: texts of several words, in lists too. The agent is called by
+    its type where the call names one, else by the tool."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(arguments, dict):
+        return
+    named = (arguments.get(name) for name in TYPE_ARGUMENTS)
+    agent_type = next((name for name in named if isinstance(name, str) and name), call.name)
+    for value in arguments.values():
+        for inner in value if isinstance(value, list) else [value]:
+            text = inner.strip() if isinstance(inner, str) else ""
+            if len(text) >= PROMPT_LENGTH and len(text.split(None, 1)) == 2:
+                yield _Given(text, turn, agent_type)
+
+
+def label_of(strand: Strand) -> str:
+    """What a side call is for, by its words; "" where they say nothing."""
+    asked = [message.content for message in strand.head.messages if message.role is Role.USER][-1:]
+    for text in ("\n".join(strand.system).lower(), "\n".join(asked).lower()):
+        for word, label in LABELS:
+            if word in text:
+                return label
+    return ""

@@ -1,0 +1,136 @@
+"""Folders of dead nodes go with all that runs for them, and nothing else does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.runtimes import marks
+from outrider.sessions.folder import LOCK, NodeFolder, remove_tree
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """A program that sleeps, or does what it is told to, with this environment; it is ended with the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(*arguments: str, first: str = "", **env: str) -> subprocess.Popen[bytes]:
+        command = ["bash", "-c", f"{first} echo ready; exec sleep 600", *arguments]
+        program = subprocess.Popen(command, env={"PATH": os.environ["PATH"], **env}, stdout=subprocess.PIPE)
+        started.append(program)
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"ready\n"
+        return program
+
+    yield run
+    for program in started:
+        program.kill()
+        program.wait()
+        assert program.stdout is not None
+        program.stdout.close()
+
+
+def dead_folder(temporary: Path, name: str) -> Path:
+    """What a killed node leaves: a folder whose lock nobody holds."""
+    folder = temporary / name
+    (folder / "s-1-1").mkdir(parents=True)
+    (folder / LOCK).touch()
+    return folder
+
+
+def test_a_start_kills_what_carries_the_mark_of_a_dead_node(temporary: Path, start: Start) -> None:
+    dead = dead_folder(temporary, "outrider-dead")
+    stuck = start(OUTRIDER_CALL=f"{marks.mark_of(dead / 's-1-1')}:0")
+    above = start(first="env -i sleep 601 &", OUTRIDER_CALL="outrider-dead/s-2-1:7")
+    folder = NodeFolder.make()
+    try:
+        assert (stuck.wait(10), above.wait(10)) == (-signal.SIGKILL, -signal.SIGKILL)
+        assert b"sleep\x00601\x00" not in command_lines()
+        assert sorted(os.listdir(temporary)) == [folder.path.name]
+    finally:
+        folder.remove()
+
+
+def test_a_name_alone_is_no_reason_to_die(temporary: Path, start: Start) -> None:
+    """Only the mark counts, of this folder and in its place; a living node's processes stay."""
+    dead = dead_folder(temporary, "outrider-dead")
+    living = NodeFolder.make()
+    others = [
+        start(str(dead / "gateway.sock")),
+        start(HOME=str(dead), OUTRIDER_CALL="outrider-deadly/s-1-1:0"),
+        start(NOTE="OUTRIDER_CALL=outrider-dead/s-1-1:0"),
+        start(OUTRIDER_CALL=f"{living.path.name}/s-1-1:0"),
+    ]
+    dead_folder(temporary, "outrider-dead")
+    second = NodeFolder.make()
+    assert [other.poll() for other in others] == [None] * 4
+    second.remove()
+    assert others[-1].poll() is None
+    living.remove()
+    assert others[-1].wait(10) == -signal.SIGKILL
+    assert os.listdir(temporary) == []
+
+
+def test_the_keeper_kills_what_is_left_of_a_node_that_was_killed(temporary: Path, start: Start) -> None:
+    node = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(temporary)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert node.stdout is not None
+    name = Path(node.stdout.readline().decode().strip()).name
+    left = start(OUTRIDER_CALL=f"{name}/s-1-1:0")
+    node.kill()
+    node.communicate()
+    assert left.wait(30) == -signal.SIGKILL
+
+
+PROGRAM = """
+import sys, tempfile, time
+from outrider.sessions.folder import NodeFolder
+tempfile.tempdir = sys.argv[1]
+print(NodeFolder.make().path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_keeper_goes_with_its_node(temporary: Path) -> None:
+    folder = NodeFolder.make()
+    assert folder.keeper is not None
+    assert folder.keeper.poll() is None
+    folder.remove()
+    assert folder.keeper.returncode is not None
+
+
+def test_what_cannot_be_removed_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "outrider.node"):
+        remove_tree(tmp_path / "gone")
+        (tmp_path / "file").touch()
+        remove_tree(tmp_path / "file")
+    assert len(caplog.records) == 1
+    assert "not removed" in caplog.text
+
+
+def command_lines() -> bytes:
+    found = b""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                found += Path(f"/proc/{name}/cmdline").read_bytes()
+            except OSError:
+                continue
+    return found

@@ -1,0 +1,95 @@
+"""Sessions as real clients have them, call by call, in their shapes: who asks what, with which tools and history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from outrider.messages import Message, Role, ToolSpec
+from outrider.tokens.branches import Lineage, lineages
+from outrider.trajectory import FinishReason
+
+from .renderers import family_renderer, small_tokenizer
+from .rollout import Rollout
+from .strategies import hermes_call
+
+IM_END = 2
+
+
+def tool(*names: str) -> tuple[ToolSpec, ...]:
+    return tuple({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in names)
+
+
+def system(text: str) -> Message:
+    return Message(role=Role.SYSTEM, content=text)
+
+
+def user(text: str) -> Message:
+    return Message(role=Role.USER, content=text)
+
+
+def assistant(text: str) -> Message:
+    return Message(role=Role.ASSISTANT, content=text)
+
+
+def result(reply: Message, text: str) -> Message:
+    return Message(role=Role.TOOL, content=text, tool_call_id=reply.tool_calls[0].id)
+
+
+class Harness:
+    """One session's calls."""
+
+    def __init__(self) -> None:
+        self.rollout = Rollout(family_renderer("qwen3"))
+
+    def call(
+        self,
+        messages: Sequence[Message],
+        said: str,
+        tools: Sequence[ToolSpec] = (),
+        *,
+        agent: str | None = None,
+        of: str | None = None,
+        purpose: str | None = None,
+        cut: bool = False,
+    ) -> Message:
+        """One call with all that its client says about itself; the reply."""
+        joined = self.rollout.join(messages, tools)
+        ids = [*small_tokenizer().encode(said), IM_END]
+        finish = FinishReason.ABORT if cut else FinishReason.STOP
+        reply = self.rollout.answer(joined, ids, tools=tools, finish=finish)
+        turn = self.rollout.turns[-1]
+        self.rollout.turns[-1] = msgspec.structs.replace(turn, agent_id=agent, parent_agent_id=of, purpose=purpose)
+        return reply
+
+    def lines(self) -> list[Lineage]:
+        self.rollout.check_samples()
+        return lineages(self.rollout.turns)
+
+    def told(self) -> list[tuple[str, int | None, int, str]]:
+        """Each turn's kind, parent, depth and label."""
+        return [(line.kind.value, line.parent, line.depth, line.label) for line in self.lines()]
+
+
+class Agent:
+    """A conversation of tool calls: `step` calls a tool and is told its result, `end` answers."""
+
+    def __init__(
+        self, harness: Harness, opening: Sequence[Message], tools: Sequence[ToolSpec], agent: str | None = None
+    ) -> None:
+        self.harness = harness
+        self.history = list(opening)
+        self.tools = tools
+        self.agent = agent
+
+    def step(self, name: str = "bash", found: str | None = None, **arguments: object) -> Message:
+        said = f"Next I call {name} for step {len(self.history)}.\n{hermes_call(name, arguments or {'command': 'ls'})}"
+        reply = self.harness.call(self.history, said, self.tools, agent=self.agent)
+        self.history += [reply, result(reply, found or f"output {len(self.history)}")]
+        return reply
+
+    def end(self, said: str = "All of it is done.") -> Message:
+        reply = self.harness.call(self.history, said, self.tools, agent=self.agent)
+        self.history.append(reply)
+        return reply
