@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 from yarl import URL
@@ -23,13 +22,12 @@ from yarl import URL
 from bench import gateway, streams
 from bench.corpus import Corpus
 from bench.gateway import Load, Requests, Spent, Way, compared
-from bench.http import HEADERS, Client
+from bench.http import Client
 from bench.parked import Parking, parked
 from bench.processes import upstream, world
 from bench.speakers import DIALECTS, STORED_RESPONSES, Speaker
 from bench.turns import NEW_TOKENS, REPLY_TOKENS, WARM, Point, asgi_turn
 from outrider.api.gateway import Gateway
-from outrider.engines.connections import Connections, Response
 from outrider.spec import EngineSpec
 
 CONVERSING = (*DIALECTS, STORED_RESPONSES)
@@ -87,7 +85,7 @@ async def _calls(corpus: Corpus, plan: Plan) -> dict[str, Any]:
     sessions = gateway.CONCURRENCY
     async with (
         world(corpus, reply_tokens=gateway.REPLY_TOKENS, sessions=sessions) as processes,
-        QueryClient() as client,
+        Client() as client,
     ):
         load = Load(client, Requests(corpus, processes))
         for way in WAYS:
@@ -154,22 +152,6 @@ class Exchange:
         own = time.process_time() - begun
         self._history = self._talk.answer(answer)
         return Took(1000 * own, len(body))
-
-
-class QueryClient(Client):
-    """A `Client` that sends the query of a URL, too: Google's streams are asked for in it."""
-
-    @asynccontextmanager
-    async def post(self, url: str, body: bytes) -> AsyncIterator[Response]:
-        parts = urlsplit(url)
-        server = self._servers.get(parts.netloc)
-        if server is None:
-            server = self._servers[parts.netloc] = Connections(f"http://{parts.netloc}", HEADERS)
-        response = await server.request("POST", parts._replace(scheme="", netloc="").geturl(), body)
-        try:
-            yield response
-        finally:
-            response.close()
 
 
 @asynccontextmanager

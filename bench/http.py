@@ -26,7 +26,7 @@ class Client:
         server = self._servers.get(parts.netloc)
         if server is None:
             server = self._servers[parts.netloc] = Connections(f"http://{parts.netloc}", HEADERS)
-        response = await server.request("POST", parts.path, body)
+        response = await server.request("POST", parts._replace(scheme="", netloc="").geturl(), (body,))
         try:
             yield response
         finally:

@@ -29,8 +29,7 @@ from outrider.api.gateway import Gateway
 from outrider.asgi import HANG_UP, HangUp
 from outrider.dialects.base import WireCall
 from outrider.dialects.chat import ChatDialect
-from outrider.engines.http import encode
-from outrider.engines.ids import ids_json
+from outrider.engines.ids import body_with_ids, ids_json
 from outrider.spec import EngineSpec
 
 NEW_TOKENS = 500
@@ -104,7 +103,7 @@ def _parts(corpus: Corpus, body: bytes, text: str) -> dict[str, float]:
     return {
         "parse_ms": _cpu_ms(lambda: ChatDialect().parse(CALL, body, {})),
         "tokenizer_ms": _cpu_ms(lambda: corpus.tokenizer.encode(text)),
-        "engine_body_ms": _cpu_ms(lambda: encode({"token_ids": ids_json(ids)})),
+        "engine_body_ms": _cpu_ms(lambda: ids_json(ids)),
     }
 
 
@@ -164,7 +163,7 @@ async def _converse(
 def _direct_body(tokens: int) -> bytes:
     sampling = {"max_tokens": REPLY_TOKENS, "temperature": 1.0, "logprobs": 0}
     ids = np.arange(tokens, dtype=np.int32) % VOCABULARY
-    return encode({"token_ids": ids, "sampling_params": sampling, "stream": True})
+    return b"".join(body_with_ids({"sampling_params": sampling, "stream": True}, "token_ids", ids))
 
 
 def _http_turn(client: Client, base_url: str) -> Turn:

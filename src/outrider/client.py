@@ -17,13 +17,14 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import aiohttp
 import msgspec
 
 from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
+from outrider.messages import Image, image_from_bytes
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import Sample
 from outrider.wire import (
@@ -48,6 +49,11 @@ DEFAULT_URL = "http://127.0.0.1:8700"
 LONG_POLL = 30.0
 WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
+
+
+class _Answer(NamedTuple):
+    data: bytes
+    media_type: str
 
 
 class AsyncClient:
@@ -141,6 +147,11 @@ class AsyncClient:
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         return (await self._call("GET", f"/v1/sessions/{session_id}/samples", SampleList)).samples
 
+    async def image(self, digest: str) -> Image:
+        """An image of a sample, with its bytes. Raises NotFound for one that was sent by address: that has no bytes."""
+        answer = await self._fetch("GET", f"/v1/images/{digest}")
+        return image_from_bytes(answer.media_type, answer.data)
+
     async def status(self) -> ServiceStatus:
         return await self._call("GET", "/v1/status", ServiceStatus)
 
@@ -172,6 +183,11 @@ class AsyncClient:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> T:
+        return msgspec.json.decode((await self._fetch(method, path, query=query, body=body)).data, type=shape)
+
+    async def _fetch(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: bytes | None = None
+    ) -> _Answer:
         try:
             async with self._http.request(method, self.url + path, params=query, data=body) as reply:
                 data = await reply.read()
@@ -179,7 +195,7 @@ class AsyncClient:
             raise self._unreachable(error) from error
         if reply.status >= 400:
             raise _refusal(data, reply.status)
-        return msgspec.json.decode(data, type=shape)
+        return _Answer(data, reply.content_type)
 
     def _unreachable(self, error: Exception) -> ServiceError:
         number = getattr(getattr(error, "os_error", None), "errno", None)
@@ -247,6 +263,9 @@ class Client:
 
     def samples(self, session_id: str) -> tuple[Sample, ...]:
         return self._wait(self._client.samples(session_id))
+
+    def image(self, digest: str) -> Image:
+        return self._wait(self._client.image(digest))
 
     def status(self) -> ServiceStatus:
         return self._wait(self._client.status())

@@ -38,20 +38,22 @@ class Text(msgspec.Struct, frozen=True, tag="text"):
 
 
 class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True):
-    """An image, known by the digest (SHA-256, hex) of its bytes, or of its address when the client sent only that.
-    `data` is empty once the image has been stored."""
+    """An image, known by the digest (SHA-256, hex) of its bytes, or of its address when the client sent only that: it
+    then has no media type and no size. `data` is empty once the image has been stored; `size` is how many bytes it has.
+    The media type is what the client said."""
 
     media_type: str
     digest: str
     data: bytes = b""
     url: str | None = None
+    size: int = 0
 
 
 Part = Text | Image
 
 
 def image_from_bytes(media_type: str, data: bytes) -> Image:
-    return Image(media_type, hashlib.sha256(data).hexdigest(), data)
+    return Image(media_type, hashlib.sha256(data).hexdigest(), data, size=len(data))
 
 
 def image_from_url(url: str) -> Image:
@@ -72,15 +74,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parts: tuple[Part, ...] = ()
 
 
+def images_in(message: Message) -> list[Image]:
+    """In their order."""
+    return [part for part in message.parts if isinstance(part, Image)]
+
+
 class WireMessages(Protocol):
     """A request's messages, parsed only when asked for: a long history is compared by its bytes.
 
-    `raw(i)` is any byte string that determines message `i`; `parse(i)` raises `RequestError` naming the
-    message when it is malformed.
+    `raw(i)` is any byte string that determines message `i`, and `head(n)` any that determines the first `n`;
+    `parse(i)` raises `RequestError` naming the message when it is malformed.
     """
 
     def __len__(self) -> int: ...
     def raw(self, index: int) -> bytes: ...
+    def head(self, count: int) -> bytes: ...
     def parse(self, index: int) -> Message: ...
 
 
@@ -95,6 +103,9 @@ class ParsedMessages:
 
     def raw(self, index: int) -> bytes:
         return msgspec.msgpack.encode(self._messages[index])
+
+    def head(self, count: int) -> bytes:
+        return msgspec.msgpack.encode(self._messages[:count])
 
     def parse(self, index: int) -> Message:
         return self._messages[index]

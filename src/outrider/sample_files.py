@@ -1,4 +1,4 @@
-"""Training samples as files: JSON lines, and Parquet where pyarrow is installed.
+"""Training samples as files: JSON lines, and Parquet where pyarrow is installed; and the images that they show.
 
 It knows no service. Invariant: both formats hold the same rows, one a sample, with the fields of
 `trajectory.Sample`; a file appears whole or not at all.
@@ -7,7 +7,7 @@ It knows no service. Invariant: both formats hold the same rows, one a sample, w
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +16,22 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from outrider.errors import InvalidField
+from outrider.messages import Image
 from outrider.trajectory import Sample
+
+EXTENSIONS = {
+    "image/png": "png",
+    "image/jpeg": "jpg",
+    "image/gif": "gif",
+    "image/webp": "webp",
+    "image/bmp": "bmp",
+    "image/tiff": "tiff",
+    "image/avif": "avif",
+    "image/heic": "heic",
+    "image/heif": "heif",
+    "image/svg+xml": "svg",
+}
+"""By media type; an image of another one is a `.bin`."""
 
 
 class SampleFormat(StrEnum):
@@ -46,7 +61,8 @@ class JsonLines:
 
 class Parquet:
     """One row group a call of `write`. Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of
-    int8, `logprobs` of float64. `metrics` and `labels` are JSON text, as readers disagree about Arrow maps.
+    int8, `logprobs` of float64. `metrics` and `labels` are JSON text, as readers disagree about Arrow maps; `images`
+    are a list of structs.
 
     Raises InvalidField when pyarrow is not installed.
     """
@@ -82,6 +98,36 @@ def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
 
     Raises InvalidField when the file cannot be made.
     """
+    with _whole_file(path) as file, closing(WRITERS[kind](file)) as writer:
+        yield writer
+
+
+class ImageFolder:
+    """Image files named by their digests: DIGEST.png and so on, each digest once. The folder is made for the first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def missing(self, digests: Iterable[str]) -> list[str]:
+        """Those that are not in the folder, each once."""
+        return [digest for digest in dict.fromkeys(digests) if next(self.path.glob(f"{digest}.*"), None) is None]
+
+    def add(self, image: Image) -> None:
+        """Raises InvalidField when the file cannot be made."""
+        name = f"{image.digest}.{EXTENSIONS.get(image.media_type, 'bin')}"
+        with _whole_file(self.path / name) as file:
+            file.write(image.data)
+
+
+def stored_images(samples: Iterable[Sample]) -> list[str]:
+    """The digests of the images that samples show and the service keeps, each once."""
+    shown = (image for sample in samples for image in sample.images)
+    return list(dict.fromkeys(image.digest for image in shown if image.url is None))
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is at `path` once the block ends well."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +135,8 @@ def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
     except OSError as error:
         raise InvalidField(f"cannot write {path}: {error.strerror}", field="output") from error
     try:
-        with file, closing(WRITERS[kind](file)) as writer:
-            yield writer
+        with file:
+            yield file
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -102,6 +148,14 @@ def _schema(arrow: Any) -> Any:
         "loss_mask": arrow.large_list(arrow.int8()),
         "logprobs": arrow.large_list(arrow.float64()),
         "versions": arrow.large_list(arrow.int32()),
+    }
+    image = {
+        "turn": arrow.int32(),
+        "message": arrow.int32(),
+        "digest": arrow.string(),
+        "media_type": arrow.string(),
+        "size": arrow.int64(),
+        "url": arrow.string(),
     }
     columns = {
         "group_id": arrow.string(),
@@ -125,6 +179,7 @@ def _schema(arrow: Any) -> Any:
         "min_version": arrow.int32(),
         "max_version": arrow.int32(),
         "labels": arrow.string(),
+        "images": arrow.list_(arrow.struct(list(image.items()))),
     }
     return arrow.schema(list(columns.items()))
 

@@ -159,6 +159,22 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
 
 
+class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
+    """An image among a row's ids. `turn` is the turn that added it, `message` the position of its message, from 0, in
+    the conversation of the row's turns, replies counted.
+
+    `digest` is the SHA-256 (hex) of its `size` bytes, which the service keeps. An image that the client sent by
+    address has that as `url`; its digest is then the address's, and its bytes are nowhere.
+    """
+
+    turn: int
+    message: int
+    digest: str
+    media_type: str
+    size: int
+    url: str | None
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One training row: `ids`, `loss_mask`, `logprobs` and `versions` have equal length.
 
@@ -166,7 +182,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     and version -1. `prompt_length` is the number of ids before the first sampled one. `reward` is None when
     the session has no verdict, or its task lets no branch of this kind train: such a row must not be trained on.
     `parent` is the turn that the branch forked from or was started by, None where there is none; `depth` is 0 for the
-    main branches and one more than the parent's for others; `label` says more than `kind`, as in "title".
+    main branches and one more than the parent's for others; `label` says more than `kind`, as in "title". `images` are
+    in the order in which the ids show them, one that is shown twice twice.
     """
 
     group_id: str
@@ -193,6 +210,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     min_version: int
     max_version: int
     labels: dict[str, str] = {}
+    images: tuple[SampleImage, ...] = ()
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):

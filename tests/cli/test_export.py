@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.export import PAGE
 from outrider.cli.taskfile import load_group
 from outrider.client import AsyncClient
+from support.pictures import ADDRESS, PNG, picture_service, task
 from support.service import running_service, scripted_engine
 
 
@@ -31,7 +33,10 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
         "groups": PAGE + 2,
         "cursor": written.document["cursor"],
         "output": str(tmp_path / "rows"),
+        "images": 0,
+        "image_files": None,
     }
+    assert not (tmp_path / "images").exists()
 
 
 async def test_the_cursor_goes_on_where_the_last_export_ended(cli: Cli, tmp_path: Path) -> None:
@@ -60,6 +65,25 @@ async def test_a_group_that_runs_has_nothing_to_export(cli: Cli, tmp_path: Path)
         ran = await cli("export", "--group", group.id, "-o", tmp_path / "rows", "--url", url)
     assert (ran.code, ran.err.splitlines()[0]) == (2, f"error: group {group.id} is not done")
     assert not (tmp_path / "rows").exists()
+
+
+async def test_images_are_written_beside_the_samples_each_once(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    async with picture_service(tmp_path, sessions=2) as (_, url, _), AsyncClient(url) as client:
+        await client.wait([(await client.submit({"task": task("messages"), "n": 2})).id])
+        printed = await cli("export", "--url", url)
+        written = await cli("export", "-o", out / "rows", "--url", url, "--json")
+        again = await cli("export", "--format", "parquet", "-o", out / "table", "--url", url)
+    image = out / "images" / f"{hashlib.sha256(PNG).hexdigest()}.png"
+    assert [(path, path.read_bytes()) for path in (out / "images").iterdir()] == [(image, PNG)]
+    assert (written.document["images"], written.document["image_files"]) == (1, str(out / "images"))
+    assert f"1 images in {out / 'images'}" in again.err
+    lines = [json.loads(line) for line in (out / "rows").read_text().splitlines()]
+    assert {shown["digest"] for line in lines for shown in line["images"] if not shown["url"]} == {image.stem}
+    assert [shown["url"] for shown in lines[0]["images"]] == [None, None, ADDRESS]
+    assert read_parquet(out / "table") == lines
+    assert printed.out.splitlines() == (out / "rows").read_text().splitlines()
+    assert "1 images stay in the service" in printed.err
 
 
 def test_parquet_and_json_need_a_file(cli: Cli) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
-from outrider.sample_files import SampleFormat, sample_file
-from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
+from outrider.messages import Image, image_from_bytes
+from outrider.sample_files import ImageFolder, SampleFormat, sample_file, stored_images
+from outrider.trajectory import BranchKind, LogprobKind, Sample, SampleImage, TokenMode
 
 SAMPLE = Sample(
     group_id="g-1",
@@ -38,9 +39,14 @@ SAMPLE = Sample(
     min_version=7,
     max_version=8,
     labels={"item": "rye"},
+    images=(
+        SampleImage(turn=0, message=0, digest="ab", media_type="image/png", size=3, url=None),
+        SampleImage(turn=1, message=2, digest="cd", media_type="", size=0, url="https://example.org/x.png"),
+        SampleImage(turn=1, message=2, digest="ab", media_type="image/png", size=3, url=None),
+    ),
 )
 UNGRADED = msgspec.structs.replace(
-    SAMPLE, reward=None, metrics={}, labels={}, ids=[], loss_mask=[], logprobs=[], versions=[], turns=()
+    SAMPLE, reward=None, metrics={}, labels={}, ids=[], loss_mask=[], logprobs=[], versions=[], turns=(), images=()
 )
 
 
@@ -88,6 +94,31 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, kind: SampleFormat) -> No
     with pytest.raises(TypeError), sample_file(tmp_path / "rows", kind) as writer:
         writer.write([SAMPLE, broken])
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("rows", "old")]
+
+
+def test_an_image_folder_has_each_digest_once(tmp_path: Path) -> None:
+    folder = ImageFolder(tmp_path / "images")
+    png, odd = image_from_bytes("image/png", b"one"), image_from_bytes("application/octet-stream", b"two")
+    assert folder.missing([png.digest, odd.digest, png.digest]) == [png.digest, odd.digest]
+    assert not folder.path.exists()
+    for image in (png, odd):
+        folder.add(image)
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == {
+        f"{png.digest}.png": b"one",
+        f"{odd.digest}.bin": b"two",
+    }
+    assert folder.missing([png.digest, "other", odd.digest]) == ["other"]
+
+
+def test_an_image_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    broken = Image("image/png", "ab", data="no bytes")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        ImageFolder(tmp_path).add(broken)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_images_that_the_service_keeps_are_files() -> None:
+    assert stored_images([SAMPLE, UNGRADED, SAMPLE]) == ["ab"]
 
 
 def test_a_place_that_cannot_be_written_names_the_field(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from outrider.api.engines import engine_routes
 from outrider.api.groups import group_routes
+from outrider.api.images import image_routes
 from outrider.cli.main import commands
 from outrider.config import Config
 from outrider.engines.scripted import Reply, ScriptOptions
@@ -31,7 +32,7 @@ from outrider.spec import EngineSpec, GroupSpec
 from outrider.store.base import EventKind
 from outrider.tokens.markup import MARKUP
 from outrider.tokens.samples import POLICY
-from outrider.trajectory import BranchKind, ForkCause, JoinKind, LogprobKind, Sample, TokenMode
+from outrider.trajectory import BranchKind, ForkCause, JoinKind, LogprobKind, Sample, SampleImage, TokenMode
 
 from .pages import Table, code, page
 
@@ -144,6 +145,11 @@ def test_tokens_has_every_column_of_a_sample() -> None:
     assert listed(table) == list(struct_fields(Sample))
 
 
+def test_tokens_has_every_field_of_an_image() -> None:
+    (table,) = page("docs/tokens.md").tables("Field")
+    assert listed(table) == list(struct_fields(SampleImage))
+
+
 def test_tokens_has_every_join_cause_and_branch() -> None:
     tokens = page("docs/tokens.md")
     (joins,), (causes,), (branches,) = tokens.tables("Join"), tokens.tables("Cause"), tokens.tables("Branch kind")
@@ -180,7 +186,7 @@ def test_failure_has_every_error_with_its_status() -> None:
 def test_api_has_every_route() -> None:
     # The routes are read, never called: no service is needed.
     app = FastAPI(docs_url=None, redoc_url=None)
-    for routes in (group_routes, engine_routes):
+    for routes in (group_routes, image_routes, engine_routes):
         app.include_router(routes(None))  # type: ignore[arg-type]
     control = {f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
     (table,) = page("docs/api.md").tables("Route")

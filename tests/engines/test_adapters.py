@@ -55,6 +55,8 @@ STOP = {"type": "stop", "matched": 9}
         (VLLMEngine, [vllm_event([1, 2], [-0.5, -9999.0])], "missing"),
         (VLLMEngine, [vllm_event([1, 2], [-0.5, None])], "missing"),
         (VLLMEngine, [vllm_event([1, 2], [-0.5])], "1 log-probabilities for 2"),
+        (VLLMEngine, [vllm_event([1], [], logprobs={"token_logprobs": [None, -0.5]})], "missing"),
+        (VLLMEngine, [vllm_event([1], [], logprobs={"token_logprobs": [-0.5, -0.25]})], "2 log-probabilities for 1"),
         (VLLMEngine, [vllm_event([1], [-0.5], logprobs=None)], "0 log-probabilities for 1"),
         (
             VLLMEngine,
@@ -195,6 +197,29 @@ async def test_vllm_falls_back_for_good_once_completions_work(status: int) -> No
     assert server.posts[1][1]["return_token_ids"] is True
 
 
+async def test_vllm_falls_back_from_a_token_route_that_does_not_stream() -> None:
+    """Until 0.19 the route takes `stream` and answers in one piece all the same."""
+    in_one_piece = b'{"request_id": "r", "choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}]}'
+    whole = {"token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "length"}
+    async with upstream(Answer(events=[in_one_piece], done=False), Answer(events=[{"choices": [whole]}])) as (
+        url,
+        server,
+    ):
+        engine = VLLMEngine(EngineOptions(name="e", url=url), retry=HASTY)
+        await engine.start()
+        for _ in range(2):
+            assert (await collect(engine.generate(REQUEST))).ids == [1]
+        await engine.close()
+    assert [path for path, _ in server.posts] == ["/inference/v1/generate", "/v1/completions", "/v1/completions"]
+
+
+async def test_vllm_that_never_streams_is_unavailable() -> None:
+    async with upstream(Answer(done=False)) as (url, server):
+        with pytest.raises(EngineUnavailable, match="without a stream"):
+            await generate(VLLMEngine, url)
+    assert [path for path, _ in server.posts] == ["/inference/v1/generate", "/v1/completions"]
+
+
 async def test_vllm_does_not_fall_back_for_a_model_that_is_missing() -> None:
     async with upstream(Answer(404)) as (url, server):
         for _ in range(2):
@@ -223,6 +248,42 @@ async def test_sglang_without_spans_tells_one_version() -> None:
         whole = await generate(SGLangEngine, url)
     assert whole.versions == (VersionSpan(3, 0, 2),)
     assert whole.stop_match == 9
+
+
+async def test_sglang_without_spans_tells_the_version_of_each_event() -> None:
+    events = [
+        sglang_event([1], [-0.5], 1, weight_version="default"),
+        sglang_event([1, 2, 3], [-0.5, -1.5, -0.25], 3, weight_version="2"),
+        sglang_event([1, 2, 3, 4], [-0.5, -1.5, -0.25, -1.0], 4, weight_version="2"),
+        sglang_event([1, 2, 3, 4], [-0.5, -1.5, -0.25, -1.0], 4, STOP, weight_version="3"),
+    ]
+    async with upstream(Answer(events=events)) as (url, _):
+        whole = await generate(SGLangEngine, url)
+    assert whole.versions == (VersionSpan(0, 0, 1), VersionSpan(2, 1, 4))
+
+
+async def test_sglang_that_does_not_tell_its_version_is_well() -> None:
+    pages = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]}}
+    async with upstream(Answer(done=False), pages=pages) as (url, _):
+        engine = SGLangEngine(EngineOptions(name="e", url=url), retry=HASTY)
+        await engine.start()
+        await engine.set_version(5)
+        health = await engine.health()
+        await engine.close()
+    assert (health.ok, health.version) == (True, 5)
+
+
+@pytest.mark.parametrize(("status", "version"), [(404, 5), (200, 0)])
+async def test_vllm_that_takes_no_label_serves_the_version_it_is_told(status: int, version: int) -> None:
+    """One that takes labels and then says it has none was started again, with the weights it began with."""
+    event = vllm_event([1], [-0.5], weight_versions=[{"version": "default", "start": 0, "end": 1}])
+    async with upstream(Answer(status, done=False), Answer(events=[event])) as (url, _):
+        engine = VLLMEngine(EngineOptions(name="e", url=url), retry=HASTY)
+        await engine.start()
+        await engine.set_version(5)
+        whole = await collect(engine.generate(REQUEST))
+        await engine.close()
+    assert whole.versions == (VersionSpan(version, 0, 1),)
 
 
 @pytest.mark.parametrize(

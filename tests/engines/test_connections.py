@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from outrider.engines.connections import HIGH_WATER, Connections
+from outrider.engines.connections import HIGH_WATER, LARGE, Connections
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-One: a\r\nX-One: b\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n"
@@ -64,12 +64,23 @@ async def get(connections: Connections) -> bytes:
 async def test_a_request_as_it_is_sent() -> None:
     script = Script(WHOLE)
     async with a_server(script) as connections:
-        response = await connections.request("POST", "/x?y=1", b"{}", {"X-More": "2"})
+        response = await connections.request("POST", "/x?y=1", (b"{", b"}"), {"X-More": "2"})
         assert (response.status, response.header(b"x-one"), await response.whole()) == (200, b"a", b"hi")
         response.close()
     (request,) = script.requests
     assert request.startswith(b"POST /base/x?y=1 HTTP/1.1\r\nHost: 127.0.0.1:")
     assert request.endswith(b"\r\nX-Own: 1\r\nX-More: 2\r\nContent-Length: 2\r\n\r\n{}")
+
+
+async def test_a_large_request_is_sent_whole() -> None:
+    pieces = [b"[", memoryview(b"0," * LARGE), b"0]"]
+    script = Script(WHOLE)
+    async with a_server(script) as connections:
+        response = await connections.request("POST", "/x", pieces)
+        assert await response.whole() == b"hi"
+        response.close()
+    (request,) = script.requests
+    assert request.endswith(b"\r\n\r\n" + b"".join(pieces))
 
 
 @pytest.mark.parametrize("answer", [WHOLE, CHUNKED], ids=["length", "chunked"])

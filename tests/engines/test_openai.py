@@ -89,6 +89,21 @@ async def test_a_captured_reply_is_put_together() -> None:
     assert (body["return_token_ids"], body["logprobs"], body["top_k"], body["seed"]) == (True, True, 3, 4)
 
 
+async def test_a_server_without_labels_serves_the_version_it_is_told() -> None:
+    choice = {"token_ids": [3], "logprobs": logprobs(-0.5)}
+    events = [
+        event({"content": "a"}, **choice) | {"prompt_token_ids": [1]},
+        event({"content": "b"}, "stop", weight_versions=[{"version": "default", "start": 0, "end": 2}], **choice),
+    ]
+    async with upstream(Answer(events=events), pages=PAGES) as (url, _):
+        engine = OpenAIEngine(EngineOptions(name="e", url=url), retry=HASTY)
+        await engine.start()
+        await engine.set_version(6)
+        last = [chunk async for chunk in engine.chat(REQUEST)][-1]
+        await engine.close()
+    assert last.versions == (VersionSpan(6, 0, 2),)
+
+
 @pytest.mark.parametrize(
     "missing",
     [{"token_ids": None}, {"logprobs": None}],

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from outrider.dialects.base import Completion
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
 from outrider.engines.pool import EnginePool
 from outrider.lifecycle import StopReason
-from outrider.messages import Message, Role
+from outrider.messages import Message, Role, images_in
 from outrider.sessions.calls import Endpoint
 from outrider.sessions.capture import CaptureRecord
 from outrider.sessions.conversation import Conversation
@@ -130,7 +132,44 @@ async def test_an_engine_without_ids_leaves_turns_that_never_train(tmp_path: Pat
 
 def test_of_several_earlier_turns_the_longest_that_fits_is_the_parent() -> None:
     record = CaptureRecord()
-    record.place([1], [2], messages=1)
-    record.place([1, 2, 3], [4], messages=3)
-    placed = record.place([1, 2, 3, 4, 5], [6], messages=5)
+    record.place([1], [2], shown=[b""] * 2)
+    record.place([1, 2, 3], [4], shown=[b""] * 4)
+    placed = record.place([1, 2, 3, 4, 5], [6], shown=[b""] * 6)
     assert (placed.parent, unpack_ids(placed.delta).tolist(), placed.known_messages) == (1, [5], 4)
+
+
+def picture(data: bytes) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
+async def test_the_same_ids_with_another_image_do_not_extend_the_record(tmp_path: Path) -> None:
+    """Images of one size have the same ids: what was shown is told by their digests."""
+    said = {"role": "assistant", "content": "hello"}
+    ids = (([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6]), ([1, 2, 3, 4, 5], [7]))
+    async with told(tmp_path, *ids) as (world, turns):
+        await world.ask(USER)
+        await world.ask(USER, said, picture(b"one"))
+        await world.ask(USER, said, picture(b"two"), said, picture(b"three"))
+        await world.ask(USER, said, picture(b"one"), said, picture(b"three"))
+    assert [(turn.join, turn.parent) for turn in turns[2:]] == [(JoinKind.APPEND, 0), (JoinKind.APPEND, 1)]
+    shown = [[(image.turn, image.message) for image in sample.images] for sample in build_samples(turns, RESULT)]
+    assert sorted(shown) == [[(1, 2), (3, 4)], [(2, 2), (2, 4)]]
+
+
+async def test_a_replaced_image_alone_is_a_rewritten_history(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "hello"}
+    async with told(tmp_path, ([1], [2]), ([1, 2, 3], [4])) as (world, turns):
+        await world.ask(USER, picture(b"one"))
+        await world.ask(USER, picture(b"two"), said, USER)
+    [_, turn] = turns
+    assert (turn.join, turn.cause, turn.forked_from) == (JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, 0)
+    assert (turn.parent, turn.drift_tokens) == (None, 0)
+
+
+async def test_an_image_that_moved_into_the_known_history_is_not_lost(tmp_path: Path) -> None:
+    """A client that puts two messages into one shows the image where only its message's number says it is known."""
+    async with told(tmp_path, ([1], [2]), ([1, 2, 3], [4])) as (world, turns):
+        await world.ask(USER)
+        await world.ask({"role": "user", "content": "hello"}, picture(b"new"))
+    assert [image.digest for message in turns[1].messages for image in images_in(message)] != []

@@ -38,7 +38,7 @@ def test_claude_code_asks_for_its_quota_and_a_topic_before_it_begins() -> None:
 def test_claude_codes_sub_agents_interleave_and_say_who_they_are() -> None:
     harness = Harness()
     main = Agent(harness, [CODER, TASK], CODING)
-    main.step("task", prompt="Search for all callers of parse().", subagent_type="Explore")
+    main.step("task", prompt="Search for all callers of parse().")
     explorer = system("You are a file search specialist.")
     agents = [
         Agent(harness, [explorer, user(f"<reminder/>\nSearch for {what}")], EXPLORING, agent=name)
@@ -52,6 +52,30 @@ def test_claude_codes_sub_agents_interleave_and_say_who_they_are() -> None:
     main.end()
     one, two = ("subagent", 0, 1, "a1"), ("subagent", 0, 1, "a2")
     assert harness.told() == [MAIN, one, two, MAIN, one, two, MAIN]
+
+
+def test_a_sub_agent_is_called_by_its_type_else_by_what_its_client_calls_it() -> None:
+    harness = Harness()
+    main = Agent(harness, [CODER, TASK], CODING)
+    main.step("task", prompt="Search for all callers of parse().", subagent_type="Explore")
+    main.step("task", prompt="Then read the changelog.")
+    Agent(harness, [user("Search for all callers of parse().")], EXPLORING, agent="a1").end()
+    Agent(harness, [user("Then read the changelog.")], EXPLORING, agent="a2").end()
+    assert harness.told()[2:] == [("subagent", 0, 1, "Explore"), ("subagent", 1, 1, "a2")]
+
+
+def test_codex_names_the_threads_of_its_agents_and_what_started_them() -> None:
+    harness = Harness()
+    main = Agent(harness, [CODER, TASK], CODING, agent="t1")
+    main.step("spawn", message="Search for all callers of parse().")
+    sub = [CODER, user("Search for all callers of parse().")]
+    first = harness.call(sub, "I call grep.", EXPLORING, agent="t2", of="t1", purpose="collab_spawn")
+    main.step("wait", targets=["t2"])
+    rest = [*sub, first, user("Go on.")]
+    harness.call(rest, SUMMARY, EXPLORING, agent="t2", of="t1", purpose="collab_spawn")
+    main.end()
+    agent = ("subagent", 0, 1, "t2")
+    assert harness.told() == [MAIN, agent, MAIN, agent, MAIN]
 
 
 def test_a_sub_agent_without_headers_is_known_by_its_prompt() -> None:
@@ -74,7 +98,8 @@ def test_a_sub_agent_without_headers_is_known_by_its_prompt() -> None:
 
 def test_opencodes_title_call_and_its_sub_agents_parent() -> None:
     harness = Harness()
-    harness.call([system("You are a title generator."), user("Generate a title:\n"), TASK], "Fixing the parser")
+    titles = system("You are a title generator.\nName the topic, without quotation marks. Do not summarize.")
+    harness.call([titles, user("Generate a title:\n"), TASK], "Fixing the parser")
     main = a_main(harness)
     sub = [system("You explore."), user("Look around, thoroughly.")]
     harness.call(sub, "There is a parser.", EXPLORING, agent="ses_2", of="ses_1")
@@ -159,6 +184,29 @@ def test_codex_asks_for_its_summary_without_tools_and_compacts_twice() -> None:
         *(MAIN, MAIN, ("compaction", 1, 1, "summary")),
         *(first, first, ("compaction", 4, 2, "summary")),
         second,
+    ]
+
+
+def test_codex_says_which_call_compacts_whose_history() -> None:
+    """Its summary is one whether or not anything goes on from it, and is below the agent whose history it sums up."""
+    harness = Harness()
+    main = Agent(harness, [CODER, TASK], CODING, agent="t1")
+    main.step("spawn", message="Search for all callers of parse().")
+    opening = [CODER, user("Search for all callers of parse().")]
+    sub = Agent(harness, opening, EXPLORING, agent="t2")
+    sub.step("grep")
+    asked = [*sub.history, user("Write a handoff summary.")]
+    harness.call(asked, SUMMARY, agent="t2", of="t1", purpose="compaction")
+    rest = [*opening, user(f"Another model began. Its summary:\n{SUMMARY}")]
+    Agent(harness, rest, EXPLORING, agent="t2").end()
+    main.step()
+    asked = [*main.history, user("Write a handoff summary.")]
+    harness.call(asked, "What is left: all of it.", agent="t1", purpose="compaction")
+    assert harness.told()[2:] == [
+        ("compaction", 1, 2, "summary"),
+        ("compaction", 2, 2, "continued"),
+        MAIN,
+        ("compaction", 4, 1, "summary"),
     ]
 
 

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from outrider.api.engines import engine_routes
 from outrider.api.gateway import Gateway
 from outrider.api.groups import group_routes
+from outrider.api.images import image_routes
 from outrider.api.openapi import describe
 from outrider.api.replies import bad_query, json_reply, outrider_error, unknown_route
 from outrider.asgi import Application, Receive, Scope, Send
@@ -96,6 +97,7 @@ def control_app(service: Service) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(group_routes(service))
+    app.include_router(image_routes(service))
     app.include_router(engine_routes(service))
     app.add_exception_handler(OutriderError, outrider_error)
     app.add_exception_handler(Exception, outrider_error)

@@ -105,7 +105,7 @@ class Gateway:
             return
         request = dialect.parse(call, await _body(receive), conversation.memory(dialect.name))
         if routed.action is Action.COUNT_TOKENS:
-            await reply.whole(200, dialect.count(request, conversation.count(request)))
+            await reply.whole(200, dialect.count(request, await conversation.count(request)))
             return
         writer = dialect.stream(request) if request.stream else None
         work = self._answer(dialect, request, conversation, writer, reply)

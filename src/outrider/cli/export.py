@@ -1,9 +1,10 @@
-"""`outrider export`: the samples of done groups as a file, or as JSON lines on standard output."""
+"""`outrider export`: the samples of done groups as a file with their images beside it, or as JSON lines on standard
+output."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -16,19 +17,23 @@ from outrider.cli.terminal import terminal_of
 from outrider.client import Client
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.sample_files import JsonLines, SampleFormat, SampleWriter, sample_file
+from outrider.sample_files import ImageFolder, JsonLines, SampleFormat, SampleWriter, sample_file, stored_images
+from outrider.trajectory import Sample
 from outrider.wire import GroupView
 
 PAGE = 20
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """What `outrider export --json` writes. `cursor` is where the next export begins (`--after`)."""
+    """What `outrider export --json` writes. `cursor` is where the next export begins (`--after`). The samples show so
+    many `images` that the service keeps; they are in the folder `image_files`."""
 
     samples: int
     groups: int
     cursor: int
     output: str | None
+    images: int
+    image_files: str | None
 
 
 def export(
@@ -45,7 +50,8 @@ def export(
 ) -> None:
     """Write the training samples of done groups.
 
-    One row a sample, in the order in which the groups finished.
+    One row a sample, in the order in which the groups finished. The images that they show go into the folder images
+    beside the file.
 
     Examples:
 
@@ -58,18 +64,43 @@ def export(
         asked = "--json" if json else "parquet"
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="name one: -o FILE")
     samples, groups, cursor = 0, 0, after
+    images = _Images(output.parent / "images" if output else None)
     with client(url, token) as service, _writer(output, format) as writer:
         for done in [_one(service, group)] if group else _pages(service, after):
             rows = done.samples or ()
             writer.write(rows)
+            images.take(rows, service)
             samples += len(rows)
             groups += 1
             cursor = max(cursor, done.cursor or 0)
-    exported = Exported(samples, groups, cursor, str(output) if output else None)
+    exported = Exported(samples, groups, cursor, str(output) if output else None, len(images.shown), images.where)
     if json:
         terminal.document(exported)
-    else:
-        terminal.note(f"{samples} samples of {groups} groups; what finishes next: --after {cursor}")
+        return
+    terminal.note(f"{samples} samples of {groups} groups; what finishes next: --after {cursor}")
+    if images.shown:
+        left = "stay in the service: name a file with -o to have them beside it"
+        terminal.note(f"{len(images.shown)} images {f'in {images.where}' if images.where else left}")
+
+
+class _Images:
+    """The images of exported samples: counted, and where there is a folder, in it."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = ImageFolder(folder) if folder else None
+        self.shown: set[str] = set()
+
+    @property
+    def where(self) -> str | None:
+        """The folder, if any image is in it."""
+        return str(self._folder.path) if self._folder and self.shown else None
+
+    def take(self, samples: Sequence[Sample], service: Client) -> None:
+        digests = stored_images(samples)
+        self.shown.update(digests)
+        if self._folder is not None:
+            for digest in self._folder.missing(digests):
+                self._folder.add(service.image(digest))
 
 
 def _one(service: Client, group_id: str) -> GroupView:

@@ -140,6 +140,9 @@ class ChatMessages:
     def raw(self, index: int) -> bytes:
         return bytes(self._raws[index])
 
+    def head(self, count: int) -> bytes:
+        return b"\0".join(self._raws[:count])
+
     def parse(self, index: int) -> Message:
         return parse_message(self._raws[index], f"messages[{index}]")
 

@@ -24,6 +24,7 @@ ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _FIELDS: msgspec.json.Decoder[Fields] = msgspec.json.Decoder(Fields)
 _RAWS: msgspec.json.Decoder[list[Raw]] = msgspec.json.Decoder(list[Raw])
 _UNDERSCORE = re.compile(r"_([a-z])")
+_ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 _ABSENT = frozenset({b"", b"null"})
 
 
@@ -34,7 +35,8 @@ def fields(raw: bytes | Raw, where: str = "") -> Fields:
 
 def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str = "") -> T:
     """The object in `raw` by a decoder of camelCase keys. Raises RequestError."""
-    if b"_" in bytes(raw):
+    data = bytes(raw)
+    if b"_" in data or has_escaped_letters(data):
         named = decode(_FIELDS, raw, where)
         if any("_" in key for key in named):
             raw = msgspec.json.encode({camel(key): value for key, value in named.items()})
@@ -46,6 +48,11 @@ def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
     if absent(raw):
         return []
     return decode(_RAWS, raw, where) if is_list(raw) else [raw if isinstance(raw, Raw) else Raw(raw)]
+
+
+def has_escaped_letters(data: bytes) -> bool:
+    """Whether letters or underscores, of keys perhaps, are written as escapes: the bytes then do not show the keys."""
+    return b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
 
 
 def absent(raw: bytes | Raw) -> bool:

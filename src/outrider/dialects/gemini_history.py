@@ -129,6 +129,9 @@ class GeminiMessages:
     def raw(self, index: int) -> bytes:
         return self._slots[index].key
 
+    def head(self, count: int) -> bytes:
+        return b"\0".join([slot.key for slot in self._slots[:count]])
+
     def parse(self, index: int) -> Message:
         slot = self._slots[index]
         if slot.role is Role.SYSTEM:

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Raw
 
 from outrider.dialects.decode import decode, refuse, shown
-from outrider.dialects.gemini_fields import ANY, absent, fields, is_text, items
+from outrider.dialects.gemini_fields import ANY, absent, fields, has_escaped_letters, is_text, items
 from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_bytes, image_from_url
 
 INVALID_JSON = "INVALID_JSON"
@@ -115,7 +115,7 @@ def role_of(raw: Raw, where: str) -> Role:
 def parts_of(raw: Raw, where: str) -> list[WirePart]:
     """The parts of a content. Raises RequestError naming the part."""
     data = bytes(raw)
-    if b"_" in data and _SNAKE_CASE.search(data):
+    if (b"_" in data and _SNAKE_CASE.search(data)) or has_escaped_letters(data):
         wire = decode(_LOOSE_CONTENT, raw, where)
         return [
             _part(item, f"{where}.parts[{index}]") for index, item in enumerate(items(wire.parts, f"{where}.parts"))

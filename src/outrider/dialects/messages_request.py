@@ -143,6 +143,9 @@ class MessagesHistory:
                 pieces += block.pieces()
         return b"\n".join(pieces)
 
+    def head(self, count: int) -> bytes:
+        return b"\0".join(map(self.raw, range(count)))
+
     def parse(self, index: int) -> Message:
         span = self._spans[index]
         blocks = [at for number in range(span.first, span.last) for at in self._placed(number)][span.start : span.stop]

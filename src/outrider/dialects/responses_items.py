@@ -149,6 +149,9 @@ class ResponsesHistory:
             return msgspec.json.encode(self._instructions)
         return b"\n".join([at.item.raw() for at in self._items[span.first : span.last]])
 
+    def head(self, count: int) -> bytes:
+        return b"\0".join(map(self.raw, range(count)))
+
     def parse(self, index: int) -> Message:
         span = self._spans[index]
         if span.first == span.last:

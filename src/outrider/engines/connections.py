@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -20,6 +20,10 @@ import httptools
 CONNECT_SECONDS = 10.0
 # uvicorn, under vLLM and SGLang, closes idle connections after 5 s: giving them up first avoids the race.
 KEEP_ALIVE_SECONDS = 4.0
+Buffer = bytes | memoryview
+"""What is sent as it is; not to be changed after that."""
+LARGE = 1 << 16
+"""Requests of more bytes are not put together first."""
 HIGH_WATER = 1 << 20
 """Bytes that wait to be read before the server is asked to pause."""
 
@@ -43,20 +47,20 @@ class Connections:
         self._closed = False
 
     async def request(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+        self, method: str, path: str, body: Sequence[Buffer] = (), headers: Mapping[str, str] | None = None
     ) -> Response:
-        """Send a request; the answer, once its head is here. Close it when done."""
+        """Send a request, its body in pieces; the answer, once its head is here. Close it when done."""
         connection = self._reused() or await self._connect()
         if self._closed:
             connection.abort()
             raise ConnectionAbortedError("the client was closed")
         self._busy.add(connection)
-        length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)
+        length = b"Content-Length: %d\r\n" % sum(map(len, body)) if body else b""
         own = _lines(headers) if headers else b""
         start = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
         response = Response(self, connection)
         try:
-            await connection.begin(b"".join((start, self._head, own, length, b"\r\n", body or b"")))
+            await connection.begin((start, self._head, own, length, b"\r\n", *body))
         except BaseException:
             response.close()
             raise
@@ -179,13 +183,16 @@ class _Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         return self.complete and self._lost is None and self._transport is not None
 
-    async def begin(self, request: bytes) -> None:
+    async def begin(self, request: Sequence[Buffer]) -> None:
         """Send a request and wait for the head of its answer."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.headers, self._body, self._waiting = 0, {}, [], 0
         self.complete = self._head_complete = False
-        self._transport.write(request)
+        if sum(map(len, request)) > LARGE:
+            self._transport.writelines(request)
+        else:
+            self._transport.write(b"".join(request))
         while not self._head_complete:
             await self._more()
 

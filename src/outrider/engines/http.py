@@ -6,7 +6,7 @@ It knows no engine's protocol. Invariant: nothing is sent twice once a first eve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 import orjson
 
 from outrider.engines.backoff import Backoff
-from outrider.engines.connections import Connections, Response
+from outrider.engines.connections import Buffer, Connections, Response
 from outrider.engines.failures import StatusFailure
 from outrider.engines.sse import SseReader
 from outrider.errors import EngineError, EngineUnavailable
@@ -41,8 +41,8 @@ DEFAULT_RETRY = RetryPolicy()
 
 
 def encode(body: Any) -> bytes:
-    """JSON, with numpy arrays of token ids written directly."""
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    """JSON."""
+    return orjson.dumps(body)
 
 
 class HttpClient:
@@ -72,17 +72,17 @@ class HttpClient:
 
     async def get(self, path: str) -> Any:
         """The JSON answer to a GET (None for an empty one), tried once."""
-        return await self._call("GET", path, None, CONTROL_SECONDS)
+        return await self._call("GET", path, (), CONTROL_SECONDS)
 
     async def post(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> Any:
         """The JSON answer to a POST (None for an empty one), tried once; `seconds` None waits for ever."""
-        return await self._call("POST", path, None if body is None else encode(body), seconds)
+        return await self._call("POST", path, () if body is None else (encode(body),), seconds)
 
     async def events(
-        self, path: str, body: Callable[[int], bytes], headers: Mapping[str, str] | None = None
+        self, path: str, body: Callable[[int], Sequence[Buffer]], headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[list[bytes], None]:
-        """POST `body(attempt)` and yield the answer's SSE payloads up to `[DONE]` or its end, in batches as they
-        arrive; none is empty.
+        """POST the pieces of `body(attempt)` and yield the answer's SSE payloads up to `[DONE]` or its end, in batches
+        as they arrive; none is empty.
 
         Connection failures and transient statuses are retried until the first payload came. Closing the
         generator closes the connection, which aborts the work upstream.
@@ -107,7 +107,7 @@ class HttpClient:
             await asyncio.sleep(self._retry.wait(attempt, asked))
 
     async def _exchange(
-        self, path: str, body: bytes, headers: Mapping[str, str] | None
+        self, path: str, body: Sequence[Buffer], headers: Mapping[str, str] | None
     ) -> AsyncGenerator[list[bytes], None]:
         response = await self._started().request("POST", path, body, headers)
         try:
@@ -127,7 +127,7 @@ class HttpClient:
         finally:
             response.close()
 
-    async def _call(self, method: str, path: str, body: bytes | None, seconds: float | None) -> Any:
+    async def _call(self, method: str, path: str, body: Sequence[Buffer], seconds: float | None) -> Any:
         try:
             async with asyncio.timeout(seconds):
                 response = await self._started().request(method, path, body)

@@ -104,7 +104,7 @@ class OpenAIEngine:
         reply = _Reply(self.name, request.request_id, self._version, capture=self.mode is TokenMode.CAPTURE)
         try:
             body = encode(self._body(request, self._model or await self._first_model()))
-            async with aclosing(self._http.events(ROUTE, lambda _: body)) as batches:
+            async with aclosing(self._http.events(ROUTE, lambda _: (body,))) as batches:
                 async for payloads in batches:
                     for payload in payloads:
                         if (chunk := reply.read(payload)) is not None:
@@ -218,7 +218,7 @@ class _Reply:
             prompt_ids=self._prompt_ids,
             output_ids=self._ids,
             logprobs=checked_logprobs(self._ids, self._logprobs, self._engine),
-            versions=spans_of(self._labels, length=len(self._ids), version=self._version),
+            versions=spans_of(self._labels, length=len(self._ids), version=self._version, unlabelled=self._version),
             usage=self._usage,
         )
 

@@ -16,10 +16,11 @@ import msgspec
 
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.batch import arrivals
+from outrider.engines.connections import Buffer
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.gate import Gate
 from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
-from outrider.engines.ids import ids_json
+from outrider.engines.ids import body_with_ids
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of, version_of
 from outrider.engines.wire import checked_logprobs, decode, finish_of, served_model
@@ -82,7 +83,7 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         reply = _Reply(self.name, self._version)
-        batches = self._http.events("/generate", lambda attempt: encode(_body(request, attempt)))
+        batches = self._http.events("/generate", lambda attempt: _body(request, attempt))
         try:
             async with self._gate.passage(), aclosing(batches), aclosing(arrivals(batches, reply)) as chunks:
                 async for chunk in chunks:
@@ -96,9 +97,7 @@ class SGLangEngine:
             await self._http.get("/health")
             card = served_model(await self._http.get("/v1/models"), self._model, self.name)
             self._context = card.max_model_len
-            info = await self._http.get("/model_info")
-            if isinstance(info, dict) and isinstance(label := info.get("weight_version"), str):
-                self._version = version_of(label)
+            self._version = await self._served_version()
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
@@ -129,6 +128,17 @@ class SGLangEngine:
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 
+    async def _served_version(self) -> int:
+        """The label of the served weights; servers without the route do not say."""
+        try:
+            info = await self._http.get("/model_info")
+        except StatusFailure as failure:
+            if failure.transient:
+                raise
+            return self._version
+        label = info.get("weight_version") if isinstance(info, dict) else None
+        return version_of(label) if isinstance(label, str) else self._version
+
     async def _control(self, path: str, body: dict[str, Any]) -> None:
         try:
             await self._http.post(path, body)
@@ -144,6 +154,7 @@ class _Reply:
         self._engine = engine
         self._version = version
         self._length = 0
+        self._labels: list[LabelSpan] = []
         self._last: Chunk | None = None
 
     @property
@@ -166,18 +177,27 @@ class _Reply:
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, encode({"message": finish.message}))
         ids, logprobs = self._new_tokens(event.output_ids, meta)
+        self._note_label(meta.weight_version, len(ids))
         if finish is None:
             return Chunk(ids=ids, logprobs=logprobs) if ids else None
-        version = self._version if meta.weight_version is None else version_of(meta.weight_version)
         self._last = Chunk(
             ids=ids,
             logprobs=logprobs,
             finish=finish_of(finish.type, self._engine),
             stop_match=finish.matched,
-            versions=spans_of(meta.weight_versions, length=self._length, version=version),
+            versions=spans_of(meta.weight_versions or self._labels, length=self._length, version=self._version),
             cached_tokens=meta.cached_tokens,
         )
         return None
+
+    def _note_label(self, label: str | None, new: int) -> None:
+        """What an event says of the weights is of its new tokens, where the reply has no spans of its own."""
+        if label is None or not new:
+            return
+        start = self._length - new if self._labels else 0
+        if self._labels and self._labels[-1].version == label:
+            start = self._labels.pop().start
+        self._labels.append(LabelSpan(label, start, self._length))
 
     def _new_tokens(self, ids: list[int], meta: _Meta) -> tuple[list[int], list[float]]:
         """What the event adds. It is cumulative when it holds as many ids as were sampled in all, a delta when
@@ -201,7 +221,7 @@ def request_name(request: GenerateRequest, attempt: int) -> str:
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
 
 
-def _body(request: GenerateRequest, attempt: int) -> dict[str, Any]:
+def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
     sampling = request.sampling
     # A key the server does not know here is a 400, so only documented ones.
     params: dict[str, Any] = {
@@ -218,8 +238,7 @@ def _body(request: GenerateRequest, attempt: int) -> dict[str, Any]:
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    return {
-        "input_ids": ids_json(request.input_ids),
+    body = {
         "sampling_params": params,
         "return_logprob": True,
         "logprob_start_len": -1,
@@ -227,3 +246,4 @@ def _body(request: GenerateRequest, attempt: int) -> dict[str, Any]:
         "routing_key": request.session_key,
         "stream": True,
     }
+    return body_with_ids(body, "input_ids", request.input_ids)

@@ -13,7 +13,7 @@ from outrider.errors import EngineError
 from outrider.trajectory import VersionSpan
 
 UNLABELLED = "default"
-"""What both vLLM and SGLang call weights that nobody has labelled: our version 0."""
+"""What both vLLM and SGLang call weights that nobody has labelled: our version 0, unless we were told another."""
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
@@ -24,10 +24,11 @@ class LabelSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-def version_of(label: str) -> int:
-    """The policy version a label stands for. Raises EngineError when it is not a decimal number."""
+def version_of(label: str, *, unlabelled: int = 0) -> int:
+    """The policy version a label stands for; `unlabelled` is that of weights without one. Raises EngineError when it is
+    not a decimal number."""
     if label == UNLABELLED:
-        return 0
+        return unlabelled
     if label.isascii() and label.isdecimal():
         return int(label)
     raise EngineError(
@@ -40,8 +41,11 @@ def label_of(version: int) -> str:
     return str(version) if version else UNLABELLED
 
 
-def spans_of(labels: Sequence[LabelSpan] | None, *, length: int, version: int) -> tuple[VersionSpan, ...]:
-    """The spans of a reply of `length` tokens; one span of `version` where the engine gave none.
+def spans_of(
+    labels: Sequence[LabelSpan] | None, *, length: int, version: int, unlabelled: int = 0
+) -> tuple[VersionSpan, ...]:
+    """The spans of a reply of `length` tokens; one span of `version` where the engine gave none. `unlabelled` is the
+    version of weights without a label.
 
     Raises EngineError when the engine's spans do not tile the reply.
     """
@@ -49,7 +53,7 @@ def spans_of(labels: Sequence[LabelSpan] | None, *, length: int, version: int) -
         return ()
     if not labels:
         return (VersionSpan(version, 0, length),)
-    spans = tuple(VersionSpan(version_of(span.version), span.start, span.end) for span in labels)
+    spans = tuple(VersionSpan(version_of(span.version, unlabelled=unlabelled), span.start, span.end) for span in labels)
     edges = [0, *(span.end for span in spans)]
     if edges[-1] != length or any(span.start != edge for span, edge in zip(spans, edges, strict=False)):
         raise EngineError(f"the engine's weight versions {list(labels)} do not cover its {length} tokens")

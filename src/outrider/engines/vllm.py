@@ -1,14 +1,15 @@
 """A vLLM server as an engine: token ids in and out through `/inference/v1/generate`.
 
-Servers without that route (before 0.11, or started without `--enable-scale-out`) are driven through
-`/v1/completions` with ids, which the first request finds out. Both log-probability shapes of the generate
-route are read (text ids up to 0.31, integer ids since). It knows no conversation.
+Servers without that route (before 0.11, or started without `--enable-scale-out`), and those whose route does not
+stream (before 0.20), are driven through `/v1/completions` with ids, which the first request finds out. Both
+log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). It knows no
+conversation.
 Invariant: an id is only ever passed on together with the log-probability the server gave for that very id.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -16,9 +17,10 @@ import msgspec
 
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.batch import arrivals
+from outrider.engines.connections import Buffer
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
-from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
-from outrider.engines.ids import ids_json
+from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy
+from outrider.engines.ids import body_with_ids
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of, version_of
 from outrider.engines.wire import LOGPROB_KINDS, ModelCard, checked_logprobs, decode, finish_of, served_model
@@ -92,6 +94,7 @@ class VLLMEngine:
         self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
         self._context: int | None = None
         self._version = 0
+        self._unlabelled = 0  # the version of weights without a label, where the server takes no label
         self._completions_only = False
 
     async def start(self) -> None:
@@ -111,6 +114,8 @@ class VLLMEngine:
                 except StatusFailure as failure:
                     if failure.status not in ROUTE_MISSING:
                         raise
+                except _NotStreamed:
+                    pass
             async with aclosing(self._stream(COMPLETIONS, _completions_body, request)) as chunks:
                 async for chunk in chunks:
                     self._completions_only = True
@@ -144,6 +149,9 @@ class VLLMEngine:
         except StatusFailure as failure:
             if failure.status != 404:
                 raise translate(failure, self.name) from None
+            self._unlabelled = version
+        else:
+            self._unlabelled = 0
         self._version = version
 
     async def token_check(self, text: str) -> list[int] | None:
@@ -184,13 +192,13 @@ class VLLMEngine:
     async def _stream(
         self,
         path: str,
-        body: Callable[[GenerateRequest, str | None, int], dict[str, Any]],
+        body: Callable[[GenerateRequest, str | None, int], Sequence[Buffer]],
         request: GenerateRequest,
     ) -> AsyncGenerator[Chunk, None]:
-        reply = _Reply(self.name, self._version)
+        reply = _Reply(self.name, self._version, self._unlabelled)
         batches = self._http.events(
             path,
-            lambda attempt: encode(body(request, self._model, attempt)),
+            lambda attempt: body(request, self._model, attempt),
             {"X-Session-ID": request.session_key},
         )
         async with aclosing(batches), aclosing(arrivals(batches, reply)) as chunks:
@@ -198,12 +206,18 @@ class VLLMEngine:
                 yield chunk
 
 
+class _NotStreamed(EngineUnavailable):
+    """An answer came to its proper end without one event: it was no stream."""
+
+
 class _Reply:
     """One streamed generation, read event by event. The finishing tokens wait for the usage behind them."""
 
-    def __init__(self, engine: str, version: int) -> None:
+    def __init__(self, engine: str, version: int, unlabelled: int) -> None:
         self._engine = engine
         self._version = version
+        self._unlabelled = unlabelled
+        self._begun = False
         self._length = 0
         self._prompt_ids: list[int] | None = None
         self._cached: int | None = None
@@ -214,6 +228,7 @@ class _Reply:
         return self._last is not None
 
     def read(self, payload: bytes) -> Chunk | None:
+        self._begun = True
         event = decode(_EVENTS, payload, self._engine)
         if event.error is not None:
             raise failure_of_event(event.error)
@@ -223,6 +238,8 @@ class _Reply:
 
     def last(self) -> Chunk:
         """Raises EngineUnavailable when the stream ended before the generation did."""
+        if not self._begun:
+            raise _NotStreamed(f"engine {self._engine!r} answered without a stream")
         if self._last is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
         return msgspec.structs.replace(self._last, cached_tokens=self._cached)
@@ -242,7 +259,9 @@ class _Reply:
             logprobs=logprobs,
             finish=finish_of(choice.finish_reason, self._engine),
             stop_match=choice.stop_reason,
-            versions=spans_of(choice.weight_versions, length=self._length, version=self._version),
+            versions=spans_of(
+                choice.weight_versions, length=self._length, version=self._version, unlabelled=self._unlabelled
+            ),
             prompt_ids=self._prompt_ids,
         )
         return None
@@ -297,19 +316,16 @@ def _envelope(request: GenerateRequest, model: str | None, attempt: int) -> dict
     return envelope
 
 
-def _generate_body(request: GenerateRequest, model: str | None, attempt: int) -> dict[str, Any]:
-    return {
-        **_envelope(request, model, attempt),
-        "token_ids": ids_json(request.input_ids),
-        "sampling_params": _sampling(request),
-    }
+def _generate_body(request: GenerateRequest, model: str | None, attempt: int) -> list[Buffer]:
+    body = {**_envelope(request, model, attempt), "sampling_params": _sampling(request)}
+    return body_with_ids(body, "token_ids", request.input_ids)
 
 
-def _completions_body(request: GenerateRequest, model: str | None, attempt: int) -> dict[str, Any]:
-    return {
+def _completions_body(request: GenerateRequest, model: str | None, attempt: int) -> list[Buffer]:
+    body = {
         **_envelope(request, model, attempt),
         **_sampling(request),
-        "prompt": ids_json(request.input_ids),
         "return_token_ids": True,
         "return_weight_versions": True,
     }
+    return body_with_ids(body, "prompt", request.input_ids)

@@ -60,9 +60,9 @@ def finish_of(reason: str, engine: str) -> FinishReason:
 
 
 def checked_logprobs(ids: Sequence[int], logprobs: Sequence[float | None], engine: str) -> list[float]:
-    """The log-probabilities of `ids`. Raises EngineError when one is missing."""
+    """The log-probabilities of `ids`, one each. Raises EngineError when one is missing or too many."""
     values = [value for value in logprobs if value is not None and value > MISSING_LOGPROB]
-    if len(values) != len(ids):
+    if not len(ids) == len(values) == len(logprobs):
         raise EngineError(
             f"engine {engine!r} gave {len(values)} log-probabilities for {len(ids)} sampled tokens"
             + (f" ({len(logprobs) - len(values)} marked as missing)" if len(logprobs) > len(values) else "")

@@ -7,7 +7,7 @@ extend the previous turn's ids. Invariant: nothing is spliced; such a turn stand
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from uuid import uuid4
 
@@ -17,7 +17,7 @@ from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import EngineUnavailable
-from outrider.messages import Delta, Role
+from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls import Endpoint, count_differences, parsed
 from outrider.tokens.canonical import digest, extend, message_key
 from outrider.trajectory import (
@@ -54,6 +54,7 @@ class CaptureCall:
         self._endpoint = endpoint
         self._record = record
         self._request = request
+        self._messages = parsed(request.messages, 0)
         self._sampling = sampling
         self._dialect = dialect
         self._session_key = session_key
@@ -67,7 +68,7 @@ class CaptureCall:
             ChatRequest(
                 request_id=self.id,
                 session_key=self._session_key,
-                messages=parsed(self._request.messages, 0),
+                messages=self._messages,
                 tools=self._request.tools,
                 sampling=self._sampling,
             )
@@ -91,15 +92,15 @@ class CaptureCall:
         assert served is not None
         captured = last.output_ids is not None and last.prompt_ids is not None
         output = last.output_ids or [] if captured else []
-        request = self._request.messages
         prompt = last.prompt_ids or [] if captured else []
-        placed = self._record.place(prompt, output, messages=len(request), opening=_opening(self._request))
+        opening = _opening(self._messages, self._request.tools_raw)
+        placed = self._record.place(prompt, output, shown=_image_paths(self._messages), opening=opening)
         versions = last.versions or ((VersionSpan(served.version, 0, len(output)),) if output else ())
         return Turn(
             index=placed.index,
             parent=placed.parent,
             join=placed.join,
-            cause=ForkCause.CAPTURE_DRIFT if placed.join is JoinKind.FORK else None,
+            cause=placed.cause,
             forked_from=placed.forked_from,
             conversation=placed.conversation,
             tools=digest(self._request.tools_raw) if self._request.tools else b"",
@@ -118,7 +119,7 @@ class CaptureCall:
             engine=served.engine,
             sampling=msgspec.to_builtins(self._sampling),
             drift_tokens=placed.drift,
-            messages=parsed(request, placed.known_messages),
+            messages=self._messages[placed.known_messages :],
             reply=last.reply,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
@@ -153,29 +154,35 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     drift: int
     known_messages: int
     conversation: int
+    cause: ForkCause | None = None
     forked_from: int | None = None
 
 
 class CaptureRecord:
-    """The ids of a session's captured turns: a prompt that begins with all of an earlier turn's extends it."""
+    """The ids of a session's captured turns: a prompt that begins with all of an earlier turn's extends it, if it also
+    shows the same images up to there. Ids alone do not tell: those of two images of one size are the same."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
         self._messages: list[int] = []
+        self._images: list[bytes] = []
         self._conversations: dict[bytes, int] = {}
         self._newest: dict[int, int] = {}
 
-    def place(self, prompt: list[int], output: list[int], *, messages: int, opening: bytes = b"") -> Placed:
-        """`messages` is how many the request had; its reply makes one more. Requests with the same `opening` belong to
-        one conversation."""
+    def place(self, prompt: list[int], output: list[int], *, shown: Sequence[bytes], opening: bytes = b"") -> Placed:
+        """`shown[n]` tells the images in the request's first `n` messages apart from others. Requests with the same
+        `opening` belong to one conversation."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        parent = self._longest_prefix(packed)
+        fitting = self._prefixes(packed)
+        same = [earlier for earlier in fitting if self._shows_the_same(earlier, shown)]
+        parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
         self._ends.append(packed + pack_ids(output))
-        self._messages.append(messages + 1)
+        self._messages.append(len(shown))
+        self._images.append(shown[-1])
         if parent is not None:
             return Placed(
                 index=index,
@@ -187,10 +194,13 @@ class CaptureRecord:
                 conversation=conversation,
             )
         known = unpack_ids(b"" if before is None else self._ends[before])
+        forked = before is not None and bool(prompt)
+        cause = ForkCause.HISTORY_REWRITTEN if fitting else ForkCause.CAPTURE_DRIFT
         return Placed(
             index=index,
             parent=None,
-            join=JoinKind.ROOT if before is None or not prompt else JoinKind.FORK,
+            join=JoinKind.FORK if forked else JoinKind.ROOT,
+            cause=cause if forked else None,
             delta=packed,
             drift=count_differences(known, prompt[: len(known)]) if prompt else 0,
             known_messages=0,
@@ -198,20 +208,33 @@ class CaptureRecord:
             forked_from=before,
         )
 
-    def _longest_prefix(self, prompt: bytes) -> int | None:
-        """Of the turns whose ids the prompt goes on from, the longest; the first among equals."""
-        fitting = [
+    def _prefixes(self, prompt: bytes) -> list[int]:
+        """The turns whose ids the prompt goes on from."""
+        return [
             index for index, ids in enumerate(self._ends) if ids and len(ids) < len(prompt) and prompt.startswith(ids)
         ]
-        return max(fitting, key=lambda index: len(self._ends[index]), default=None)
+
+    def _shows_the_same(self, earlier: int, shown: Sequence[bytes]) -> bool:
+        """Whether a request has the images of an earlier one, in the messages that both have."""
+        return shown[min(self._messages[earlier], len(shown) - 1)] == self._images[earlier]
 
 
-def _opening(request: ModelRequest) -> bytes:
+def _image_paths(messages: Sequence[Message]) -> list[bytes]:
+    """For every number of messages, from none to all, what stands for the images in so many."""
+    paths = [b""]
+    for message in messages:
+        path = paths[-1]
+        for image in images_in(message):
+            path = extend(path, image.digest.encode())
+        paths.append(path)
+    return paths
+
+
+def _opening(messages: Sequence[Message], tools_raw: bytes) -> bytes:
     """The digest of what a conversation keeps while it grows: its tools, and its messages up to the first that is not
     the system's."""
-    path = digest(request.tools_raw)
-    for index in range(len(request.messages)):
-        message = request.messages.parse(index)
+    path = digest(tools_raw)
+    for message in messages:
         path = extend(path, message_key(message).body)
         if message.role is not Role.SYSTEM:
             break

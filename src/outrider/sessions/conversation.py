@@ -17,7 +17,8 @@ from outrider.engines.base import SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import ContextOverflow, EngineError, OutriderError, RequestError, ServiceError
 from outrider.lifecycle import StopReason
-from outrider.sessions.calls import Call, Endpoint, Step, TokenCall
+from outrider.messages import images_in
+from outrider.sessions.calls import Call, Endpoint, Step, TokenCall, parsed
 from outrider.sessions.capture import CaptureCall, CaptureRecord
 from outrider.spec import Limits, Sampling
 from outrider.tokens.renderer import History
@@ -86,11 +87,14 @@ class Conversation:
         """What that dialect keeps for this session."""
         return self._memories.setdefault(dialect, {})
 
-    def count(self, request: ModelRequest) -> int:
+    async def count(self, request: ModelRequest) -> int:
         """How many tokens the request's prompt has, as `call` would send it; nothing is generated or recorded.
 
-        An engine that renders prompts itself is not asked: the count is then this renderer's. Raises RequestError.
+        An engine that renders prompts itself is not asked: the count is then this renderer's, which knows no images.
+        Raises RequestError.
         """
+        if (await self.endpoint.pool.select(self.session_key)).mode is not TokenMode.TOKENS:
+            _refuse_images(request)
         return self.tree.measure(request.messages, request.tools, request.tools_raw)
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[Step, None]:
@@ -215,6 +219,14 @@ class Conversation:
         self.turns += 1
         self.sampled_tokens += len(turn.output_ids) // 4
         await self._record(turn)
+
+
+def _refuse_images(request: ModelRequest) -> None:
+    if any(images_in(message) for message in parsed(request.messages, 0)):
+        raise RequestError(
+            "the tokens of images are not known before the call: the engine makes them",
+            hint="count without the images; a reply's usage says what they came to",
+        )
 
 
 def _nothing() -> None:

@@ -163,15 +163,15 @@ class LocalNode:
             evaluator=make_evaluator(task.evaluator),
             lanes=self._lanes,
             enter=enter,
-            turns=partial(self._turns, assignment),
+            turns=partial(self._turns, assignment, images=True),
             teardown=self._stop,
         )
 
     async def _stop(self, runtime: Runtime) -> None:
         await run_to_end(self._teardowns, runtime.stop(), name="stop sandbox")
 
-    async def _turns(self, assignment: Assignment) -> list[Turn]:
-        return await self._store.turns(assignment.session_id, assignment.attempt)
+    async def _turns(self, assignment: Assignment, *, images: bool = False) -> list[Turn]:
+        return await self._store.turns(assignment.session_id, assignment.attempt, images=images)
 
     def _result(
         self, assignment: Assignment, conversation: Conversation, ending: Ending, turns: list[Turn]

@@ -16,6 +16,7 @@ import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState
+from outrider.messages import Image
 from outrider.trajectory import SessionResult, Turn
 
 
@@ -140,9 +141,17 @@ class Store(Protocol):
 
     async def renew_leases(self, node: str, lease_until: float) -> None: ...
 
-    async def add_turn(self, session_id: str, attempt: int, turn: Turn) -> None: ...
-    async def turns(self, session_id: str, attempt: int | None = None) -> list[Turn]:
-        """Of one attempt (default: the newest), by index."""
+    async def add_turn(self, session_id: str, attempt: int, turn: Turn) -> None:
+        """Store a turn. The bytes of its images are kept apart, once for each digest, whoever sent them before."""
+        ...
+
+    async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]:
+        """Of one attempt (default: the newest), by index. Their images have no bytes unless `images` asks for them."""
+        ...
+
+    async def image(self, digest: str) -> Image:
+        """An image that a stored turn shows, with its bytes. Of several media types that were given for the same
+        bytes, the first."""
         ...
 
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:

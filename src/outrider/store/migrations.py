@@ -43,6 +43,30 @@ def _count_outcomes(tx: Connection) -> None:
         )
 
 
+def _move_images(tx: Connection) -> None:
+    """Images were kept in every turn that showed them."""
+    for attempt in tx.fetch("SELECT DISTINCT session_id, attempt FROM turns"):
+        sql = "SELECT turn_index, turn FROM turns WHERE session_id = ? AND attempt = ?"
+        for index, packed in tx.fetch(sql, attempt):
+            if _IMAGE_TAG not in packed:
+                continue
+            turn = msgspec.msgpack.decode(packed)
+            parts = (part for message in turn["messages"] for part in message.get("parts", ()))
+            for image in [part for part in parts if part.get("data")]:
+                data = image.pop("data")
+                image["size"] = len(data)
+                tx.execute(
+                    "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                    (image["digest"], image["media_type"], data),
+                )
+            tx.execute(
+                "UPDATE turns SET turn = ? WHERE session_id = ? AND attempt = ? AND turn_index = ?",
+                (msgspec.msgpack.encode(turn), *attempt, index),
+            )
+
+
+_IMAGE_TAG = msgspec.msgpack.encode("type") + msgspec.msgpack.encode("image")
+
 MIGRATIONS: Migrations = (
     (
         # `open_sessions` counts those not done; `cursor` orders the done groups.
@@ -123,6 +147,11 @@ MIGRATIONS: Migrations = (
         """CREATE INDEX sessions_queue ON sessions (priority DESC, created, group_id, sample_index, due)
             WHERE waiting = 1""",
         "CREATE INDEX sessions_due ON sessions (due) WHERE waiting = 1 AND due > 0",
+    ),
+    (
+        # `digest` is the SHA-256 of `data`: what any number of sessions were shown, any number of times, is here once.
+        "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
+        _move_images,
     ),
 )
 

@@ -16,9 +16,11 @@ from typing import Any, Self
 
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
 from outrider.lifecycle import GroupState, SessionState, can_move
+from outrider.messages import Image
 from outrider.store import rows
 from outrider.store.base import Delivery, Event, EventKind, GroupRow, SessionRow
 from outrider.store.database import Connection, Database
+from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.records import (
     count_outcome,
@@ -181,23 +183,29 @@ class SqlStore:
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn) -> None:
         """As the protocol says; Conflict also for a turn index that the attempt already has."""
-        packed = rows.pack(turn)
+        taken = split(turn)
+        packed = rows.pack(taken.turn)
 
         def body(tx: Connection) -> None:
             if not tx.execute(ADD_TURN, (turn.index, packed, session_id, attempt)):
                 started(tx, session_id, attempt)
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
+            insert_images(tx, taken.images)
 
         await self._db.write(body)
 
-    async def turns(self, session_id: str, attempt: int | None = None) -> list[Turn]:
+    async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]:
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
         def body(tx: Connection) -> list[bytes]:
             newest = find_session(tx, session_id).attempt
             return [row[0] for row in tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
 
-        return [rows.turn_from(packed) for packed in await self._db.read(body)]
+        found = [rows.turn_from(packed) for packed in await self._db.read(body)]
+        return await self._db.read(lambda tx: restore(tx, found)) if images else found
+
+    async def image(self, digest: str) -> Image:
+        return await self._db.read(lambda tx: find_image(tx, digest))
 
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
         def body(tx: Connection) -> None:

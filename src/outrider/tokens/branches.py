@@ -99,15 +99,17 @@ class Reading:
         spawned = self.spawned.get(strand.number)
         return spawned.turn if spawned else self.caller(strand)
 
-    def agent_type(self, strand: Strand) -> str:
-        """What the tool call that began it calls it."""
+    def agent_name(self, strand: Strand) -> str:
+        """The sort of agent that the tool call which began it asked for, else what its client calls it, else the
+        tool."""
         spawned = self.spawned.get(strand.number)
-        return spawned.agent_type if spawned else ""
+        sort, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
+        return sort or strand.head.agent_id or tool
 
     def caller(self, strand: Strand) -> int | None:
         """The newest turn before it of the agent that its client names, else of the main line."""
         head = strand.head
-        for agent in (head.parent_agent_id, head.agent_id):
+        for agent in (head.agent_id, head.parent_agent_id):
             earlier = (self.session.turns[at] for at in range(head.index - 1, -1, -1) if agent is not None)
             found = (turn for turn in earlier if turn.agent_id == agent and turn.conversation != head.conversation)
             if (turn := next(found, None)) is not None:
@@ -172,7 +174,8 @@ def _is_forked(reading: Reading, strand: Strand) -> Found | None:
 def _has_purpose(reading: Reading, strand: Strand) -> Found | None:
     purpose = (strand.head.purpose or "").lower()
     kind = PURPOSES.get(purpose)
-    return Found(kind, reading.caller(strand), purpose) if kind else None
+    label = SUMMARY if kind is BranchKind.COMPACTION else purpose
+    return Found(kind, reading.caller(strand), label) if kind else None
 
 
 def _asks_without_tools(reading: Reading, strand: Strand) -> Found | None:
@@ -184,12 +187,12 @@ def _names_its_agent(reading: Reading, strand: Strand) -> Found | None:
     head = strand.head
     if head.parent_agent_id is None and not reading.has_own_agent(strand):
         return None
-    return Found(BranchKind.SUBAGENT, reading.starter(strand), head.agent_id or reading.agent_type(strand))
+    return Found(BranchKind.SUBAGENT, reading.starter(strand), reading.agent_name(strand))
 
 
 def _was_spawned(reading: Reading, strand: Strand) -> Found | None:
     started = strand.number in reading.spawned
-    return Found(BranchKind.SUBAGENT, reading.starter(strand), reading.agent_type(strand)) if started else None
+    return Found(BranchKind.SUBAGENT, reading.starter(strand), reading.agent_name(strand)) if started else None
 
 
 def _asks_with_other_tools(reading: Reading, strand: Strand) -> Found | None:
@@ -303,7 +306,7 @@ def _decided(reading: Reading, strand: Strand) -> Lineage:
 
 
 def _mark_summaries(reading: Reading) -> None:
-    """A side call whose answer a history goes on from was for a summary of the history before."""
+    """A call of its own whose answer a history goes on from was for a summary of the history before."""
     for continued in reading.continued.values():
         if continued is None or continued.source is None:
             continue
@@ -311,7 +314,8 @@ def _mark_summaries(reading: Reading) -> None:
         lineage = reading.lineages[strand.number]
         old = reading.session.strand_of(continued.old.index)
         known = _before(old, strand.head.index)
-        if known is not None and (lineage.kind is BranchKind.AUXILIARY or lineage.rule == "other"):
+        asked_for = (lineage.rule, lineage.kind) == ("purpose", BranchKind.COMPACTION)
+        if known is not None and (asked_for or lineage.kind is BranchKind.AUXILIARY or lineage.rule == "other"):
             reading.lineages[strand.number] = Lineage(
                 kind=BranchKind.COMPACTION,
                 parent=known,

@@ -131,7 +131,11 @@ _DECODER = json.JSONDecoder(parse_float=_number)
 
 
 def _dump(value: Any) -> bytes:
-    return _bytes(json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")))
+    """Bytes of their own for every list of texts, whatever Unicode they hold."""
+    try:
+        return msgspec.msgpack.encode(value)
+    except UnicodeEncodeError:  # half a surrogate pair: JSON can say that, too
+        return json.dumps(value).encode()
 
 
 def _bytes(text: str) -> bytes:

@@ -7,6 +7,7 @@ real clients' prompts and tools; they name branches, and never decide their kind
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -35,7 +36,11 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Words of a side call's system prompt, else of what it asks, and the label they give it; the first that is found."""
+"""How words of a side call's system prompt, else of what it asks, begin, and the label they give it. What stands first
+in the text decides: prompts for titles speak of topics too, and the other way round."""
+
+_LABEL_OF = dict(LABELS)
+_LABELLED = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
 """Arguments of a tool that starts sub-agents which name the sort of agent."""
@@ -58,13 +63,16 @@ class _Given(msgspec.Struct, frozen=True):
     text: str
     turn: int
     agent_type: str
+    tool: str
 
 
 class Spawn(msgspec.Struct, frozen=True):
-    """`turn` made the tool call that began a conversation."""
+    """`turn` called the `tool` that began a conversation; `agent_type` is the sort of agent it asked for, "" where it
+    named none."""
 
     turn: int
     agent_type: str
+    tool: str
     is_the_opening: bool
 
 
@@ -159,15 +167,14 @@ def spawns(session: Session) -> dict[int, Spawn]:
             if fitting:
                 best = max(fitting, key=lambda one: (len(one.text), one.turn))
                 share = len(best.text) / len(opening)
-                found[strand.number] = Spawn(best.turn, best.agent_type, share >= OPENING_SHARE)
+                found[strand.number] = Spawn(best.turn, best.agent_type, best.tool, share >= OPENING_SHARE)
         for call in turn.reply.tool_calls if turn.reply else ():
             given += _given(turn.index, call)
     return found
 
 
 def _given(turn: int, call: ToolCall) -> Iterator[_Given]:
-    """The arguments that may be what a sub-agent is told: texts of several words, in lists too. The agent is called by
-    its type where the call names one, else by the tool."""
+    """The arguments that may be what a sub-agent is told: texts of several words, in lists too."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -175,19 +182,18 @@ def _given(turn: int, call: ToolCall) -> Iterator[_Given]:
     if not isinstance(arguments, dict):
         return
     named = (arguments.get(name) for name in TYPE_ARGUMENTS)
-    agent_type = next((name for name in named if isinstance(name, str) and name), call.name)
+    agent_type = next((name for name in named if isinstance(name, str) and name), "")
     for value in arguments.values():
         for inner in value if isinstance(value, list) else [value]:
             text = inner.strip() if isinstance(inner, str) else ""
             if len(text) >= PROMPT_LENGTH and len(text.split(None, 1)) == 2:
-                yield _Given(text, turn, agent_type)
+                yield _Given(text, turn, agent_type, call.name)
 
 
 def label_of(strand: Strand) -> str:
     """What a side call is for, by its words; "" where they say nothing."""
     asked = [message.content for message in strand.head.messages if message.role is Role.USER][-1:]
     for text in ("\n".join(strand.system).lower(), "\n".join(asked).lower()):
-        for word, label in LABELS:
-            if word in text:
-                return label
+        if (word := _LABELLED.search(text)) is not None:
+            return _LABEL_OF[word[1]]
     return ""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from outrider.messages import images_in
 from outrider.spec import Branches
 from outrider.tokens.branches import Lineage, lineages
 from outrider.tokens.strands import was_seen
@@ -20,6 +21,7 @@ from outrider.trajectory import (
     BranchPolicy,
     LogprobKind,
     Sample,
+    SampleImage,
     SessionResult,
     TokenCounts,
     TokenMode,
@@ -182,7 +184,29 @@ def _sample(
         min_version=min(versions, default=-1),
         max_version=max(versions, default=-1),
         labels=result.labels,
+        images=_images(path),
     )
+
+
+def _images(path: Sequence[Turn]) -> tuple[SampleImage, ...]:
+    """Those that the turns' messages show."""
+    found = []
+    position = 0
+    for turn in path:
+        for at, message in enumerate(turn.messages, position):
+            found += [
+                SampleImage(
+                    turn=turn.index,
+                    message=at,
+                    digest=image.digest,
+                    media_type=image.media_type,
+                    size=image.size,
+                    url=image.url,
+                )
+                for image in images_in(message)
+            ]
+        position += len(turn.messages) + 1
+    return tuple(found)
 
 
 class _Columns:

@@ -1,0 +1,160 @@
+"""A request as the token tree sees it: digests of its messages, and of each beginning of its history.
+
+Pure. A message is read once: its bytes are known when they come again. So is the history of a long conversation: of
+the newest requests it is kept what their first messages came to, and a request that begins with the same bytes gets
+that, so that reading it costs what is new and one pass over its bytes. Invariant: how a request is read depends on the
+request alone, never on what was read before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from outrider.messages import Message, Role, ToolSpec, WireMessages
+from outrider.tokens.canonical import MessageKey, Shown, digest, extend, message_key, tools_key
+from outrider.tokens.nodes import PromptNode, TurnNode, call_ids_agree, quotes_agree, reasoning_agrees
+from outrider.trajectory import pack_ids
+
+LONG = 16
+"""Histories of fewer messages are read anew: that is as fast."""
+MARGIN = 4
+"""The newest messages of a request may come again with other bytes: clients move their cache markers."""
+STRIDE = 8
+"""So many more messages are read anew before what was kept of a history is brought up to date."""
+KEPT = 4
+"""Of how many histories the beginning is kept: agents that run side by side."""
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """`paths[i]` is the digest of the tools and the first `i` messages. `matched` is the turn whose whole conversation
+    is the longest recorded prefix, and accounts for `covered` messages; up to the prompt `known` the reasoning sent
+    back was found to agree with what is recorded. The first `recalled` messages were not read anew."""
+
+    messages: WireMessages
+    tools: Sequence[ToolSpec]
+    paths: list[bytes]
+    keys: list[MessageKey]
+    recalled: int
+    known: PromptNode | None
+    matched: TurnNode | None = None
+    covered: int = 0
+
+    def match(self, turns: dict[bytes, list[TurnNode]]) -> None:
+        """Find `matched` in the turns by their paths. Of several that read alike it is the newest whose call ids the
+        request has, else the newest."""
+        for covered in range(len(self.keys), 0, -1):
+            ending = reversed(turns.get(self.paths[covered], ()))
+            found = [turn for turn in ending if reasoning_agrees(turn, self.keys, self.known)]
+            if found:
+                same = found if len(found) == 1 else [turn for turn in found if call_ids_agree(turn, self.keys)]
+                self.matched, self.covered = (same or found)[0], covered
+                return
+
+    def repeats(self, prompt: PromptNode) -> bool:
+        """Whether it is the request of a prompt that has its path."""
+        return prompt.matched is self.matched and quotes_agree(prompt, self.keys)
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether assistant messages follow the history that was recorded."""
+        return any(key.role is Role.ASSISTANT for key in self.keys[self.covered :])
+
+    def parsed(self, start: int) -> list[Message]:
+        return [self.messages.parse(index) for index in range(start, len(self.messages))]
+
+    def prompt(self, parent: TurnNode | None, added: list[int]) -> PromptNode:
+        """Its prompt: the ids of the parent, then those that are added."""
+        first = self.covered if parent is not None else 0
+        quoted = tuple(
+            (index, key.reasoning) for index, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT
+        )
+        return PromptNode(
+            parent,
+            pack_ids(added),
+            matched=self.matched,
+            path=self.paths[-1],
+            quoted=quoted,
+            messages=len(self.messages),
+            tools=self.paths[0] if self.tools else b"",
+        )
+
+
+class _History(msgspec.Struct, frozen=True):
+    """What the first messages of a request came to. `last` is the digest of the newest of them, `head` of all."""
+
+    last: bytes
+    head: bytes
+    paths: list[bytes]
+    keys: list[MessageKey]
+    known: PromptNode | None
+
+    def begins(self, messages: WireMessages) -> bool:
+        count = len(self.keys)
+        return (
+            count <= len(messages)
+            and self.last == digest(messages.raw(count - 1))
+            and self.head == digest(messages.head(count))
+        )
+
+
+class RequestReader:
+    """Reads a session's requests: `read` one, and `remember` it once it has its prompt."""
+
+    def __init__(self, shown: Shown) -> None:
+        self._shown = shown
+        self._keys: dict[bytes, MessageKey] = {}
+        self._tools: dict[bytes, bytes] = {}
+        self._histories: list[_History] = []
+
+    def read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Request:
+        """Raises RequestError for a message that cannot be read."""
+        start = self._start(tools, tools_raw)
+        history = self._recall(messages, start)
+        paths = history.paths.copy() if history else [start]
+        keys = history.keys.copy() if history else []
+        recalled = len(keys)
+        for index in range(recalled, len(messages)):
+            key = self._key(messages, index)
+            keys.append(key)
+            paths.append(extend(paths[-1], key.body))
+        known = history.known if history else None
+        return Request(messages=messages, tools=tools, paths=paths, keys=keys, recalled=recalled, known=known)
+
+    def remember(self, request: Request, prompt: PromptNode) -> None:
+        """That `prompt` is the request's."""
+        count = len(request.keys) - MARGIN
+        if count < max(LONG, request.recalled + STRIDE):
+            return
+        known: PromptNode | None = prompt
+        while known is not None and known.messages > count:
+            known = known.parent.prompt if known.parent else None
+        messages, paths = request.messages, request.paths
+        head, last = digest(messages.head(count)), digest(messages.raw(count - 1))
+        history = _History(last, head, paths[: count + 1], request.keys[:count], known)
+        longer = [one for one in self._histories if one.paths[-1] not in paths]
+        self._histories = [history, *longer[: KEPT - 1]]
+
+    def _recall(self, messages: WireMessages, start: bytes) -> _History | None:
+        """The newest history that the messages begin with."""
+        for place, history in enumerate(self._histories):
+            if history.paths[0] == start and history.begins(messages):
+                self._histories.insert(0, self._histories.pop(place))
+                return history
+        return None
+
+    def _key(self, messages: WireMessages, index: int) -> MessageKey:
+        raw = digest(messages.raw(index))
+        key = self._keys.get(raw)
+        if key is None:
+            key = self._keys[raw] = message_key(messages.parse(index), self._shown)
+        return key
+
+    def _start(self, tools: Sequence[ToolSpec], raw: bytes) -> bytes:
+        """The path of no message."""
+        short = digest(raw)
+        path = self._tools.get(short)
+        if path is None:
+            path = self._tools[short] = tools_key(list(tools))
+        return path

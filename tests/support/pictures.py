@@ -1,0 +1,134 @@
+"""A service whose engine takes images, and an agent that shows it some in any dialect."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from engines.upstream import Answer, Upstream, upstream
+from outrider.config import LanesConfig
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.messages import images_in
+from outrider.service.service import Service
+from outrider.spec import EngineSpec
+from support.service import running_service
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+ADDRESS = "https://example.org/there.png"
+SAID = "seen"
+PAGES = {"/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
+CONVERSATION = (([1, 2, 3], [7, 8]), ([1, 2, 3, 7, 8, 4, 5], [9]))
+"""Prompt and output ids of two turns, the second of which goes on from the first."""
+
+_BASE64 = base64.b64encode(PNG).decode()
+_DATA_URL = f"data:image/png;base64,{_BASE64}"
+_ANTHROPIC = {"type": "base64", "media_type": "image/png", "data": _BASE64}
+
+
+def _chat(shown: Sequence[str]) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in shown]
+    return {"role": "user", "content": [{"type": "text", "text": "look"}, *parts]}
+
+
+def _responses(shown: Sequence[str]) -> dict[str, Any]:
+    parts = [{"type": "input_image", "image_url": url} for url in shown]
+    return {"role": "user", "content": [{"type": "input_text", "text": "look"}, *parts]}
+
+
+def _messages(shown: Sequence[str]) -> dict[str, Any]:
+    sources = [{"type": "url", "url": url} if url == ADDRESS else _ANTHROPIC for url in shown]
+    parts = [{"type": "image", "source": source} for source in sources]
+    return {"role": "user", "content": [{"type": "text", "text": "look"}, *parts]}
+
+
+def _gemini(shown: Sequence[str]) -> dict[str, Any]:
+    inline = {"inlineData": {"mimeType": "image/png", "data": _BASE64}}
+    linked = {"fileData": {"fileUri": ADDRESS, "mimeType": "image/png"}}
+    return {"role": "user", "parts": [{"text": "look"}, *(linked if url == ADDRESS else inline for url in shown)]}
+
+
+def bodies(dialect: str) -> list[dict[str, Any]]:
+    """Two requests of one conversation: a user shows PNG; then, behind the reply, PNG again and what is at ADDRESS."""
+    first, again = [_DATA_URL], [_DATA_URL, ADDRESS]
+    said = {"role": "assistant", "content": SAID}
+    match dialect:
+        case "chat":
+            return [{"model": "any", "messages": [_chat(first), *rest]} for rest in ([], [said, _chat(again)])]
+        case "responses":
+            return [{"model": "any", "input": [_responses(first), *rest]} for rest in ([], [said, _responses(again)])]
+        case "messages" | "counted":
+            head: dict[str, Any] = {"model": "any", "max_tokens": 64}
+            return [{**head, "messages": [_messages(first), *rest]} for rest in ([], [said, _messages(again)])]
+        case _:
+            told = {"role": "model", "parts": [{"text": SAID}]}
+            return [{"contents": [_gemini(first), *rest]} for rest in ([], [told, _gemini(again)])]
+
+
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "gemini": "/v1beta/models/any:generateContent",
+}
+COUNTED = "/v1/messages/count_tokens"
+
+
+class Shower:
+    """An agent that makes the calls of `bodies` over HTTP; one that is not answered with 200 is an error."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._dialect: str = options["dialect"]
+
+    async def init(self, context: HarnessContext) -> None:
+        """It needs nothing in the sandbox."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        async with aiohttp.ClientSession() as http:
+            for body in bodies(self._dialect):
+                url = context.endpoint.base_url + PATHS.get(self._dialect, COUNTED)
+                async with http.post(url, json=body) as reply:
+                    if reply.status != 200:
+                        raise ValueError(f"{reply.status}: {await reply.text()}")
+        return HarnessOutcome()
+
+
+def seen_by_the_grader(outcome: Outcome) -> float:
+    """How many of the images in the transcript it is given with their bytes."""
+    return sum(image.data == PNG for message in outcome.transcript for image in images_in(message))
+
+
+def task(dialect: str) -> dict[str, Any]:
+    return {
+        "instruction": "look",
+        "harness": {"agent": "support.pictures:Shower", "options": {"dialect": dialect}},
+        "runtime": {"kind": "memory"},
+        "evaluator": {"kind": "callable", "path": "support.pictures:seen_by_the_grader"},
+    }
+
+
+def _answer(prompt: list[int], output: list[int], *, captured: bool) -> Answer:
+    choice: dict[str, Any] = {"index": 0, "delta": {"content": SAID}, "finish_reason": "stop"}
+    if not captured:
+        return Answer(events=[{"choices": [choice]}])
+    content = [{"token": "t", "logprob": -0.5}] * len(output)
+    choice |= {"token_ids": output, "logprobs": {"content": content}}
+    return Answer(events=[{"choices": [choice], "prompt_token_ids": prompt}])
+
+
+@asynccontextmanager
+async def picture_service(
+    tmp_path: Path, *, sessions: int = 1, captured: bool = True
+) -> AsyncIterator[tuple[Service, str, Upstream]]:
+    """The service, its URL and what its engine was asked. So many sessions get answers, one after another."""
+    answers = [_answer(*ids, captured=captured) for ids in CONVERSATION] * sessions
+    async with upstream(*answers, pages=PAGES) as (server_url, server):
+        engine = EngineSpec(kind="openai", name="sees", url=server_url, options={"ids": captured})
+        lanes = LanesConfig(run=1)
+        async with running_service(tmp_path=tmp_path, engines=(engine,), lanes=lanes) as (service, url):
+            yield service, url, server

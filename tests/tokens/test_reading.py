@@ -1,0 +1,128 @@
+"""Long histories are read from what was kept of earlier requests, and come to the same as read anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.messages import Message, Role
+from outrider.tokens import reading
+from outrider.tokens.canonical import EVERYTHING
+from outrider.tokens.reading import MARGIN, STRIDE, RequestReader
+from outrider.tokens.stream import ReplyStream
+from outrider.tokens.tree import TokenTree
+
+from .clients import echoed, news, rewritten, sampled
+from .renderers import family_renderer
+from .strategies import TOOLS
+
+RAW = b"tools"
+
+
+class Marked:
+    """Messages whose newest carry a cache marker, which changes their bytes and not what they say. Counts readings."""
+
+    def __init__(self, messages: Sequence[Message], marks: int = 3) -> None:
+        self._messages = messages
+        self._marks = marks
+        self.read = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def raw(self, index: int) -> bytes:
+        self.read += 1
+        mark = "marked" if index >= len(self) - self._marks else ""
+        return repr((self._messages[index], mark)).encode()
+
+    def head(self, count: int) -> bytes:
+        mine = [self._messages[index] for index in range(count)]
+        return repr((mine, max(0, count - len(self) + self._marks))).encode()
+
+    def parse(self, index: int) -> Message:
+        return self._messages[index]
+
+
+def said(rng: Random, number: int) -> list[Message]:
+    """A conversation of so many messages."""
+    roles = (Role.USER, Role.ASSISTANT)
+    return [Message(role=roles[at % 2], content=f"{at} {rng.randrange(3)}") for at in range(number)]
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_a_reader_with_a_memory_reads_as_one_without(seed: int) -> None:
+    rng = Random(seed)
+    tree = TokenTree(family_renderer("qwen3"), "recorded")
+    known = RequestReader(EVERYTHING)
+    talks = [said(rng, rng.randrange(60)) for _ in range(3)]
+    for _ in range(20):
+        which = rng.randrange(len(talks))
+        talk = talks[which]
+        if talk and rng.random() < 0.3:
+            talk = talk.copy()
+            talk[rng.randrange(len(talk))] = said(rng, 1)[0]
+        talks[which] = talk = talk[: rng.randrange(len(talk) + 1) if rng.random() < 0.1 else None]
+        talk += said(rng, rng.randrange(1, 5))
+        tools, raw = rng.choice([((), b""), (TOOLS, RAW)])
+        got = known.read(Marked(talk), tools, raw)
+        anew = RequestReader(EVERYTHING).read(Marked(talk), tools, raw)
+        assert (got.keys, got.paths) == (anew.keys, anew.paths)
+        known.remember(got, tree.join(Marked(talk), tools, raw).prompt)
+
+
+def test_a_long_history_is_not_read_again() -> None:
+    tree = TokenTree(family_renderer("qwen3"), "recorded")
+    talk = said(Random(1), 100)
+    for _ in range(30):
+        messages = Marked(talk)
+        tree.join(messages, (), b"")
+        talk = [*talk, *said(Random(2), 2)]
+    assert messages.read <= 2 * MARGIN + STRIDE + 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**32)), min_size=8, max_size=40))
+@settings(max_examples=15)
+def test_a_tree_with_a_memory_joins_as_one_without(moves: list[tuple[int, int]]) -> None:
+    """The same session three times: with the memory as it is, with one for the shortest histories, and with none."""
+    asked, *others = (_joins(moves, **limits) for limits in (NONE, SHORT, {}))
+    assert others == [asked] * len(others)
+
+
+NONE = {"LONG": 10**9}
+SHORT = {"LONG": 1, "MARGIN": 1, "STRIDE": 1}
+
+
+def _joins(moves: list[tuple[int, int]], **limits: int) -> list[object]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(reading, name, value)
+        return _session(moves)
+
+
+def _session(moves: list[tuple[int, int]]) -> list[object]:
+    renderer = family_renderer("qwen3")
+    tree = TokenTree(renderer, "recorded")
+    finished: list[tuple[Message, ...]] = [(Message(role=Role.USER, content="Read the file."),)]
+    found: list[object] = []
+    for action, seed in moves:
+        rng = Random(seed)
+        old = finished[-1 - rng.randrange(min(2, len(finished)))]
+        changed = rewritten(rng, old) if action == 0 else echoed(rng, old)
+        messages = (*changed, *news(rng, old[-1]))
+        joined = tree.join(Marked(messages, marks=0), TOOLS, RAW)
+        prompt = joined.prompt
+        found.append((joined.kind, joined.cause, joined.forked_from, prompt.ids().tolist(), prompt.conversation))
+        ids = sampled(rng)
+        stream = ReplyStream(
+            renderer, prompt_tail=prompt.tail(renderer), tools=TOOLS, stop=(), call_id=f"c{len(found)}"
+        )
+        stream.push(ids)
+        reply = stream.finish().message
+        tree.commit(prompt, ids, reply)
+        finished.append((*messages, reply))
+    return found
