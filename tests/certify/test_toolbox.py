@@ -9,7 +9,7 @@ import pytest
 
 from outrider.certify.prompt import read_prompt
 from outrider.certify.rows import HELPER_MARK, MARK
-from outrider.certify.toolbox import find_shell, find_subagent
+from outrider.certify.toolbox import find_shell, find_subagent, find_waiter
 from outrider.harnesses.presets import Certify
 from outrider.messages import ToolSpec
 
@@ -65,6 +65,14 @@ def test_a_sub_agent_is_called_with_what_the_preset_adds() -> None:
     assert find_subagent([BASH, READ], Certify()) is None
 
 
+def test_a_tool_waits_for_a_sub_agent_if_the_preset_says_so() -> None:
+    wait = tool("wait_agent", {"targets": {"type": "array", "items": STRING}, "seconds": STRING}, "targets")
+    found = find_waiter([BASH, wait], Certify(wait="wait_agent"))
+    assert found is not None
+    assert found.call("agent-1") == {"targets": ["agent-1"]}
+    assert find_waiter([BASH, wait], Certify()) is None
+
+
 def prompt(*messages: tuple[str, str], tools: tuple[ToolSpec, ...] = ()) -> str:
     lines = "\n".join(map(json.dumps, tools))
     system = f"Be brief.\n\n# Tools\n<tools>\n{lines}\n</tools>\n\nFor each function call, say it.<|im_end|>\n"
@@ -89,6 +97,12 @@ def test_a_prompt_says_how_far_its_task_is(messages: tuple[tuple[str, str], ...]
 def test_a_sub_agents_prompt_is_known_by_its_mark() -> None:
     scene = read_prompt(prompt(("user", f"{HELPER_MARK}sub-agent: go"), REPLY))
     assert (scene.row, scene.helper, scene.said) == ("sub-agent", True, 1)
+
+
+def test_a_prompt_says_which_sub_agent_was_started_last() -> None:
+    started = ("user", '<tool_response>\n{"agent_id":"a-1","nickname":"Ada"}\n</tool_response>')
+    assert read_prompt(prompt(TASK, REPLY, started)).agent_id == "a-1"
+    assert read_prompt(prompt(TASK, REPLY, started, REPLY, RESULT)).agent_id is None
 
 
 @pytest.mark.parametrize("text", ["", "no chat", prompt(("user", "hello"))])

@@ -6,30 +6,52 @@ import asyncio
 from collections.abc import Iterable
 
 from outrider.certify.judge import RowVerdict
-from outrider.certify.rows import ROWS
+from outrider.certify.rows import row_named
 from outrider.certify.run import Subject, certify
 from outrider.harnesses.install import install
 from outrider.harnesses.presets import DIALECT, load_preset
 from outrider.spec import HarnessSpec
 
+ECHOES = ("reasoning", "json-spacing", "unicode", "parallel-calls", "malformed-call")
+"""Rows that show what a program makes of what the model said. `reasoning` has the three turns of the plainest row."""
+STREAMED = ("streaming", *ECHOES)
+SUB_AGENT = "sub-agent"
+OTHER_DIALECT = ("streaming", "reasoning", "parallel-calls", SUB_AGENT)
+"""For a dialect that is not the program's default: what is written differently in it."""
 
-async def certified(preset: str, *, dialect: str = "chat", without: Iterable[str] = ()) -> dict[str, RowVerdict]:
-    """The verdict of every row but those `without`, by its name; the program is installed first."""
+
+async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = None) -> dict[str, RowVerdict]:
+    """The verdicts of these rows, by name; the program is installed first. Unless given, `dialect` is its default."""
     await asyncio.to_thread(install, preset)
     known = load_preset(preset)
+    dialect = dialect or known.dialects[0]
     options = {DIALECT: dialect} if DIALECT in known.options else {}
     subject = Subject(
         name=preset, harness=HarnessSpec(preset=preset, options=options), dialect=dialect, hint=known.certify
     )
-    rows = [row for row in ROWS if row.name not in set(without)]
-    certificate = await certify(subject, rows, runtime="namespace", agent_seconds=300)
+    asked = [row for name in rows if (row := row_named(name)) is not None]
+    certificate = await certify(subject, asked, runtime="namespace", agent_seconds=300)
     for row in certificate.rows:
-        print(f"{preset} ({dialect}) {row.row}: {row.verdict} {row.reason} {row.branches} {row.seconds} s")
+        told = " ".join([*(f"{kind} {count}" for kind, count in row.branches.items()), *row.labels])
+        print(f"{preset} ({dialect}) {row.row}: {row.verdict} {row.reason} {told} {row.seconds} s")
     return {row.row: row for row in certificate.rows}
 
 
-def assert_passed(row: RowVerdict) -> None:
-    """It passed, and every token that was sampled is accounted for."""
+def assert_exact(row: RowVerdict) -> None:
+    """It did its task, and every token that was sampled is accounted for."""
     assert row.verdict == "ok", f"{row.row}: {row.reason}\n{row.log_tail}"
     assert row.drift_tokens == 0
     assert 0 < row.trained_tokens <= row.sampled_tokens
+
+
+def assert_one_conversation(row: RowVerdict, *, label: str | None = None) -> None:
+    """Besides, what it sends back is what the model said: one branch, and in the row `sub-agent` one for that, of this
+    `label` unless it is one that the program makes up."""
+    assert_exact(row)
+    assert row.forks == {}, f"{row.row}: {row.reason}"
+    if row.row != SUB_AGENT:
+        assert (row.branches, row.labels) == ({"main": 1}, ())
+        return
+    assert row.branches == {"main": 1, "subagent": 1}
+    assert len(row.labels) == 1
+    assert label in (None, *row.labels)

@@ -12,7 +12,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -166,6 +166,17 @@ async def a_world(folder: Path, policy: Path, replies: Sequence[str | dict[str, 
         yield World(client, engine, wire)
 
 
+class Row(NamedTuple):
+    """What a training row says of its branch, and how many of its tokens train."""
+
+    kind: BranchKind
+    turns: tuple[int, ...]
+    parent: int | None
+    depth: int
+    label: str
+    trained: int
+
+
 class Rollout:
     """A finished session that did its task, with every token accounted for."""
 
@@ -195,6 +206,16 @@ class Rollout:
     def shape(self) -> list[tuple[str, int | None]]:
         """Of each turn, how it joined the session's tree and which turn it went on from."""
         return [(turn.join, turn.parent) for turn in self.turns]
+
+    def rows(self) -> list[Row]:
+        return [
+            Row(row.kind, row.turns, row.parent, row.depth, row.label, sum(row.loss_mask))
+            for row in self.group.samples or ()
+        ]
+
+    def said(self, *turns: int) -> int:
+        """How many tokens were sampled in these turns."""
+        return sum(self.turns[at].output_tokens for at in turns)
 
     def kinds(self) -> list[tuple[BranchKind, tuple[int, ...]]]:
         """Of each training row, its branch's kind and turns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from outrider.harnesses.install import check, install
 from outrider.harnesses.presets import load_preset
 from outrider.trajectory import BranchKind
 
-from .rollout import END, a_world, assert_saw_only_its_session, call, one_row
+from .certified import STREAMED, assert_one_conversation, certified
+from .rollout import END, Row, Wire, a_world, assert_saw_only_its_session, call, one_row
 
 pytestmark = pytest.mark.real
 
@@ -31,6 +33,11 @@ def shell(command: str) -> str:
 
 def agent(**arguments: Any) -> str:
     return call("Agent", description="write the file", prompt="Write hello into out.txt.", **arguments)
+
+
+def agents_of(wire: Wire) -> set[str]:
+    """What the program calls its sub-agents."""
+    return {found.decode() for found in re.findall(rb"(?im)^x-claude-code-agent-id: *(\S+)", bytes(wire.sent))}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,7 +85,7 @@ async def test_a_model_that_breaks_off_is_asked_once(policy_folder: Path, tmp_pa
 
 async def test_a_subagent_is_a_conversation_of_its_own(policy_folder: Path, tmp_path: Path) -> None:
     replies = [
-        "I delegate." + agent(run_in_background=False) + END,
+        "I delegate." + agent(subagent_type="general-purpose", run_in_background=False) + END,
         shell("echo hello > out.txt") + END,
         "Written." + END,
         "All done." + END,
@@ -86,8 +93,11 @@ async def test_a_subagent_is_a_conversation_of_its_own(policy_folder: Path, tmp_
     async with a_world(tmp_path, policy_folder, replies) as world:
         rollout = await world.run(PRESET)
         assert rollout.shape() == [("root", None), ("root", None), ("append", 1), ("append", 0)]
-        assert rollout.kinds() == [(BranchKind.MAIN, (0, 3)), (BranchKind.SUBAGENT, (1, 2))]
-        assert b"x-claude-code-agent-id" in bytes(world.wire.sent).lower()
+        assert rollout.rows() == [
+            Row(BranchKind.MAIN, (0, 3), None, 0, "", rollout.said(0, 3)),
+            Row(BranchKind.SUBAGENT, (1, 2), 0, 1, "general-purpose", rollout.said(1, 2)),
+        ]
+        assert agents_of(world.wire)
 
 
 async def test_a_subagent_in_the_background_runs_beside_its_parent(policy_folder: Path, tmp_path: Path) -> None:
@@ -102,10 +112,10 @@ async def test_a_subagent_in_the_background_runs_beside_its_parent(policy_folder
     async with a_world(tmp_path, policy_folder, replies) as world:
         rollout = await world.run(PRESET)
         assert sorted(turn.join for turn in rollout.turns) == ["append", "append", "append", "root", "root"]
-        assert [(kind, len(turns)) for kind, turns in rollout.kinds()] == [
-            (BranchKind.MAIN, 3),
-            (BranchKind.SUBAGENT, 2),
-        ]
+        main, helper = rollout.rows()
+        assert (main.kind, len(main.turns), main.parent, main.depth, main.label) == (BranchKind.MAIN, 3, None, 0, "")
+        assert (helper.kind, len(helper.turns), helper.parent, helper.depth) == (BranchKind.SUBAGENT, 2, 0, 1)
+        assert agents_of(world.wire) == {helper.label}, "it asked for no sort of agent: the client's name for it"
 
 
 async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_path: Path) -> None:
@@ -130,8 +140,13 @@ async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_
         ]
         assert rollout.turns[2].cause == "sibling"
         assert "All is counted; the file is still to be written." in rollout.turns[3].context
-        assert rollout.kinds() == [
-            (BranchKind.MAIN, (0, 1)),
-            (BranchKind.COMPACTION, (0, 2)),
-            (BranchKind.COMPACTION, (3, 4)),
+        assert rollout.rows() == [
+            Row(BranchKind.MAIN, (0, 1), None, 0, "", rollout.said(0, 1)),
+            Row(BranchKind.COMPACTION, (0, 2), 0, 1, "summary", rollout.said(2)),
+            Row(BranchKind.COMPACTION, (3, 4), 2, 1, "continued", rollout.said(3, 4)),
         ]
+
+
+async def test_claude_code_is_certified() -> None:
+    for row in (await certified(PRESET, (*STREAMED, "unknown-tool", "long-output"))).values():
+        assert_one_conversation(row)

@@ -11,14 +11,19 @@ from outrider.errors import Boundary
 from outrider.harnesses.command import ENDPOINT_VARIABLES
 from outrider.harnesses.install import check, install
 from outrider.harnesses.presets import load_preset
+from outrider.trajectory import BranchKind
 
-from .rollout import END, a_world, assert_saw_only_its_session, call, one_row
+from .certified import STREAMED, SUB_AGENT, assert_one_conversation, certified
+from .rollout import END, Row, a_world, assert_saw_only_its_session, call, one_row
 
 pytestmark = pytest.mark.real
 
 PRESET = "codex"
 DELTA = r'"delta":"([^"]*)"'
 SECRET = "the-services-own"
+COMPACTING_TOKENS = 36_000
+"""Codex compacts when nine tenths of them are used. The policy's tokenizer needs 25 thousand for the first request and
+10 thousand for the output that follows."""
 
 
 def shell(command: str) -> str:
@@ -66,3 +71,29 @@ async def test_a_model_that_breaks_off_is_asked_once(policy_folder: Path, tmp_pa
         assert result.error is not None
         assert result.error.boundary is Boundary.ENGINE
         assert len(world.engine.requests) == 1
+
+
+async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_path: Path) -> None:
+    """It asks for a summary of all before it, without tools, and goes on from the instruction and the summary."""
+    replies = [
+        "Counting." + shell("seq 1 3000") + END,
+        shell("wc -l /dev/null") + END,
+        "All is counted; the file is still to be written." + END,
+        shell("echo hello > out.txt") + END,
+        "All done." + END,
+    ]
+    harness = {"preset": PRESET, "options": {"context_tokens": COMPACTING_TOKENS}}
+    async with a_world(tmp_path, policy_folder, replies) as world:
+        rollout = await world.run(PRESET, harness=harness)
+    assert [turn.join for turn in rollout.turns] == ["root", "append", "root", "fork", "append"]
+    assert rollout.rows() == [
+        Row(BranchKind.MAIN, (0, 1), None, 0, "", rollout.said(0, 1)),
+        Row(BranchKind.COMPACTION, (2,), 1, 1, "summary", rollout.said(2)),
+        Row(BranchKind.COMPACTION, (3, 4), 2, 1, "continued", rollout.said(3, 4)),
+    ]
+
+
+async def test_codex_is_certified() -> None:
+    """Its main agent waits for its sub-agent with a tool of its own."""
+    for row in (await certified(PRESET, (*STREAMED, "unknown-tool", "long-output", SUB_AGENT))).values():
+        assert_one_conversation(row)

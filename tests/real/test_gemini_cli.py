@@ -12,6 +12,7 @@ from outrider.harnesses.command import ENDPOINT_VARIABLES
 from outrider.harnesses.install import check, install
 from outrider.harnesses.presets import load_preset
 
+from .certified import ECHOES, SUB_AGENT, assert_one_conversation, certified
 from .rollout import END, a_world, assert_saw_only_its_session, call, one_row
 
 pytestmark = pytest.mark.real
@@ -66,3 +67,8 @@ async def test_a_model_that_breaks_off_is_asked_once(policy_folder: Path, tmp_pa
         assert result.error is not None
         assert result.error.boundary is Boundary.ENGINE
         assert len(world.engine.requests) == 1
+
+
+async def test_gemini_cli_is_certified() -> None:
+    for row in (await certified(PRESET, (*ECHOES, SUB_AGENT))).values():
+        assert_one_conversation(row, label="generalist")

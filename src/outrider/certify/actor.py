@@ -15,7 +15,7 @@ import numpy as np
 
 from outrider.certify.prompt import END, Scene, read_prompt
 from outrider.certify.rows import FIRST_WORD, HELPER, HELPER_MARK, Step, row_named
-from outrider.certify.toolbox import Tool, find_shell, find_subagent
+from outrider.certify.toolbox import Tool, find_shell, find_subagent, find_waiter
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.scripted import ScriptedEngine
 from outrider.harnesses.presets import Certify
@@ -113,6 +113,8 @@ class Actor:
         calls = [(shell, command) for command in step.run] if shell else []
         if step.helper and (helper := find_subagent(scene.tools, self._hint)):
             calls.append((helper, f"{HELPER_MARK}{scene.row}: {step.helper}"))
+        if step.wait and scene.agent_id and (waiter := find_waiter(scene.tools, self._hint)):
+            calls.append((waiter, scene.agent_id))
         ending = self._hint.finish_command
         if shell and ending and not scene.helper and not (calls or step.raw):
             calls.append((shell, ending))

@@ -14,7 +14,7 @@ from outrider.certify.rows import Row
 from outrider.certify.toolbox import find_shell, find_subagent
 from outrider.harnesses.presets import Certify
 from outrider.lifecycle import StopReason
-from outrider.trajectory import Sample, SessionResult
+from outrider.trajectory import BranchKind, Sample, SessionResult
 from outrider.wire import TurnView
 
 Word = Literal["ok", "failed", "not applicable"]
@@ -23,7 +23,8 @@ Word = Literal["ok", "failed", "not applicable"]
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a certificate. `reason` says why it failed or does not apply, or what is worth knowing; `turns` are
     its model calls, `forks` the times its history came back changed, by cause, `branches` how many it has of each
-    kind. `log_tail` is the end of what the program wrote, where it failed."""
+    kind, `labels` what they are called, `streamed` whether the program asks for streams. `log_tail` is
+    the end of what the program wrote, where it failed."""
 
     row: str
     what: str
@@ -35,6 +36,8 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     drift_tokens: int = 0
     forks: dict[str, int] = {}
     branches: dict[str, int] = {}
+    labels: tuple[str, ...] = ()
+    streamed: bool = False
     seconds: float = 0.0
     log_tail: str | None = None
 
@@ -65,16 +68,18 @@ def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -
         trained_tokens=result.tokens.trained,
         drift_tokens=result.tokens.drift,
         forks=result.forks,
-        branches=_branches(evidence.turns),
+        branches=dict(Counter(leaf.kind for leaf in _leaves(evidence.turns))),
+        labels=tuple(sorted({leaf.label for leaf in _leaves(evidence.turns)} - {""})),
+        streamed=evidence.streams,
         seconds=round(result.seconds.run, 2),
         log_tail=result.error.log_tail if result.error and word == "failed" else None,
     )
 
 
-def _branches(turns: Sequence[TurnView]) -> dict[str, int]:
-    """How many branches of each kind end in one of the turns."""
+def _leaves(turns: Sequence[TurnView]) -> list[TurnView]:
+    """The turns that a branch ends in."""
     parents = {turn.parent for turn in turns}
-    return dict(Counter(turn.kind for turn in turns if turn.index not in parents))
+    return [turn for turn in turns if turn.index not in parents]
 
 
 class _Finding(Exception):
@@ -147,3 +152,5 @@ def _has_done_the_rows_own(row: Row, evidence: Evidence, dialect: str | None) ->
         raise _Finding("failed", "not a word reached it before the reply was over")
     if row.needs == "subagent" and not any(call.scene.helper for call in evidence.calls):
         raise _Finding("failed", "no sub-agent asked the model")
+    if row.needs == "subagent" and BranchKind.SUBAGENT not in (kinds := {turn.kind for turn in evidence.turns}):
+        raise _Finding("failed", f"its sub-agent's calls were taken for {', '.join(sorted(kinds))}")

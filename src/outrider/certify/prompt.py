@@ -19,16 +19,19 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 
 _MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(HELPER_MARK)})([a-z-]+)")
+_AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
 _TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.DOTALL)
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """Where a model call stands. `row` is its task's name (None when the prompt names none), `helper` whether a
-    sub-agent makes it, `said` how many replies the conversation has since its task was given."""
+    sub-agent makes it, `said` how many replies the conversation has since its task was given; `agent_id` is what the
+    newest message calls a sub-agent that was started."""
 
     row: str | None
     helper: bool = False
     said: int = 0
+    agent_id: str | None = None
     tools: tuple[ToolSpec, ...] = ()
 
 
@@ -40,7 +43,14 @@ def read_prompt(text: str) -> Scene:
         if message.startswith("user\n") and (found := _MARKS.search(message)):
             # The last one is where the model is to speak now.
             said = sum(later.startswith("assistant\n") for later in messages[index + 1 : -1])
-            return Scene(row=found[2], helper=found[1] == HELPER_MARK, said=said, tools=tools)
+            named = _AGENT_ID.search(messages[-2])
+            return Scene(
+                row=found[2],
+                helper=found[1] == HELPER_MARK,
+                said=said,
+                agent_id=named[1] if named else None,
+                tools=tools,
+            )
     return Scene(row=None, tools=tools)
 
 

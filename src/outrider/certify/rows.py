@@ -27,14 +27,16 @@ LONG_LINES = 4000
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One reply of the model: thinking, text, then a call of the shell for each command of `run`, with their JSON
-    written in `style`. `helper` is a task for a sub-agent, `raw` text that stands for itself, with so many `malformed`
-    calls in it; `stall` waits after FIRST_WORD until the client has been sent it."""
+    written in `style`. `helper` is a task for a sub-agent, `wait` waits for it where a tool does that, `raw` text that
+    stands for itself, with so many `malformed` calls in it; `stall` waits after FIRST_WORD until the client has been
+    sent it."""
 
     text: str = ""
     think: str = ""
     run: tuple[str, ...] = ()
     style: Literal["plain", "spaced", "escaped"] = "plain"
     helper: str = ""
+    wait: bool = False
     raw: str = ""
     malformed: int = 0
     stall: bool = False
@@ -151,7 +153,12 @@ ROWS = (
     Row(
         name="sub-agent",
         what="an agent of the harness's own does a part",
-        steps=(Step(run=(HELLO,)), Step(text="A helper shall do it.", helper="Write helped.txt."), DONE),
+        steps=(
+            Step(run=(HELLO,)),
+            Step(text="A helper shall do it.", helper="Write helped.txt."),
+            Step(text="It has its part.", wait=True),
+            DONE,
+        ),
         check='[ "$(cat out.txt helped.txt)" = "hello\nhelped" ]',
         needs="subagent",
     ),

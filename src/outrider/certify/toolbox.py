@@ -1,4 +1,4 @@
-"""Which of a harness's tools runs a command or starts a sub-agent, and how it is called.
+"""Which of a harness's tools runs a command, starts a sub-agent or waits for one, and how it is called.
 
 Pure: it knows tools by what requests declare of them, and by a preset's hint. Invariant: a call that it makes has
 every argument that the tool's schema requires.
@@ -22,30 +22,39 @@ SHELLS = ("bash", "shell", "terminal", "exec", "run", "command")
 
 PROMPTS = ("prompt", "message", "task", "instruction", "objective")
 HELPERS = ("task", "agent", "delegate")
+TARGETS = ("targets", "ids", "id", "agent_id")
+
+_SHELL_LIST = ("bash", "-c")
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool and the one argument that matters. `listed` says that it takes a program with its arguments, `fixed` are
-    the other arguments that it cannot be called without."""
+    """A tool and the one argument that matters. `before` is what stands before its value in a list, None where it
+    takes no list; `fixed` are the other arguments that it cannot be called without."""
 
     name: str
     argument: str
-    listed: bool = False
+    before: tuple[str, ...] | None = None
     fixed: dict[str, Any] = {}
 
     def call(self, value: str) -> dict[str, Any]:
         """The arguments of a call."""
-        return {self.argument: ["bash", "-c", value] if self.listed else value, **self.fixed}
+        return {self.argument: value if self.before is None else [*self.before, value], **self.fixed}
 
 
 def find_shell(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
     """The tool that runs a command; None when there is none. The hint's goes first, then the likeliest name."""
-    return _find(tools, hint.shell, SHELLS, COMMANDS, {})
+    found = _find(tools, hint.shell, SHELLS, COMMANDS, {})
+    return msgspec.structs.replace(found, before=_SHELL_LIST) if found and found.before is not None else found
 
 
 def find_subagent(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
     """The tool that starts a sub-agent, called with a prompt; None when there is none."""
     return _find(tools, hint.subagent, HELPERS, PROMPTS, hint.subagent_arguments)
+
+
+def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
+    """The tool that waits for a sub-agent, called with its id; None unless the hint names one."""
+    return _find(tools, hint.wait, (), TARGETS, {})
 
 
 def _find(
@@ -82,7 +91,7 @@ def _made(name: str, schema: Mapping[str, Any], arguments: tuple[str, ...], give
         if kind in ("string", "array"):
             wanted = [*schema.get("required", ()), *(known for known in given if known in properties)]
             fixed = {other: given.get(other, _filler(properties.get(other))) for other in wanted if other != argument}
-            return Tool(name=name, argument=argument, listed=kind == "array", fixed=fixed)
+            return Tool(name=name, argument=argument, before=() if kind == "array" else None, fixed=fixed)
     return None
 
 

@@ -78,12 +78,14 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `outrider harness check` must know of a program that its requests do not say. `shell` is the tool that
     runs a command, `finish_command` a command that ends the run when that tool is given it. `subagent` is the tool
-    that starts an agent of its own, called with `subagent_arguments` besides its prompt."""
+    that starts an agent of its own, called with `subagent_arguments` besides its prompt; `wait`, where the program
+    does not wait for it by itself, the tool that does, by its id."""
 
     shell: str | None = None
     finish_command: str | None = None
     subagent: str | None = None
     subagent_arguments: dict[str, OptionValue] = {}
+    wait: str | None = None
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

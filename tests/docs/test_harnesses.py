@@ -1,0 +1,41 @@
+"""A preset's page has what the preset says, as the script writes it, and its prose names no other version."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+
+from outrider.harnesses.presets import load_preset, preset_names
+
+from .pages import ROOT, page
+
+WITH_SECTION = runpy.run_path(str(ROOT / "scripts" / "harness_pages.py"))["with_section"]
+NUMBER = re.compile(r"\b(\d+\.\d+(?:\.\d+)?)\b")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_page_has_what_its_preset_says(name: str) -> None:
+    text = page(f"docs/harnesses/{name}.md").text
+    assert text == WITH_SECTION(text, load_preset(name)), "run: python scripts/harness_pages.py"
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if load_preset(name).install])
+def test_a_page_begins_with_the_version_and_names_the_right_node(name: str) -> None:
+    recipe = load_preset(name).install
+    assert recipe is not None
+    text = page(f"docs/harnesses/{name}.md").text
+    [introduction] = re.findall(r"\A# .*\n\n((?:.+\n)+)\n", text)
+    assert NUMBER.search(introduction)[1] == recipe.version
+    assert set(re.findall(r"Node\.js (\d+\.\d+\.\d+)", text)) == ({recipe.node} if recipe.node else set())
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if load_preset(name).install])
+def test_a_page_says_how_the_program_is_pointed_at_the_gateway_and_how_its_calls_are_labelled(name: str) -> None:
+    whole = page(f"docs/harnesses/{name}.md")
+    [facts] = whole.tables("What")
+    assert "base URL and key" in facts.column("What")
+    assert "history" in facts.column("What")
+    assert "branches" in facts.column("What")
+    assert "../branches.md" in whole.links
