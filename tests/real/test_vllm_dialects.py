@@ -1,14 +1,14 @@
 """A session in each dialect on a real vLLM, with every way in which a call can join its session: the record is exact.
 
 Prompts are laid out once as Qwen3's, and the tiny policy, sampled hot, says odd things at length; and once by its own
-template, where it calls its tool.
+template, where it calls its tool and reasons now and then, and is asked again until it does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,69 +19,127 @@ import pytest
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
 from outrider.spec import EngineSpec
-from outrider.trajectory import BranchKind, ForkCause, JoinKind, TokenMode, Turn
+from outrider.trajectory import BranchKind, ForkCause, JoinKind, TokenMode, Turn, unpack_ids, unpack_logprobs
 from outrider.wire import GroupView
 
 from .dialect_clients import CLIENTS, Answer, DialectClient, Item, Way, events_of
 from .logprobs import assert_agrees
 from .parked import a_parked_session
 from .vllm_cpu import VllmServer
+from .vllm_tap import Generation, tapped
 
 pytestmark = pytest.mark.real
 
 TOLERANCE = 1e-4
 TEMPLATE = "template:qwen3"
-WAYS = {"qwen3": Way(max_tokens=24, temperature=2.0), TEMPLATE: Way(max_tokens=48, temperature=1.0)}
-"""How the policy is sampled, by the renderer of its prompts."""
-AT_ONCE = slice(1, 3)
-"""The turns of the two calls that are made at once; either may be the first."""
 LEFT_ZONE = "jade"
 INVALID_JSON = "INVALID_JSON"
 """The key under which dialects whose arguments are objects tell of arguments that are none."""
 
 
+WAYS = {"qwen3": Way(max_tokens=24, temperature=2.0), TEMPLATE: Way(max_tokens=48, temperature=1.0)}
+"""How the policy is sampled, by the renderer of its prompts."""
+TRIES = 80
+"""How often it is asked for a reply of some kind; by its own template, each kind comes in one of seven or better."""
+
+
 class Join(msgspec.Struct, frozen=True):
-    """How a call joined, and the turn whose ids it goes on from."""
+    """How a call joined."""
 
     kind: JoinKind
-    parent: int | None
     cause: ForkCause | None = None
 
 
-class Agent:
-    """Makes the calls of one session in its dialect. `answers` are what it was told, by call."""
+ROOT, APPEND, RETRY = Join(JoinKind.ROOT), Join(JoinKind.APPEND), Join(JoinKind.RETRY)
+SIBLING = Join(JoinKind.FORK, ForkCause.SIBLING)
+REWRITTEN = Join(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN)
+REFUSED = Join(JoinKind.FORK, ForkCause.BRIDGE_REFUSED)
+EITHER = {APPEND, SIBLING}
+"""Of two calls made at once, one appends and the other is its sibling."""
 
-    def __init__(self, client: DialectClient, way: Way, http: aiohttp.ClientSession, base_url: str) -> None:
+Kind = Callable[[Message], bool]
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call that was made: what it was told, and how it should have joined, on from which reply."""
+
+    answer: Answer
+    joins: set[Join]
+    onto: Answer | None
+
+
+class Agent:
+    """Makes the calls of one session in its dialect, and keeps them in `calls`; from number `at_once` on, two were
+    made at the same time."""
+
+    def __init__(self, client: DialectClient, renderer: str, http: aiohttp.ClientSession, base_url: str) -> None:
         self._client = client
-        self._way = way
+        self._way = WAYS[renderer]
+        self._by_template = renderer == TEMPLATE
         self._http = http
         self._base_url = base_url
-        self.answers: list[Answer] = []
+        self.calls: list[Call] = []
+        self.at_once = 0
 
     async def converse(self) -> None:
-        """Nine calls, of which `expected_joins` says how they join; the last two are the same request."""
-        client = self._client
-        opening = [client.user("Where is maple?")]
-        first = await self._ask(opening, stream=False)
+        opening = [self._client.user("Where is maple?")]
+        first = await self._wanted(opening, self._if_able(calls_a_tool), ROOT, None)
+        left = await self._fork(opening, first)
+        second = await self._wanted(left, self._if_able(reasons), RETRY, first)
+        forgotten = Answer(second.reply, self._client.forgetting(second.echo))
+        for known, join in ((forgotten, APPEND), (second, RETRY)):
+            await self._ask(self._after(left, known, "Please find fern."), join, second, stream=join is APPEND)
+        await self._rewrite(opening, first, second)
+        if self._by_template:
+            await self._go_on_from_open_reasoning(opening)
 
+    async def _fork(self, opening: list[Item], first: Answer) -> list[Item]:
+        """Two answers to one reply, asked for at once; the history of the left one."""
         left, right = (self._after(opening, first, f"zone: {zone}") for zone in (LEFT_ZONE, "onyx"))
-        async with asyncio.TaskGroup() as calls:
-            beside = calls.create_task(self._ask(left, stream=True))
-            calls.create_task(self._ask(right, stream=False))
-        second = beside.result()
-        await self._ask(self._after(left, second, "Please find fern."), stream=True)
+        self.at_once = len(self.calls)
+        async with asyncio.TaskGroup() as tasks:
+            streamed = tasks.create_task(self._answer(left, stream=True))
+            whole = tasks.create_task(self._answer(right, stream=False))
+        self.calls += [Call(task.result(), EITHER, first) for task in (streamed, whole)]
+        return left
 
-        rewritten = self._after(self._after(opening, first, "zone: ruby"), second, "In which zone is maple?")
-        another = await self._ask(rewritten, stream=False)
-        await self._ask(self._after(rewritten, another, "zone: opal"), stream=True)
+    async def _rewrite(self, opening: list[Item], first: Answer, second: Answer) -> None:
+        """Histories changed at their end and at their beginning, gone on with and asked for twice."""
+        # By a template of the policy's own, a history with other replies in it is rendered anew.
+        kept = None if self._by_template else first
+        changed = self._after(self._after(opening, first, "zone: ruby"), second, "In which zone is maple?")
+        another = await self._wanted(changed, is_closed, REWRITTEN, kept)
+        await self._ask(self._after(changed, another, "zone: opal"), APPEND, another, stream=True)
 
-        retold = [*opening, client.said("It is in nobody's zone."), client.user("Where is fern?")]
-        other = await self._ask(retold, stream=True)
+        retold = [*opening, self._client.said("It is in nobody's zone."), self._client.user("Where is fern?")]
+        other = await self._wanted(retold, is_closed, REWRITTEN, None)
         newest = self._after(retold, other, "zone: topaz")
-        await self._ask(newest, stream=False)
-        await self._ask(newest, stream=True)
+        await self._ask(newest, APPEND, other, stream=False)
+        await self._ask(newest, RETRY, other, stream=True)
 
-    async def _ask(self, history: Sequence[Item], *, stream: bool) -> Answer:
+    async def _go_on_from_open_reasoning(self, opening: list[Item]) -> None:
+        """Of a turn that ended amid its reasoning nobody can prove what shows it: its history is rendered anew."""
+        amid = await self._wanted(opening, lambda reply: not is_closed(reply), RETRY, None)
+        await self._ask(self._after(opening, amid, "zone: opal"), REFUSED, None, stream=True)
+
+    def _if_able(self, kind: Kind) -> Kind:
+        """The kind, where the policy is asked in the words it knows; otherwise any that can be gone on from."""
+        return kind if self._by_template else is_closed
+
+    async def _wanted(self, history: Sequence[Item], kind: Kind, join: Join, onto: Answer | None) -> Answer:
+        """The first reply of the kind; every other one is streamed."""
+        for asked in range(TRIES):
+            answer = await self._ask(history, RETRY if asked else join, onto, stream=bool(asked % 2))
+            if kind(answer.reply):
+                return answer
+        raise AssertionError(f"none of {TRIES} replies is as wanted; the last one is {answer.reply}")
+
+    async def _ask(self, history: Sequence[Item], join: Join, onto: Answer | None, *, stream: bool) -> Answer:
+        answer = await self._answer(history, stream=stream)
+        self.calls.append(Call(answer, {join}, onto))
+        return answer
+
+    async def _answer(self, history: Sequence[Item], *, stream: bool) -> Answer:
         client = self._client
         url = self._base_url + client.path(stream=stream)
         body = client.body(history, self._way, stream=stream)
@@ -89,9 +147,7 @@ class Agent:
             data = await reply.read()
             assert reply.status == 200, data
             assert reply.content_type == ("text/event-stream" if stream else "application/json")
-        answer = client.gather(events_of(data)) if stream else client.read(json.loads(data))
-        self.answers.append(answer)
-        return answer
+        return client.gather(events_of(data)) if stream else client.read(json.loads(data))
 
     def _after(self, history: Sequence[Item], answer: Answer, text: str) -> list[Item]:
         """The history with the answer and what follows it: `text` is the result of each call that the answer makes,
@@ -100,21 +156,18 @@ class Agent:
         return [*history, *answer.echo, *(self._client.results(calls, text) if calls else [self._client.user(text)])]
 
 
-def expected_joins(renderer: str, left: int) -> list[Join]:
-    """`left` is the turn of the first of the two calls made at once. Behind a template of the policy's own, a history
-    with other replies in it is rendered anew."""
-    kept = None if renderer == TEMPLATE else 0
-    at_once = [Join(JoinKind.APPEND, 0), Join(JoinKind.FORK, 0, ForkCause.SIBLING)]
-    return [
-        Join(JoinKind.ROOT, None),
-        *at_once,
-        Join(JoinKind.APPEND, left),
-        Join(JoinKind.FORK, kept, ForkCause.HISTORY_REWRITTEN),
-        Join(JoinKind.APPEND, 4),
-        Join(JoinKind.FORK, None, ForkCause.HISTORY_REWRITTEN),
-        Join(JoinKind.APPEND, 6),
-        Join(JoinKind.RETRY, 6),
-    ]
+def calls_a_tool(reply: Message) -> bool:
+    return bool(reply.tool_calls)
+
+
+def reasons(reply: Message) -> bool:
+    """It reasons, and then says something."""
+    return bool(reply.reasoning and reply.content)
+
+
+def is_closed(reply: Message) -> bool:
+    """It does not end amid its reasoning."""
+    return bool(reply.content or reply.tool_calls)
 
 
 @pytest.mark.parametrize("renderer", WAYS)
@@ -122,44 +175,52 @@ def expected_joins(renderer: str, left: int) -> list[Join]:
 async def test_the_record_of_a_dialect_is_exact_across_forks(
     client: DialectClient, renderer: str, vllm_url: VllmServer, tmp_path: Path
 ) -> None:
-    engine = EngineSpec(kind="vllm", url=vllm_url.url, model=vllm_url.model)
     async with (
-        a_parked_session(tmp_path, vllm_url.model_folder, engine, renderer=renderer) as session,
+        tapped(vllm_url.url) as tap,
+        a_parked_session(
+            tmp_path,
+            vllm_url.model_folder,
+            EngineSpec(kind="vllm", url=tap.url, model=vllm_url.model),
+            renderer=renderer,
+        ) as session,
         aiohttp.ClientSession() as http,
     ):
-        agent = Agent(client, WAYS[renderer], http, session.base_url)
+        agent = Agent(client, renderer, http, session.base_url)
         await agent.converse()
         group, turns = await session.end(), await session.turns()
     assert {(turn.dialect, turn.mode) for turn in turns} == {(client.name, TokenMode.TOKENS)}
-    assert_joined(turns, renderer)
-    assert_told(agent.answers, turns)
+    assert_joined(agent, turns)
+    assert_sampled(tap.generations, turns)
     assert_every_token_trains(group, turns)
     assert group.samples is not None
     gap = await asyncio.to_thread(assert_agrees, group.samples, vllm_url.model_folder, TOLERANCE)
-    calls = sum(len(turn.reply.tool_calls) for turn in turns if turn.reply is not None)
-    print(f"{client.name}, {renderer}: {len(group.samples)} rows, {calls} tool calls, largest gap {gap:.1e}")
+    told = [turn.reply for turn in turns if turn.reply is not None]
+    kinds = f"{sum(map(calls_a_tool, told))} call tools, {sum(map(reasons, told))} reason"
+    print(f"{client.name}, {renderer}: {len(turns)} turns, {kinds}; {len(group.samples)} rows, largest gap {gap:.1e}")
 
 
-def assert_joined(turns: Sequence[Turn], renderer: str) -> None:
-    left = next(turn.index for turn in turns[AT_ONCE] if LEFT_ZONE in turn.messages[-1].content)
-    joins = [Join(turn.join, turn.parent, turn.cause) for turn in turns]
-    joins[AT_ONCE] = sorted(joins[AT_ONCE], key=lambda join: join.kind)
-    assert joins == expected_joins(renderer, left)
-
-
-def assert_told(answers: Sequence[Answer], turns: Sequence[Turn]) -> None:
-    """The wire said what is recorded, streamed or not."""
-    told = [as_told(answer.reply) for answer in answers]
-    recorded = [as_told(turn.reply) for turn in turns if turn.reply is not None]
-    for both in (told, recorded):
-        both[AT_ONCE] = sorted(both[AT_ONCE], key=str)
-    assert told == recorded
+def assert_joined(agent: Agent, turns: Sequence[Turn]) -> None:
+    """Each call joined as it should, and the wire said what is recorded, streamed or not."""
+    pair = slice(agent.at_once, agent.at_once + 2)
+    ordered = list(turns)
+    ordered[pair] = sorted(turns[pair], key=lambda turn: LEFT_ZONE not in turn.messages[-1].content)
+    for turn, call in zip(ordered, agent.calls, strict=True):
+        assert turn.reply is not None
+        assert as_told(turn.reply) == as_told(call.answer.reply)
+        assert Join(turn.join, turn.cause) in call.joins
+        parent = None if turn.parent is None else turns[turn.parent].reply
+        assert (parent and as_sent_back(parent)) == (call.onto and as_sent_back(call.onto.reply))
+    assert {Join(turn.join, turn.cause) for turn in ordered[pair]} == EITHER
 
 
 def as_told(reply: Message) -> tuple[Any, ...]:
     """A reply in terms that every dialect has: reasoning where it was told, arguments as an object."""
-    calls = [(call.id, call.name, as_object(call.arguments)) for call in reply.tool_calls]
-    return reply.content, reply.reasoning, calls
+    return (*as_sent_back(reply), reply.reasoning)
+
+
+def as_sent_back(reply: Message) -> tuple[Any, ...]:
+    """What tells a reply from another when its client forgets reasoning."""
+    return reply.content, [(call.id, call.name, as_object(call.arguments)) for call in reply.tool_calls]
 
 
 def as_object(arguments: str) -> Any:
@@ -170,8 +231,23 @@ def as_object(arguments: str) -> Any:
     return value if isinstance(value, dict) else {INVALID_JSON: arguments}
 
 
+def assert_sampled(generations: Sequence[Generation], turns: Sequence[Turn]) -> None:
+    """The turns are what vLLM was asked and what it sampled, id by id and number by number: a turn's prompt is that of
+    its parent, then its parent's output, then its own delta."""
+    prompts: list[list[int]] = []
+    recorded = []
+    for turn in turns:
+        before = (
+            [] if turn.parent is None else prompts[turn.parent] + unpack_ids(turns[turn.parent].output_ids).tolist()
+        )
+        prompts.append(before + unpack_ids(turn.prompt_delta).tolist())
+        assert len(prompts[-1]) == turn.prompt_length
+        recorded.append((prompts[-1], unpack_ids(turn.output_ids).tolist(), unpack_logprobs(turn.logprobs).tolist()))
+    assert sorted(recorded) == sorted((made.prompt, made.output, made.logprobs) for made in generations)
+
+
 def assert_every_token_trains(group: GroupView, turns: Sequence[Turn]) -> None:
-    """Nothing drifted, and each sampled token is trained on in one row: `main` ones and the retry."""
+    """Nothing drifted, and each sampled token is trained on in one row: `main` ones and the retries."""
     (session,) = group.sessions
     result, samples = session.result, group.samples
     assert result is not None

@@ -43,7 +43,8 @@ HOSTED = frozenset(
 )
 
 _CHOICES = frozenset({"none", "auto", "required"})
-_NOT_TOLD = frozenset({"type", "defer_loading"})
+_NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
+"""For servers, not for models. (`strict` promises that arguments follow their schema: nothing here enforces that.)"""
 _KEY = "tools"
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)

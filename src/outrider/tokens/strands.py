@@ -109,8 +109,9 @@ class Session:
         return found
 
     def said(self, messages: Sequence[Message]) -> set[bytes]:
-        """The bodies of the assistant's messages."""
-        return {self.body(message) for message in messages if message.role is Role.ASSISTANT}
+        """The bodies of the assistant's messages that say something: any conversation may have an empty one."""
+        spoken = (message for message in messages if message.role is Role.ASSISTANT)
+        return {self.body(message) for message in spoken if message.content or message.tool_calls}
 
     def carried_on(self, conversation: int) -> bool:
         """Whether any reply of the conversation was gone on with in it, as recorded or as the client quoted it."""
@@ -123,7 +124,7 @@ class Session:
         turns = [turn for strand in strands for turn in strand.turns]
         if any(turn.parent is not None for turn in turns):
             return True
-        replies = {self.body(turn.reply) for turn in turns if turn.reply is not None}
+        replies = self.said([turn.reply for turn in turns if turn.reply is not None])
         return any(replies & self.said(strand.head.messages) for strand in strands)
 
 
