@@ -21,6 +21,7 @@ def called(arguments: str, call: str = "c1", name: str = "f") -> Message:
         ('{"a": -0.0}', '{"a": 0}'),
         ('{"a": "\\u00e9"}', '{"a": "é"}'),
         ('{"a": "\\ud800"}', '{"a":"\\uD800"}'),
+        ("{}", " \n"),
     ],
 )
 def test_spellings_of_the_same_arguments(one: str, other: str) -> None:
@@ -39,7 +40,7 @@ def test_spellings_of_the_same_arguments(one: str, other: str) -> None:
         ("[false, 1]", "1"),
         ("not  json", "not json"),
         ('{"a": 9007199254740993}', '{"a": 9007199254740993.0}'),
-        ("{}", ""),
+        ("{}", "null"),
     ],
 )
 def test_different_arguments(one: str, other: str) -> None:

@@ -89,6 +89,7 @@ def flattened(messages: list[Wire]) -> list[Wire]:
 
 CASES: dict[str, list[Change]] = {
     "arguments re-serialised": [recoded(separators=(",", ":")), recoded(indent=2), recoded()],
+    "no arguments written as {}": [call(0, arguments="{}"), call(0, arguments="\n{ }")],
     "arguments' keys in another order": [recoded(sort_keys=True)],
     "1.0 written as 1": [call(0, arguments=ARGUMENTS.replace("2.0", "2"))],
     "argument changed": [call(0, arguments=ARGUMENTS.replace("2.0", "3")), call(0, arguments="{}")],
@@ -134,6 +135,7 @@ CASES: dict[str, list[Change]] = {
 }
 RECORDED: dict[str, Change] = {
     "white space around other text": lambda messages: [message | {"content": "x"} for message in messages],
+    "no arguments written as {}": call(0, arguments=" "),
     "null, empty or absent content": setting(SAID, content=""),
     "reasoning added": setting(SAID, reasoning_content=None),
 }

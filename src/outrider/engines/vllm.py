@@ -123,6 +123,8 @@ class VLLMEngine:
         except StatusFailure as failure:
             sizes = Sizes(prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context)
             raise translate(failure, self.name, sizes) from None
+        except _NotStreamed as error:
+            raise EngineUnavailable(str(error)) from None
 
     async def health(self) -> EngineHealth:
         try:
@@ -206,7 +208,7 @@ class VLLMEngine:
                 yield chunk
 
 
-class _NotStreamed(EngineUnavailable):
+class _NotStreamed(Exception):
     """An answer came to its proper end without one event: it was no stream."""
 
 

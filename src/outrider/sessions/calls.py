@@ -105,10 +105,11 @@ class TokenCall:
         )
         async with aclosing(generation):
             async for chunk in generation:
-                if self._last is None:
+                first = self._last is None
+                self._take(chunk)
+                if first:
                     self._served = generation.served
                     yield self._opening()
-                self._take(chunk)
                 part = stream.push(chunk.ids)
                 if chunk.ids:
                     yield Delta(text=part.text, reasoning=part.reasoning, ids=chunk.ids, logprobs=chunk.logprobs)

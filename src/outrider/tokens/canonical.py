@@ -114,7 +114,10 @@ def _part(part: Text | Image) -> bytes:
 
 
 def _arguments(arguments: str) -> tuple[bool, str]:
-    """Whether they are JSON, and their one spelling; text that is no JSON (or nests too deep) is its own."""
+    """Whether they are JSON, and their one spelling; text that is no JSON (or nests too deep) is its own. None at all
+    are an empty object: so clients read them, and send them back."""
+    if not arguments.strip():
+        return True, "{}"
     try:
         value = _DECODER.decode(arguments)
         return True, json.dumps(value, ensure_ascii=False, sort_keys=True)

@@ -27,6 +27,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference("arguments re-serialised", Effect.SAME, "clients parse a call's JSON and write it their own way"),
+    Difference("no arguments written as {}", Effect.SAME, "clients read nothing as an empty object"),
     Difference("arguments' keys in another order", Effect.SAME, "a JSON object has no order to the clients"),
     Difference("1.0 written as 1", Effect.SAME, "JavaScript has one kind of number"),
     Difference("argument changed", Effect.FORK, "the model would read another call than the one it made"),

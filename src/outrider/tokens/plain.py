@@ -71,4 +71,13 @@ def _object_or_text(arguments: str) -> Any:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value, dict) and _encodable(value) else arguments
+
+
+def _encodable(value: Any) -> bool:
+    """Whether it is free of lone surrogates, which JSON escapes can spell and no template can print."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True

@@ -144,9 +144,9 @@ class FamilyRenderer:
             if self._template is not None:
                 return self.tokenizer.encode(self._template.render(plain, list(tools)))
             ids = self._keeping.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
+            return self._filled(ids)
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
-        return self._filled(ids)
 
     def _filled(self, laid_out: Sequence[int]) -> list[int]:
         return list(laid_out) if self._layout is None else self._layout.fill(laid_out)
@@ -167,11 +167,11 @@ class FamilyRenderer:
             bridged = family.bridge_to_next_turn(
                 list(prompt), list(output), plain_new(new, late_system=self._late_system), tools=list(tools) or None
             )
+            if bridged is None or list(bridged.token_ids[: len(before)]) != before:
+                return None
+            return self._filled(bridged.token_ids[len(before) :])
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
-        if bridged is None or list(bridged.token_ids[: len(before)]) != before:
-            return None
-        return self._filled(bridged.token_ids[len(before) :])
 
     def rejoin(
         self,
