@@ -20,7 +20,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check test-real bench policy clean
+.PHONY: help venv demo test check test-real fuzz bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ check: $(STAMPS)/dev ## formatting, lint and types
 
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU and agents (installs them; 3 GB, minutes)
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -m real tests/real $(ARGS)
+
+fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
+	$(foreach dialect,chat responses messages gemini,\
+		$(ONE_THREAD) $(BIN)/python scripts/fuzz_gateway.py --dialect $(dialect) $(ARGS) &&) true
 
 bench: $(STAMPS)/dev ## the benchmarks, as a table and JSON in bench/results
 	$(ONE_THREAD) $(BIN)/python -m bench $(ARGS)

@@ -34,6 +34,8 @@ SIGNED = b"outrider:"
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
+_INVALID_KEY = b'{"' + INVALID_JSON.encode()
+_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # every letter an escape
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -203,12 +205,13 @@ def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
 
 def arguments_on_wire(arguments: str) -> bytes:
     """A call's arguments as the JSON object that the dialect asks for. Text that is none is wrapped in one, which
-    `arguments_from_wire` takes off again."""
+    `arguments_from_wire` takes off again; so is an object that looks like such a wrapper."""
     try:
-        _OBJECT.decode(arguments)
-        return msgspec.json.format(arguments, indent=-1).encode()
+        if not _is_wrapper(_OBJECT.decode(arguments)):
+            return msgspec.json.format(arguments, indent=-1).encode()
     except (msgspec.DecodeError, ValueError, RecursionError):
-        return msgspec.json.encode({INVALID_JSON: arguments.encode("utf-8", "replace").decode()})
+        pass  # no object
+    return msgspec.json.encode({INVALID_JSON: arguments.encode("utf-8", "replace").decode()})
 
 
 def arguments_from_wire(args: Raw) -> str:
@@ -216,12 +219,17 @@ def arguments_from_wire(args: Raw) -> str:
     if absent(args):
         return "{}"
     compact = msgspec.json.format(bytes(args), indent=-1)
-    if compact.startswith(b'{"' + INVALID_JSON.encode() + b'":"'):
+    key = compact[:_LONGEST_KEY].partition(b'":"')[0]
+    if key == _INVALID_KEY or has_escaped_letters(key):
         value = _OBJECT.decode(compact)
-        text = value[INVALID_JSON]
-        if len(value) == 1 and isinstance(text, str):
-            return text
+        if _is_wrapper(value):
+            return str(value[INVALID_JSON])
     return compact.decode()
+
+
+def _is_wrapper(value: dict[str, Any]) -> bool:
+    """Whether an object stands for arguments that are no JSON object."""
+    return len(value) == 1 and isinstance(value.get(INVALID_JSON), str)
 
 
 def signature(call_id: str) -> str:

@@ -1,0 +1,21 @@
+"""Throws odd, broken and ordinary requests at the model gateway, in one dialect, and judges every reply and token.
+
+    python scripts/fuzz_gateway.py --dialect chat --requests 100000 --seed 1
+
+Everything happens in this process: the real gateway and sessions, on a scripted engine that keeps its own record of
+what it was given and gave. Prints a verdict (`--json`: as JSON); ends with 1, and with how to see it again, for a 5xx,
+a hang, an error in another dialect's shape, a reply that its dialect does not allow, or a token that was lost, trained
+on twice or labelled wrongly. The fuzzer itself is tests/support/fuzz; the fast tests run a little of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))
+    sys.exit(importlib.import_module("support.fuzz.command").main())

@@ -1,0 +1,163 @@
+"""What a dialect brings to the fuzzer: how a client asks in it, what it reads of a reply, and how it goes on.
+
+It knows no gateway and no tokens. Invariant: a reply that its dialect does not allow raises `Violation`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+import msgspec
+
+from support.fuzz.grammar import Grammar, Writer
+
+Body = dict[str, Any]
+_STRICT = msgspec.json.Decoder()
+_LINE_ENDS = ("\x85".encode(), "\u2028".encode(), "\u2029".encode())
+
+
+class Violation(Exception):
+    """Something that must never happen."""
+
+
+def check(condition: object, problem: str) -> None:
+    if not condition:
+        raise Violation(problem)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One HTTP request; `pieces` is the body as it arrives."""
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    pieces: tuple[bytes, ...] = (b"",)
+
+
+class Manner(msgspec.Struct, frozen=True):
+    """How a body is sent, as one of the forms that the dialect has for it (`count` asks for its tokens alone), and how
+    it was answered: as a stream or not."""
+
+    stream: bool = False
+    form: str = ""
+
+
+class Called(msgspec.Struct, frozen=True):
+    """A tool call that the client was told of. `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole reply as a client understood it. `items` are what it keeps of it, in the dialect's own form; `reasoning`
+    is None where the dialect was not asked to show it. A `failure` is what a stream told in place of its end."""
+
+    text: str
+    reasoning: str | None
+    calls: tuple[Called, ...] = ()
+    cut: bool = False
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    id: str = ""
+    items: Any = None
+    failure: str | None = None
+
+
+class Echo(StrEnum):
+    """What a client does to a reply that it sends back; none of it is a difference to the model."""
+
+    EXACT = "exact"
+    NO_REASONING = "no_reasoning"
+    RESPELLED = "respelled"
+    TRIMMED = "trimmed"
+
+
+class Speaker(Protocol):
+    """One dialect. `history` is the body's key of the conversation.
+
+    `dressed` gives a body in another form that means the same; `asides` a call that generates nothing. `go_on` gives
+    the body of the next request: the reply sent back, its calls answered, and something new. `read`, `read_count` and
+    `read_error` raise Violation.
+    """
+
+    name: str
+    grammar: Grammar
+    history: str
+
+    def manner(self, writer: Writer) -> Manner: ...
+    def dressed(self, writer: Writer, body: Body) -> Body: ...
+    def request(self, manner: Manner, payload: bytes) -> Request: ...
+    def asides(self, writer: Writer) -> Request: ...
+    def go_on(self, writer: Writer, body: Body, said: Said, echo: Echo) -> Body: ...
+    def read(self, payload: bytes, manner: Manner) -> Said: ...
+    def read_count(self, payload: bytes) -> int: ...
+    def read_error(self, status: int, payload: bytes) -> None: ...
+
+
+class Event(msgspec.Struct, frozen=True):
+    name: str | None
+    data: bytes
+
+
+def decoded(payload: bytes) -> Any:
+    """JSON as the strictest of clients reads it."""
+    try:
+        return _STRICT.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Violation(f"not JSON: {error}") from error
+
+
+def decoded_object(payload: bytes) -> dict[str, Any]:
+    value: dict[str, Any] = one_of(decoded(payload), dict, "the body")
+    return value
+
+
+def events_of(payload: bytes) -> list[Event]:
+    """Server-sent events, comments left out."""
+    check(payload.endswith(b"\n\n"), "an event stream does not end with an empty line")
+    check(not any(end in payload for end in _LINE_ENDS), "an event has a line end that some clients split at")
+    found = []
+    for block in payload.split(b"\n\n"):
+        name: str | None = None
+        data: list[bytes] = []
+        for line in block.split(b"\n"):
+            if line.startswith(b"data: "):
+                data.append(line[6:])
+            elif line.startswith(b"event: "):
+                name = line[7:].decode()
+            else:
+                check(not line or line.startswith(b":"), f"a strange line in an event stream: {line[:80]!r}")
+        if data:
+            check(len(data) == 1, "an event's data has several lines")
+            found.append(Event(name, data[0]))
+    return found
+
+
+def respelled(arguments: str) -> str:
+    """The JSON of a call's arguments as another client's library writes it; text that is none stays as it is."""
+    try:
+        value = json.loads(arguments)
+        written = json.dumps(value, indent=1, sort_keys=True)
+        written.encode()
+        return written if isinstance(value, dict) and json.loads(written) == value else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def without(body: Body, *keys: str) -> Body:
+    return {key: value for key, value in body.items() if key not in keys}
+
+
+def one_of(value: Any, kinds: type | tuple[type, ...], name: str) -> Any:
+    check(isinstance(value, kinds), f"{name} is {value!r}")
+    return value
+
+
+def same_keys(value: dict[str, Any], keys: Sequence[str], name: str) -> None:
+    check(sorted(value) == sorted(keys), f"{name} has the keys {sorted(value)}")

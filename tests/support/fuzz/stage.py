@@ -1,0 +1,138 @@
+"""One session of the real gateway on a scripted engine that keeps its own record of what it was given and gave.
+
+It knows no dialect. Invariant: the record is the engine's, made before anybody reads what it gave.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.api.gateway import Gateway
+from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
+from outrider.engines.pool import EnginePool
+from outrider.engines.scripted import ScriptedEngine
+from outrider.sessions.calls import Endpoint
+from outrider.sessions.conversation import Conversation
+from outrider.spec import Limits, Sampling
+from outrider.tokens.renderer import FamilyRenderer, History, make_renderer
+from outrider.tokens.tokenizer import Tokenizer
+from outrider.trajectory import FinishReason, Ids, Turn, pack_ids, pack_logprobs
+from support.fuzz.script import replies
+from support.tokenizer import write_tokenizer
+
+MODEL = "policy"
+CONTEXT_TOKENS = 16_384
+SCRIPT_LINES = 40
+
+
+class Given(msgspec.Struct):
+    """One generation by the engine's own account. `prompt` and `sampled` are ids."""
+
+    prompt: Ids
+    version: int
+    sampled: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[float] = msgspec.field(default_factory=list)
+    finish: FinishReason | None = None
+
+    def packed(self) -> tuple[bytes, bytes, bytes]:
+        """Prompt, output and log-probabilities, as turns have them."""
+        return pack_ids(self.prompt), pack_ids(self.sampled), pack_logprobs(self.logprobs)
+
+    def leads_to(self, other: Given) -> bool:
+        """Whether the other's prompt begins with all of this one's ids."""
+        whole = [*self.prompt.tolist(), *self.sampled]
+        return bool(other.prompt[: len(whole)].tolist() == whole)
+
+
+class RecordingEngine(ScriptedEngine):
+    """The scripted engine, with a record of every generation in the order in which they began."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self.given: list[Given] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        given = Given(request.input_ids.copy(), self.version)
+        self.given.append(given)
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                given.sampled += chunk.ids
+                given.logprobs += chunk.logprobs
+                given.finish = chunk.finish
+                yield chunk
+
+
+class Ground:
+    """What all sessions of a run stand on: the tokenizer's folder and its renderer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(write_tokenizer(folder))
+        self.renderer: FamilyRenderer = make_renderer(Tokenizer.load(folder), "qwen3")
+
+
+class Stage:
+    """One session: its gateway, its engine, and the turns that were stored."""
+
+    def __init__(
+        self, key: str, conversation: Conversation, engine: RecordingEngine, turns: list[Turn], history: History
+    ) -> None:
+        self.key = key
+        self.history = history
+        self.engine = engine
+        self.turns = turns
+        self.application = Gateway(self)
+        self._conversation = conversation
+
+    def conversation(self, key: str) -> Conversation | None:
+        return self._conversation if key == self.key else None
+
+    async def close(self) -> None:
+        await self._conversation.close()
+
+    @property
+    def open(self) -> bool:
+        return self._conversation.open
+
+    @property
+    def failure(self) -> Any:
+        return self._conversation.failure
+
+
+@asynccontextmanager
+async def a_stage(ground: Ground, dice: random.Random) -> AsyncIterator[Stage]:
+    """A fresh session, its engine's script and its limits drawn."""
+    options = {
+        "replies": [msgspec.to_builtins(reply) for reply in replies(dice, SCRIPT_LINES)],
+        "chunk_tokens": dice.choice((1, 2, 3, 7, 50)),
+        "context_tokens": CONTEXT_TOKENS,
+        "version": dice.randrange(5),
+    }
+    engine = RecordingEngine(EngineOptions(name="scripted", model=MODEL, tokenizer=ground.folder, options=options))
+    turns: list[Turn] = []
+
+    async def record(turn: Turn) -> None:
+        turns.append(turn)
+
+    history: History = dice.choice(("recorded", "recorded", "recorded", "template"))
+    small = dice.random() < 0.05
+    async with EnginePool(patience=1.0) as pool:
+        await pool.add_engine(engine)
+        conversation = Conversation(
+            Endpoint(renderer=ground.renderer, pool=pool, model=MODEL),
+            session_key="fuzz-1-1",
+            limits=Limits(turns=9, response_tokens=500) if small else Limits(turns=10_000),
+            sampling=Sampling(max_tokens=dice.choice((None, None, None, 12, 300))),
+            history=history,
+            record=record,
+        )
+        stage = Stage(f"key-{dice.randrange(10**9)}", conversation, engine, turns, history)
+        try:
+            yield stage
+        finally:
+            await stage.close()
