@@ -240,7 +240,7 @@ class _Run:
         )
 
     def _spans(self) -> tuple[VersionSpan, ...]:
-        ends = [start for _, start in self._starts[1:]] + [self.position]
+        ends = [start for _, start in self._starts[1:]] + [self.position] * bool(self._starts)
         return tuple(VersionSpan(version, start, end) for (version, start), end in zip(self._starts, ends, strict=True))
 
 

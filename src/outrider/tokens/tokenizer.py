@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from outrider.errors import InvalidField
 from outrider.tokens.bytelevel import BYTE_OF_CHAR
-from outrider.tokens.fast import fast_encoder
+from outrider.tokens.fast import MAX_TEXT, fast_encoder
 
 SHORT_TEXT = 24
 """Texts up to this many characters (role names, separators) are encoded once and remembered."""
@@ -63,11 +63,8 @@ class Tokenizer:
         return list(ids)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self._fast is not None and not add_special_tokens and text.isascii():
-            try:
-                return self._fast(text)
-            except ValueError:
-                pass  # such as a million spaces in a row
+        if self._fast is not None and not add_special_tokens and len(text) <= MAX_TEXT and text.isascii():
+            return self._fast(text)
         # The fast way gives the same ids without their character offsets, a third of the time; it is for batches.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
