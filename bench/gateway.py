@@ -24,6 +24,7 @@ from bench.corpus import Corpus
 from bench.http import Client
 from bench.processes import World, world
 from bench.speakers import CHAT, Speaker
+from bench.yardstick import Yardstick, a_yardstick
 from outrider.messages import Message, Role
 from outrider.tokens.renderer import Renderer, make_renderer
 
@@ -81,7 +82,11 @@ async def run(quick: bool) -> dict[str, Any]:
 async def measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
-        async with world(corpus, reply_tokens=REPLY_TOKENS, sessions=CONCURRENCY) as processes, Client() as client:
+        async with (
+            world(corpus, reply_tokens=REPLY_TOKENS, sessions=CONCURRENCY) as processes,
+            Client() as client,
+            a_yardstick() as yardstick,
+        ):
             load = Load(client, Requests(corpus, processes))
             for way in WAYS:
                 await load.one_by_one(way, plan.warm_requests)
@@ -89,7 +94,8 @@ async def measure(plan: Plan) -> dict[str, Any]:
             return {
                 "prompt_characters": PROMPT_CHARACTERS,
                 "reply_tokens": REPLY_TOKENS,
-                "latency": await _latency(load, plan),
+                "latency": await _latency(load, plan, yardstick),
+                "yardstick_ms": yardstick.median_ms(),
                 "rate": await _rate(load, plan, processes),
             }
 
@@ -173,12 +179,13 @@ def _is_whole(request: Request, answer: bytes) -> bool:
     return answer.startswith(b"{") and answer.endswith(b"}")
 
 
-async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
+async def _latency(load: Load, plan: Plan, yardstick: Yardstick) -> dict[str, Any]:
     """One request at a time: per way the percentiles of both bytes, and what the gateway adds to each."""
     spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
     for number in range(plan.latency_rounds):
         for way in WAYS if number % 2 else reversed(WAYS):
             spent[way] += await load.one_by_one(way, plan.latency_block)
+        await yardstick.take(plan.latency_block)
     return {
         _name(streamed): {
             byte: compared(spent[Way(False, streamed)], spent[Way(True, streamed)], byte) for byte in ("first", "last")

@@ -1,7 +1,8 @@
-"""The other processes of a benchmark: an engine behind vLLM's protocol, and a service of parked sessions.
+"""The other processes of a benchmark: an engine behind vLLM's protocol, a service of parked sessions, an echo.
 
     python -m bench.processes upstream TOKENIZER REPLY_TOKENS
     python -m bench.processes gateway  TOKENIZER UPSTREAM_URL SESSIONS
+    python -m bench.processes echo
 
 Each prints its URLs, a line each, and ends when its standard input does: none outlives the one that started it.
 """
@@ -10,15 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import uvicorn
 import uvloop
 
 from bench.corpus import Corpus
 from bench.parked import CONTEXT_TOKENS, parked
+from outrider.asgi import Receive, Scope, Send
 from outrider.engines.base import EngineOptions
 from outrider.engines.scripted import ScriptedEngine
 from outrider.engines.serve.app import engine_app, serving
@@ -70,6 +74,13 @@ async def upstream(corpus: Corpus, *, reply_tokens: int) -> AsyncIterator[Proces
 
 
 @asynccontextmanager
+async def echo() -> AsyncIterator[Process]:
+    """A server that answers everything with a few bytes, with none of our code in it."""
+    async with _process(1, "echo") as process:
+        yield process
+
+
+@asynccontextmanager
 async def _process(urls: int, *arguments: str) -> AsyncIterator[Process]:
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(
@@ -108,6 +119,23 @@ async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
         await _until_told(parking.base_urls)
 
 
+async def _serve_echo() -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            """The whole request is read first."""
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(answer, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False)
+        server = uvicorn.Server(config)
+        serving_it = asyncio.create_task(server.serve(sockets=[listening]))
+        await _until_told([f"http://127.0.0.1:{listening.getsockname()[1]}/"])
+        server.should_exit = True
+        await serving_it
+
+
 async def _until_told(urls: list[str] | tuple[str, ...]) -> None:
     print(*urls, sep="\n", flush=True)
     ended = asyncio.StreamReader()
@@ -116,7 +144,11 @@ async def _until_told(urls: list[str] | tuple[str, ...]) -> None:
     await ended.read()
 
 
-ROLES: dict[str, Callable[..., Awaitable[None]]] = {"upstream": _serve_upstream, "gateway": _serve_gateway}
+ROLES: dict[str, Callable[..., Awaitable[None]]] = {
+    "upstream": _serve_upstream,
+    "gateway": _serve_gateway,
+    "echo": _serve_echo,
+}
 
 
 async def _main(role: str, *arguments: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from bench.yardstick import REFERENCE_MS
+
 Results = dict[str, Any]
 CUTS = ("p50", "p95")
 
@@ -110,18 +112,49 @@ def _targets(results: Results) -> Sheet:
     rows = []
     for target in TARGETS:
         if target.bench in results:
-            value = target.of(results[target.bench])
-            met = value <= target.goal if target.most else value >= target.goal
+            found = results[target.bench]
+            value, slower = target.of(found), _slowness(found)
+            scaled = None if slower is None or target.unit not in SCALED else value / slower ** SCALED[target.unit]
             side = "at most" if target.most else "at least"
             rows.append(
                 (
                     target.name,
                     f"{_number(value)} {target.unit}",
+                    "-" if scaled is None else f"{_number(scaled)} {target.unit}",
                     f"{side} {_number(target.goal)} {target.unit}",
-                    "yes" if met else "no",
+                    _met(target, value, scaled),
                 )
             )
-    return Sheet(title="Targets (on 2 cores)", columns=("figure", "measured", "target", "met"), rows=rows)
+    columns = ("figure", "measured", "at reference speed", "target", "met")
+    note = "\n".join(_yardsticks(results))
+    return Sheet(title="Targets (on 2 cores)", columns=columns, rows=rows, note=note)
+
+
+SCALED = {"ms p50": 1, "ms": 1, "/s": -1}
+"""Units that depend on the machine's speed, and how."""
+
+
+def _slowness(found: Any) -> float | None:
+    """How many times as long the yardstick took as on the machine of the targets; None if it was not measured."""
+    return found["yardstick_ms"] / REFERENCE_MS if "yardstick_ms" in found else None
+
+
+def _met(target: Target, value: float, scaled: float | None) -> str:
+    def good(figure: float) -> bool:
+        return figure <= target.goal if target.most else figure >= target.goal
+
+    if good(value):
+        return "yes"
+    return "at reference speed" if scaled is not None and good(scaled) else "no"
+
+
+def _yardsticks(results: Results) -> list[str]:
+    return [
+        f"The smallest HTTP call, aiohttp to uvicorn, took {_number(found['yardstick_ms'])} ms beside {name}, "
+        f"{_number(slower)} times the {REFERENCE_MS} ms of the machine that the targets were set on."
+        for name, found in results.items()
+        if (slower := _slowness(found)) is not None
+    ]
 
 
 def _gateway(found: Any) -> list[Sheet]:

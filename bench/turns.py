@@ -25,6 +25,7 @@ from bench.dialogue import Dialogue
 from bench.http import Client
 from bench.parked import parked
 from bench.processes import World, world
+from bench.yardstick import a_yardstick
 from outrider.api.gateway import Gateway
 from outrider.asgi import HANG_UP, HangUp
 from outrider.dialects.base import WireCall
@@ -34,6 +35,7 @@ from outrider.spec import EngineSpec
 
 NEW_TOKENS = 500
 REPLY_TOKENS = 20
+YARDSTICK_CALLS = 300
 
 Turn = Callable[[bytes], Awaitable[bytes]]
 """Sends the body of one request and gives that of its answer."""
@@ -63,8 +65,13 @@ async def measure(points: Sequence[Point]) -> dict[str, Any]:
     sessions = sum(point.conversations for point in (WARM, *points))
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
-        async with world(corpus, reply_tokens=REPLY_TOKENS, sessions=sessions) as processes:
+        async with (
+            world(corpus, reply_tokens=REPLY_TOKENS, sessions=sessions) as processes,
+            a_yardstick() as yardstick,
+        ):
+            await yardstick.take(YARDSTICK_CALLS)
             own = await _own_work(corpus, processes, points, sessions)
+            await yardstick.take(YARDSTICK_CALLS)
             added = await _added_latency(corpus, processes, points)
     merged = [
         {"history_tokens": point.history} | work | extra for point, work, extra in zip(points, own, added, strict=True)
@@ -73,6 +80,7 @@ async def measure(points: Sequence[Point]) -> dict[str, Any]:
         "new_tokens": NEW_TOKENS,
         "reply_tokens": REPLY_TOKENS,
         "points": merged,
+        "yardstick_ms": yardstick.median_ms(),
         "growth": merged[-1]["own_ms"] / merged[0]["own_ms"],
     }
 
