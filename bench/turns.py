@@ -12,7 +12,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,18 @@ YARDSTICK_CALLS = 300
 
 Turn = Callable[[bytes], Awaitable[bytes]]
 """Sends the body of one request and gives that of its answer."""
+Timed = Callable[[Turn, bytes, str], Awaitable["Cost"]]
+"""Makes a turn with a body that ends with a text."""
 
 
 CALL = WireCall("POST", "/v1/chat/completions")
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """A turn's answer and what it took, in ms."""
+
+    answer: bytes
+    spent: dict[str, float]
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -87,23 +96,17 @@ async def measure(points: Sequence[Point]) -> dict[str, Any]:
 
 async def _own_work(corpus: Corpus, processes: World, points: Sequence[Point], sessions: int) -> list[dict[str, float]]:
     """Per point the processor time of a turn, and of three parts of it measured by themselves."""
+
+    async def timed(turn: Turn, body: bytes, text: str) -> Cost:
+        begun = time.process_time()
+        answer = await turn(body)
+        return Cost(answer, {"own_ms": 1000 * (time.process_time() - begun)} | _parts(corpus, body, text))
+
     engine = EngineSpec(kind="vllm", url=processes.upstream.urls[0])
-    found = []
     async with parked(corpus.folder, engine, sessions=sessions) as parking:
         gateway = Gateway(parking.service.node)
         turns = iter([asgi_turn(gateway, URL(url).path, CALL) for url in parking.base_urls])
-        for point in (WARM, *points):
-            spent: list[dict[str, float]] = []
-
-            async def timed(turn: Turn, body: bytes, text: str, spent: list[dict[str, float]] = spent) -> bytes:
-                begun = time.process_time()
-                answer = await turn(body)
-                spent.append({"own_ms": 1000 * (time.process_time() - begun)} | _parts(corpus, body, text))
-                return answer
-
-            await _converse(corpus, point, [next(turns) for _ in range(point.conversations)], timed)
-            found.append({name: statistics.median(one[name] for one in spent) for name in spent[0]})
-    return found[1:]
+        return await _in_turn(corpus, points, turns, timed)
 
 
 def _parts(corpus: Corpus, body: bytes, text: str) -> dict[str, float]:
@@ -123,49 +126,55 @@ def _cpu_ms(work: Callable[[], object]) -> float:
 
 async def _added_latency(corpus: Corpus, processes: World, points: Sequence[Point]) -> list[dict[str, float]]:
     """Per point the time of a turn, of the same number of ids posted directly, and the difference of the two."""
-    urls = iter(processes.gateway.urls)
     engine = processes.upstream.urls[0] + "/inference/v1/generate"
-    found = []
     async with Client() as client:
-        for point in (WARM, *points):
-            through: list[float] = []
-            direct: list[float] = []
 
-            async def timed(
-                turn: Turn, body: bytes, text: str, through: list[float] = through, direct: list[float] = direct
-            ) -> bytes:
-                ids = _direct_body(len(body) * NEW_TOKENS // len(text))
-                begun = time.perf_counter()
-                await _post(client, engine, ids)
-                middle = time.perf_counter()
-                answer = await turn(body)
-                direct.append(1000 * (middle - begun))
-                through.append(1000 * (time.perf_counter() - middle))
-                return answer
+        async def timed(turn: Turn, body: bytes, text: str) -> Cost:
+            ids = _direct_body(len(body) * NEW_TOKENS // len(text))
+            begun = time.perf_counter()
+            await _post(client, engine, ids)
+            middle = time.perf_counter()
+            answer = await turn(body)
+            through = 1000 * (time.perf_counter() - middle)
+            return Cost(answer, {"direct_ms": 1000 * (middle - begun), "through_ms": through})
 
-            turns = [_http_turn(client, next(urls)) for _ in range(point.conversations)]
-            await _converse(corpus, point, turns, timed)
-            medians = {"through_ms": statistics.median(through), "direct_ms": statistics.median(direct)}
-            found.append(medians | {"added_ms": medians["through_ms"] - medians["direct_ms"]})
-    return found[1:]
+        turns = iter([_http_turn(client, url) for url in processes.gateway.urls])
+        found = await _in_turn(corpus, points, turns, timed)
+    return [medians | {"added_ms": medians["through_ms"] - medians["direct_ms"]} for medians in found]
 
 
-async def _converse(
-    corpus: Corpus, point: Point, turns: Sequence[Turn], timed: Callable[[Turn, bytes, str], Awaitable[bytes]]
-) -> None:
-    """In each conversation, add turns up to the point's history, then the turns to be timed."""
-    for turn in turns:
-        dialogue = Dialogue(max_tokens=REPLY_TOKENS)
-        history = left = 0
-        while left < point.turns:
-            text = corpus.tokens(NEW_TOKENS)
-            body = dialogue.ask(text)
-            if history < point.history:
-                answer = await turn(body)
-            else:
-                answer = await timed(turn, body, text)
-                left += 1
-            history = dialogue.answer(answer)
+async def _in_turn(
+    corpus: Corpus, points: Sequence[Point], turns: Iterator[Turn], timed: Timed
+) -> list[dict[str, float]]:
+    """The medians of each point. The conversations are grown first; then one turn of every point is timed after the
+    other, so that what else the machine does disturbs all of them alike."""
+    await _grown(corpus, WARM.history, next(turns))
+    grown = [[await _grown(corpus, point.history, next(turns)) for _ in range(point.conversations)] for point in points]
+    spent: list[list[dict[str, float]]] = [[] for _ in points]
+    for number in range(max(point.conversations * point.turns for point in points)):
+        for point, talks, found in zip(points, grown, spent, strict=True):
+            if number < point.conversations * point.turns:
+                talk = talks[number % point.conversations]
+                text = corpus.tokens(NEW_TOKENS)
+                cost = await timed(talk.turn, talk.dialogue.ask(text), text)
+                talk.dialogue.answer(cost.answer)
+                found.append(cost.spent)
+    return [{name: statistics.median(one[name] for one in found) for name in found[0]} for found in spent]
+
+
+class Talk(msgspec.Struct, frozen=True):
+    """A conversation, and how its turns are made."""
+
+    dialogue: Dialogue
+    turn: Turn
+
+
+async def _grown(corpus: Corpus, history: int, turn: Turn) -> Talk:
+    """A conversation of at least so many tokens."""
+    dialogue = Dialogue(max_tokens=REPLY_TOKENS)
+    while dialogue.answer(await turn(dialogue.ask(corpus.tokens(NEW_TOKENS)))) < history:
+        """It grows."""
+    return Talk(dialogue, turn)
 
 
 def _direct_body(tokens: int) -> bytes:

@@ -77,9 +77,8 @@ class SqliteDatabase:
     async def close(self) -> None:
         self._writes = self._reads = None
         threads, self._threads = self._threads, []
-        for thread in threads:
+        for thread in threads:  # one by one: of connections that close at once none might put the log away
             thread.stop()
-        for thread in threads:
             await thread.ended()
 
     async def write(self, body: Body[T]) -> T:
