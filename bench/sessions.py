@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from bench.corpus import Corpus
+from bench.yardstick import a_yardstick
 from outrider.api.server import serving
 from outrider.config import Config, ModelConfig
 from outrider.evaluators.base import Outcome
@@ -31,6 +32,7 @@ from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import SessionResult, StageSeconds
 
 GROUP_SIZE = 8
+YARDSTICK_CALLS = 300
 WAIT_SECONDS = 60.0
 SAID = "hello from the sandbox"
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo ' + SAID + '"}}\n</tool_call><|im_end|>'
@@ -55,13 +57,20 @@ async def run(quick: bool) -> dict[str, Any]:
 async def measure(plan: Plan) -> dict[str, Any]:
     """Per runtime the rate and the stages; a runtime that this machine cannot run says why instead."""
     found: dict[str, Any] = {}
+    async with a_yardstick() as yardstick:
+        await yardstick.take(YARDSTICK_CALLS)
+        for kind, sessions in plan.sessions.items():
+            found[kind] = await _of(kind, sessions)
+            await yardstick.take(YARDSTICK_CALLS)
+        return {"runtimes": found, "yardstick_ms": yardstick.median_ms()}
+
+
+async def _of(kind: str, sessions: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
-        for kind, sessions in plan.sessions.items():
-            runtime: type[Runtime] = resolve("runtime", kind)
-            can = runtime.available()
-            found[kind] = await _rate(corpus, kind, sessions) if can.ok else {"unavailable": can.detail}
-    return found
+        runtime: type[Runtime] = resolve("runtime", kind)
+        can = runtime.available()
+        return await _rate(corpus, kind, sessions) if can.ok else {"unavailable": can.detail}
 
 
 def grade(outcome: Outcome) -> float:

@@ -62,7 +62,7 @@ def _whole_sessions(kind: str) -> Target:
         goal=50,
         unit="/s",
         most=False,
-        of=lambda found: found.get(kind, {}).get("per_second", 0.0),
+        of=lambda found: found["runtimes"].get(kind, {}).get("per_second", 0.0),
     )
 
 
@@ -284,7 +284,8 @@ def _memory(found: Any) -> list[Sheet]:
 
 
 def _sessions(found: Any) -> list[Sheet]:
-    able = {kind: figures for kind, figures in found.items() if "per_second" in figures}
+    runtimes = found["runtimes"]
+    able = {kind: figures for kind, figures in runtimes.items() if "per_second" in figures}
     stages = [name for figures in list(able.values())[:1] for name in figures["stage_ms"]]
     rows = [
         (
@@ -295,7 +296,7 @@ def _sessions(found: Any) -> list[Sheet]:
         )
         for kind, figures in able.items()
     ]
-    unable = [f"{kind}: {figures['unavailable']}" for kind, figures in found.items() if kind not in able]
+    unable = [f"{kind}: {figures['unavailable']}" for kind, figures in runtimes.items() if kind not in able]
     return [
         Sheet(
             title="Sessions: whole sessions per second, 64 at once",

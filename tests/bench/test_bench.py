@@ -67,7 +67,7 @@ async def test_memory_counts_at_least_the_ids() -> None:
 async def test_sessions_end_well_and_are_timed() -> None:
     found = await sessions.measure(sessions.Plan({"memory": sessions.GROUP_SIZE}))
 
-    assert found["memory"]["per_second"] > 0
+    assert found["runtimes"]["memory"]["per_second"] > 0
     check_shown("sessions", found)
 
 
