@@ -55,6 +55,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int | None = None
     prompt_ids: list[int] | None = None  # the engine's own echo of the prompt, where it gives one
+    prompt_tokens: int | None = None  # how many it says the prompt had; with the last chunk
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):

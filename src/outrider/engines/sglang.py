@@ -39,6 +39,7 @@ class _Finish(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     completion_tokens: int
+    prompt_tokens: int | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     finish_reason: _Finish | None = None
     cached_tokens: int | None = None
@@ -187,6 +188,7 @@ class _Reply:
             stop_match=finish.matched,
             versions=spans_of(meta.weight_versions or self._labels, length=self._length, version=self._version),
             cached_tokens=meta.cached_tokens,
+            prompt_tokens=meta.prompt_tokens,
         )
         return None
 

@@ -65,6 +65,7 @@ class _Cached(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
     prompt_tokens_details: _Cached | None = None
 
 
@@ -222,7 +223,7 @@ class _Reply:
         self._begun = False
         self._length = 0
         self._prompt_ids: list[int] | None = None
-        self._cached: int | None = None
+        self._usage = _Usage()
         self._last: Chunk | None = None
 
     @property
@@ -234,8 +235,7 @@ class _Reply:
         event = decode(_EVENTS, payload, self._engine)
         if event.error is not None:
             raise failure_of_event(event.error)
-        if event.usage is not None and event.usage.prompt_tokens_details is not None:
-            self._cached = event.usage.prompt_tokens_details.cached_tokens
+        self._usage = event.usage or self._usage
         return self._read_choice(event.choices[0]) if event.choices else None
 
     def last(self) -> Chunk:
@@ -244,7 +244,12 @@ class _Reply:
             raise _NotStreamed(f"engine {self._engine!r} answered without a stream")
         if self._last is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
-        return msgspec.structs.replace(self._last, cached_tokens=self._cached)
+        details = self._usage.prompt_tokens_details
+        return msgspec.structs.replace(
+            self._last,
+            cached_tokens=details.cached_tokens if details else None,
+            prompt_tokens=self._usage.prompt_tokens,
+        )
 
     def _read_choice(self, choice: _Choice) -> Chunk | None:
         ids = choice.token_ids or []

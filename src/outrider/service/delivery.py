@@ -53,8 +53,9 @@ class Deliverer:
         async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as group:
             while True:
                 self._work.clear()
+                busy = set(self._under_way)  # what ends while we look may be read as still due
                 due = await insist(lambda: self._store.deliveries(now=time.time(), limit=LOOK_AHEAD))
-                for delivery in self._chosen(due):
+                for delivery in self._chosen([delivery for delivery in due if delivery.group_id not in busy]):
                     group.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}")
                 await self._rest()
 
@@ -66,7 +67,7 @@ class Deliverer:
             receiver = urlsplit(delivery.url).netloc
             if at_work.total() == AT_ONCE:
                 break
-            if delivery.group_id not in self._under_way and at_work[receiver] < EACH:
+            if at_work[receiver] < EACH:
                 self._under_way[delivery.group_id] = receiver
                 at_work[receiver] += 1
                 chosen.append(delivery)

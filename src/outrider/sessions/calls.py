@@ -165,6 +165,8 @@ class TokenCall:
         self._last = chunk
         if chunk.prompt_ids is not None:
             self._drift = count_differences(self._prompt, chunk.prompt_ids)
+        elif chunk.prompt_tokens is not None:
+            self._drift = max(self._drift, abs(chunk.prompt_tokens - len(self._prompt)))
 
     def _turn(self, finish: FinishReason, reply: Message | None) -> Turn:
         prompt, served = self._joined.prompt, self._served
