@@ -139,10 +139,12 @@ PrepareStep = Run | Upload | Write
 
 
 class RuntimeSpec(Spec):
-    """The sandbox. `rootfs` is a folder on the node (default: the host's own system folders, read-only)."""
+    """The sandbox. Its root is an `image` of the node by name, or a folder on it, `rootfs` (default: the host's own
+    system folders, read-only)."""
 
     kind: Name = "namespace"
     rootfs: Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] | None = None
+    image: Name | None = None
     workdir: Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] = "/work"
     env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
     prepare: Annotated[list[PrepareStep], Field(max_length=1024)] = []
@@ -151,6 +153,12 @@ class RuntimeSpec(Spec):
     @classmethod
     def _plain(cls, value: str) -> str:
         return checked_target(value)
+
+    @model_validator(mode="after")
+    def _one_root(self) -> Self:
+        if self.image is not None and self.rootfs is not None:
+            raise ValueError("give image or rootfs, not both")
+        return self
 
 
 class HarnessSpec(Spec):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.images.store import ImageStore
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.namespace import NamespaceRuntime
 
@@ -176,15 +179,40 @@ async def test_start_fails_cleanly_without_the_socket(world: World) -> None:
 
 
 async def test_rootfs_is_used_and_kept_clean(world: World, folder: Path) -> None:
+    root = tiny_root(folder)
+    sandbox = await world.start("namespace", rootfs=str(root))
+    assert await output(sandbox, "cat /etc/release; touch /etc/new /work/new") == "tiny"
+    assert not (root / "etc/new").exists()
+    assert not (root / "work").exists()
+
+
+async def test_an_image_is_used_with_what_it_sets(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(folder / "home"))
+    with tarfile.open(folder / "layer.tar", "w") as archive:
+        archive.add(tiny_root(folder), ".")
+    config = {"config": {"Env": ["COLOUR=red", "SHAPE=round"]}}
+    manifest = [{"Config": "config.json", "Layers": ["layer.tar"]}]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with tarfile.open(folder / "image.tar", "w") as archive:
+        for name in ("manifest.json", "config.json", "layer.tar"):
+            archive.add(folder / name, name)
+    image = ImageStore().import_(folder / "image.tar", "tiny")
+    for _ in range(2):
+        sandbox = await world.start("namespace", image="tiny", env={"SHAPE": "square"})
+        assert await output(sandbox, "cat /etc/release; echo $COLOUR $SHAPE; touch /etc/new") == "tinyred square\n"
+    assert not (ImageStore().root(image) / "etc/new").exists()
+    with pytest.raises(RuntimeUnavailable, match="no image 'other'"):
+        await world.start("namespace", image="other")
+
+
+def tiny_root(folder: Path) -> Path:
     root = folder / "root"
     for name in ("bin", "lib", "lib64", "usr/bin", "etc"):
         (root / name).mkdir(parents=True)
     (root / "etc/release").write_text("tiny")
     busybox_like(root, ("bash", "touch", "cat", sys.executable))
-    sandbox = await world.start("namespace", rootfs=str(root))
-    assert await output(sandbox, "cat /etc/release; touch /etc/new /work/new") == "tiny"
-    assert not (root / "etc/new").exists()
-    assert not (root / "work").exists()
+    return root
 
 
 def busybox_like(root: Path, names: tuple[str, ...]) -> None:

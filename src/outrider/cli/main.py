@@ -18,6 +18,7 @@ from outrider.cli.engines import engine_commands
 from outrider.cli.export import export
 from outrider.cli.groups import cancel, status
 from outrider.cli.harness import harness_commands
+from outrider.cli.image import image_commands
 from outrider.cli.run import run
 from outrider.cli.serve import serve
 from outrider.cli.show import show
@@ -68,6 +69,7 @@ def commands() -> typer.Typer:
         app.command()(command)
     app.add_typer(engine_commands(), name="engines")
     app.add_typer(harness_commands(), name="harness")
+    app.add_typer(image_commands(), name="image")
     return app
 
 

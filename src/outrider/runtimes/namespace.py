@@ -11,12 +11,14 @@ import asyncio
 import os
 import posixpath
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.errors import RequestError, RuntimeFailure, RuntimeUnavailable
+from outrider.images.store import ImageStore
 from outrider.runtimes import bubblewrap
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command
@@ -76,12 +78,12 @@ class NamespaceRuntime(ServedRuntime):
         bwrap = bubblewrap.FINDER.known
         if bwrap is None:
             bwrap = await asyncio.to_thread(bubblewrap.find)
-        rootfs = self._rootfs()
+        rootfs, env = self._root()
         root = bubblewrap.arguments(bwrap, rootfs)
         place = PYTHONS.known(root, rootfs)
         if place is None:
             place = await asyncio.to_thread(PYTHONS.choose, root, rootfs)
-        setup = self._setup(rootfs)
+        setup = self._setup(rootfs, env)
         command = [
             *root,
             *bubblewrap.read_only([*self._context.mounts, *place.mounts]),
@@ -92,6 +94,17 @@ class NamespaceRuntime(ServedRuntime):
             *server_command(place.interpreter),
         ]
         self._server = await HostedServer.start(command, place.bytecode, setup, namespace=True)
+
+    def _root(self) -> tuple[str | None, dict[str, str]]:
+        """The root folder that the spec asks for, None for the host's system folders, and what its image sets."""
+        if self._spec.image is None:
+            return self._rootfs(), {}
+        store = ImageStore()
+        try:
+            image = store.image(self._spec.image)
+        except RequestError as error:
+            raise RuntimeUnavailable(error.message, hint=error.hint) from error
+        return str(store.root(image)), image.env
 
     def _rootfs(self) -> str | None:
         """The spec's root folder, checked. An overlay can only be written to by the owner of what lies below."""
@@ -106,10 +119,10 @@ class NamespaceRuntime(ServedRuntime):
             )
         return rootfs
 
-    def _setup(self, rootfs: str | None) -> Setup:
+    def _setup(self, rootfs: str | None, env: Mapping[str, str]) -> Setup:
         workdir = self._spec.workdir
         return Setup(
-            env=clean_environment(self._spec.env, "/root"),
+            env=clean_environment({**env, **self._spec.env}, "/root"),
             workdir=workdir,
             files=bubblewrap.host_etc() if rootfs is None else {},
             folders=["/root", "/var/tmp", workdir],

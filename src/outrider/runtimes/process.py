@@ -65,8 +65,8 @@ class ProcessRuntime(ServedRuntime):
     async def start(self) -> None:
         if self._server is not None or self._stopped:
             raise RuntimeFailure("a sandbox starts once")
-        if self._spec.rootfs is not None:
-            raise RuntimeFailure("the process runtime has no rootfs", hint="use runtime kind 'namespace'")
+        if self._spec.rootfs is not None or self._spec.image is not None:
+            raise RuntimeFailure("the process runtime has no root of its own", hint="use runtime kind 'namespace'")
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
         setup = Setup(
             env=clean_environment(self._spec.env, self._work),

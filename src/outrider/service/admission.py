@@ -18,6 +18,7 @@ from outrider.errors import HarnessUnavailable, InvalidField, RequestError, Runt
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
+from outrider.images.store import ImageStore
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
 from outrider.spec import EngineSpec, GroupSpec, RuntimeSpec, Spec, Upload
@@ -106,6 +107,11 @@ def _check_files(spec: RuntimeSpec, files: Path) -> None:
             raise InvalidField(f"{step.upload!r} is not in the service's files folder", field=field)
     if spec.rootfs is not None and not os.path.isdir(spec.rootfs):
         raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
+    if spec.image is not None:
+        try:
+            ImageStore().image(spec.image)
+        except RequestError as error:
+            raise InvalidField(error.message, field="task.runtime.image", hint=error.hint) from error
 
 
 def _invalid(error: ValidationError) -> InvalidField:

@@ -1,0 +1,115 @@
+"""`outrider image`: the root file systems that sandboxes of this machine can have."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from outrider.cli.options import Json
+from outrider.cli.tables import table
+from outrider.cli.terminal import terminal_of
+from outrider.images.pull import pull
+from outrider.images.store import Image, ImageStore
+
+MEGABYTE = 1_000_000
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What tasks call it in `runtime.image`.")]
+
+
+class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An image by one of its names; `path` is its root folder."""
+
+    name: str
+    path: str
+    image: Image
+
+
+class Images(msgspec.Struct, frozen=True):
+    images: tuple[ImageRow, ...]
+
+
+def image_commands() -> typer.Typer:
+    """The sub-commands of `outrider image`."""
+    app = typer.Typer(no_args_is_help=True, help="Import, pull, list and remove images for sandboxes.")
+    app.command("import")(import_image)
+    app.command("pull")(pull_image)
+    app.command("list")(list_images)
+    app.command("rm")(remove_image)
+    return app
+
+
+def import_image(
+    ctx: typer.Context,
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file, or a folder with an OCI layout.")],
+    name: Name,
+    json: Json = False,
+) -> None:
+    """Make an image of an archive.
+
+    SOURCE is what `docker save` or `podman save` writes, an OCI layout, a SIF, or a tar of a root file system.
+
+    Example:
+
+        outrider image import python.tar python:3.12
+    """
+    store = ImageStore()
+    _told(ctx, ImageRow(name=name, image=store.import_(source, name), path=str(store.root(store.image(name)))))
+
+
+def pull_image(
+    ctx: typer.Context,
+    reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="Such as docker.io/library/python:3.12.")],
+    name: Name,
+    json: Json = False,
+) -> None:
+    """Get an image from a registry, with skopeo.
+
+    Example:
+
+        outrider image pull docker.io/library/python:3.12-slim python
+    """
+    store = ImageStore()
+    terminal_of(ctx).note(f"pulling {reference}")
+    _told(ctx, ImageRow(name=name, image=pull(reference, name, store), path=str(store.root(store.image(name)))))
+
+
+def list_images(ctx: typer.Context, json: Json = False) -> None:
+    """List the images of this user."""
+    terminal, store = terminal_of(ctx), ImageStore()
+    rows = [ImageRow(name=name, image=image, path=str(store.root(image))) for name, image in store.images().items()]
+    if terminal.json:
+        terminal.document(Images(tuple(rows)))
+        return
+    cells = [
+        (
+            row.name,
+            row.image.digest.removeprefix("sha256:")[:12],
+            f"{row.image.bytes / MEGABYTE:,.1f} MB",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(row.image.created)),
+        )
+        for row in rows
+    ]
+    terminal.out.print(table(("image", "digest", "size", "imported"), cells))
+
+
+def remove_image(ctx: typer.Context, name: Name, json: Json = False) -> None:
+    """Remove a name, and its image if it has no other."""
+    terminal = terminal_of(ctx)
+    gone = ImageStore().remove(name)
+    if terminal.json:
+        terminal.document({"name": name, "removed": gone})
+    else:
+        terminal.out.print(f"{name} is removed" if gone else f"{name} is removed; the image has another name")
+
+
+def _told(ctx: typer.Context, row: ImageRow) -> None:
+    terminal = terminal_of(ctx)
+    if terminal.json:
+        terminal.document(row)
+        return
+    left_out = f" ({row.image.left_out} special files left out)" if row.image.left_out else ""
+    size = f"{row.image.bytes / MEGABYTE:,.1f} MB"
+    terminal.out.print(f"{row.name} is {size} in {row.image.entries} files{left_out}: {row.path}", soft_wrap=True)

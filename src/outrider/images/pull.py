@@ -1,0 +1,43 @@
+"""Images from a registry, through skopeo: it knows their protocols, credentials and mirrors better than we could.
+
+It unpacks nothing itself. Invariant: what it was given by the registry is kept only for as long as it is imported.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.images.store import Image, ImageStore
+from outrider.images.unpack import BadImage
+
+PULL_SECONDS = 3600
+
+
+def pull(reference: str, name: str, store: ImageStore) -> Image:
+    """Import what a reference such as `docker.io/library/python:3.12` stands for. Blocks. Raises RuntimeUnavailable
+    without skopeo, and BadImage with its words when it fails."""
+    tool = shutil.which("skopeo")
+    if tool is None:
+        raise RuntimeUnavailable(
+            "skopeo is not installed",
+            hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import that",
+        )
+    if not reference or reference.startswith("-") or any(char.isspace() for char in reference):
+        raise InvalidField(
+            f"{reference!r} is no image reference", field="reference", hint="such as docker.io/library/debian"
+        )
+    with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
+        layout = Path(folder, "layout")
+        done = subprocess.run(
+            [tool, "copy", "--quiet", f"docker://{reference}", f"oci:{layout}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PULL_SECONDS,
+        )
+        if done.returncode != 0:
+            raise BadImage(f"skopeo cannot get {reference}: {done.stderr.decode(errors='replace').strip()[-500:]}")
+        return store.import_(layout, name)

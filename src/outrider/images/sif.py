@@ -1,0 +1,99 @@
+"""SIF, Apptainer's image file: where its root file system is in it, and how that is taken out.
+
+Layout as the SIF specification has it: a header of 128 bytes, then descriptors of 585 bytes. Only the system partition
+is of use here, and only as squashfs, the one kind that Apptainer builds. Invariant: no more of the file is believed
+than what lies within it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from outrider.errors import RuntimeUnavailable
+from outrider.images.unpack import BadImage
+
+MAGIC = b"SIF_MAGIC\0"
+MAGIC_AT = 32
+HEADER = struct.Struct("<64x8q")
+"""Of the header: times of creation and change, free and all descriptors, their offset and length, those of the data."""
+DESCRIPTOR = struct.Struct("<i?IIIqqqqqqq128s384s")
+PARTITION = 0x4004
+SQUASHFS = 1
+SYSTEM_PARTITION = 2
+MAX_DESCRIPTORS = 4096
+SQUASHFS_MAGIC = b"hsqs"
+UNSQUASHFS_SECONDS = 3600
+
+
+class Partition(NamedTuple):
+    """Where the root file system is, in bytes."""
+
+    offset: int
+    size: int
+
+
+def is_sif(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(MAGIC_AT)
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def root_partition(path: Path) -> Partition:
+    """Raises BadImage for a SIF that has no root file system as squashfs."""
+    length = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise BadImage(f"{path} ends within its header")
+        _, _, _, total, at, _, _, _ = HEADER.unpack(header)
+        if not (0 < total <= MAX_DESCRIPTORS and HEADER.size <= at <= length):
+            raise BadImage(f"{path} has {total} descriptors at byte {at}, which cannot be")
+        file.seek(at)
+        for _ in range(total):
+            packed = file.read(DESCRIPTOR.size)
+            if len(packed) < DESCRIPTOR.size:
+                break
+            kind, used, _, _, _, offset, size, *_, extra = DESCRIPTOR.unpack(packed)
+            format_, part = struct.unpack_from("<ii", extra)
+            if kind == PARTITION and used and part == SYSTEM_PARTITION:
+                if format_ != SQUASHFS or not (0 < offset <= length - size and size > 0):
+                    raise BadImage(f"the root file system of {path} is not squashfs")
+                return Partition(offset, size)
+    raise BadImage(f"{path} has no root file system")
+
+
+def unpack_sif(path: Path, target: Path) -> None:
+    """Its root file system, into an empty folder. Raises BadImage, and RuntimeUnavailable without unsquashfs."""
+    tool = shutil.which("unsquashfs")
+    if tool is None:
+        raise RuntimeUnavailable("unsquashfs is not installed", hint="it is in the package squashfs-tools")
+    offset = root_partition(path).offset
+    command = [tool, "-quiet", "-no-progress", "-no-xattrs", "-ignore-errors", "-force"]
+    done = subprocess.run(
+        [*command, "-offset", str(offset), "-dest", str(target), str(path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=UNSQUASHFS_SECONDS,
+    )
+    if done.returncode not in (0, 2):  # 2: something was left out, such as a device that an ordinary user cannot make
+        raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
+    make_own(target)
+
+
+def make_own(root: Path) -> None:
+    """Give all of a tree to the user who runs this, who can then read it and write to its folders."""
+    user, group = os.getuid(), os.getgid()
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            place = os.path.join(folder, name)
+            status = os.lstat(place)
+            if (status.st_uid, status.st_gid) != (user, group):
+                os.lchown(place, user, group)
+            if not os.path.islink(place):
+                needed = 0o700 if os.path.isdir(place) else 0o600
+                os.chmod(place, status.st_mode & 0o777 | needed)

@@ -1,0 +1,218 @@
+"""The images of this user on this machine: root folders by content, and the names that people gave them.
+
+    images/HEX/root         the root file system, owned by the user
+    images/HEX/image.json   what it is
+    images/names/NAME       the HEX that a name stands for
+
+It runs nothing. Unpacking is done beside its place and then moved there, under a lock for each content: any number of
+processes may import, use and remove at once. Invariant: what is at `HEX/root` is whole, and never changes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from outrider.config import cache_home
+from outrider.errors import InvalidField, NotFound
+from outrider.images.archives import layered
+from outrider.images.sif import is_sif, unpack_sif
+from outrider.images.unpack import BadImage, unpack
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?")
+CHUNK = 1 << 20
+STALE_SECONDS = 86_400
+
+
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """`digest` is that of what it was made from; `env` and `workdir` are the image's own; `created` is when it was
+    imported, in seconds since the epoch; `bytes` are those of its files."""
+
+    digest: str
+    source: str
+    created: float
+    bytes: int
+    entries: int
+    left_out: int = 0
+    env: dict[str, str] = {}
+    workdir: str | None = None
+
+
+class ImageStore:
+    """Its methods block."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or cache_home() / "images"
+
+    def import_(self, source: Path, name: str) -> Image:
+        """Make an image of an archive and give it a name, which another image may have had. Content that is there
+        already is not unpacked again. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable
+        without the tool that the archive needs."""
+        checked_name(name)
+        if not source.exists():
+            raise NotFound(f"no file or folder {source}")
+        of_sif = source.is_file() and is_sif(source)
+        image = self._import_sif(source) if of_sif else self._import_layers(source)
+        _replace(self._name(name), _hex(image.digest).encode())
+        return image
+
+    def images(self) -> dict[str, Image]:
+        """By name."""
+        found = {}
+        for path in sorted(self._names.glob("[!.]*")):
+            if (image := self._image(path.read_text())) is not None:
+                found[unquote(path.name)] = image
+        return found
+
+    def image(self, name: str) -> Image:
+        """Raises NotFound."""
+        checked_name(name)
+        try:
+            image = self._image(self._name(name).read_text())
+        except FileNotFoundError:
+            image = None
+        if image is None:
+            raise NotFound(f"no image {name!r} on this node", hint="`outrider image import FILE` makes one")
+        return image
+
+    def root(self, image: Image) -> Path:
+        return self._folder / _hex(image.digest) / "root"
+
+    def remove(self, name: str) -> bool:
+        """Take a name away, and what it stood for if no other name does: whether that was so. Sandboxes that run on it
+        break. Raises NotFound."""
+        image = self.image(name)
+        self._name(name).unlink()
+        if image in self.images().values():
+            return False
+        with self._locked(image.digest):
+            gone = Path(tempfile.mkdtemp(prefix=".gone-", dir=self._folder))
+            os.rename(self._folder / _hex(image.digest), gone / "image")
+            shutil.rmtree(gone)
+        return True
+
+    def _import_sif(self, source: Path) -> Image:
+        def put(root: Path) -> Image:
+            unpack_sif(source, root)
+            entries, size = _measured(root)
+            return Image(digest=digest, source=str(source), created=time.time(), bytes=size, entries=entries)
+
+        digest = f"sha256:{_digest_of(source)}"
+        return self._made(digest, put)
+
+    def _import_layers(self, source: Path) -> Image:
+        with layered(source) as found:
+
+            def put(root: Path) -> Image:
+                contents = unpack(found.layers(), root)
+                if not contents.entries:
+                    raise BadImage(f"{source} is empty")
+                return Image(
+                    digest=found.digest,
+                    source=str(source),
+                    created=time.time(),
+                    bytes=contents.bytes,
+                    entries=contents.entries,
+                    left_out=contents.left_out,
+                    env=found.env,
+                    workdir=found.workdir,
+                )
+
+            return self._made(found.digest, put)
+
+    def _made(self, digest: str, put: Callable[[Path], Image]) -> Image:
+        """The image of that content; `put` fills its root if it is not there."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._locked(digest):
+            if (known := self._image(_hex(digest))) is not None:
+                return known
+            self._sweep()
+            draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=self._folder))
+            try:
+                (draft / "root").mkdir(mode=0o755)
+                image = put(draft / "root")
+                (draft / "image.json").write_bytes(msgspec.json.encode(image))
+                draft.chmod(0o755)
+                os.rename(draft, self._folder / _hex(digest))
+            except BaseException:
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            return image
+
+    def _sweep(self) -> None:
+        """Remove what imports and removals that were killed have left."""
+        for pattern in (".draft-*", ".gone-*"):
+            for path in self._folder.glob(pattern):
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _image(self, content: str) -> Image | None:
+        try:
+            return msgspec.json.decode((self._folder / content / "image.json").read_bytes(), type=Image)
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def _locked(self, digest: str) -> Iterator[None]:
+        """One at a time for a content. The lock goes with its process, however that ends."""
+        locks = self._folder / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with (locks / _hex(digest)).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @property
+    def _names(self) -> Path:
+        return self._folder / "names"
+
+    def _name(self, name: str) -> Path:
+        return self._names / quote(name, safe="")
+
+
+def checked_name(name: str) -> str:
+    """Raises InvalidField."""
+    if not NAME.fullmatch(name) or ".." in name or "//" in name:
+        raise InvalidField(
+            f"{name!r} is no name for an image", field="name", hint="such as debian, or tools/python:3.12"
+        )
+    return name
+
+
+def _hex(digest: str) -> str:
+    return digest.removeprefix("sha256:")
+
+
+def _digest_of(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _measured(root: Path) -> tuple[int, int]:
+    """Entries, and bytes of files."""
+    entries = size = 0
+    for folder, folders, files in os.walk(root):
+        entries += len(folders) + len(files)
+        size += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
+    return entries, size
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    os.replace(draft, path)

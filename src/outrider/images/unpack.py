@@ -1,0 +1,183 @@
+"""A root file system made from tar layers, as a folder that belongs to whoever unpacks it.
+
+It knows no image format. Links in a layer mean what they would mean with the folder as root: they are followed inside
+it, whatever they point to on the host. Ownership, set-user-id bits and extended attributes are left out, because a
+sandbox over the folder has one user; devices, sockets and pipes are left out and counted. Invariant: nothing outside
+the folder is read or written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tarfile
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from outrider.errors import RequestError
+
+WHITEOUT = ".wh."
+OPAQUE = ".wh..wh..opq"
+MAX_LINKS = 40
+COPY_BYTES = 1 << 20
+PERMISSIONS = 0o777
+
+
+class BadImage(RequestError):
+    """An archive that is no image, or one that is broken."""
+
+    code = "bad_image"
+
+
+class Contents(msgspec.Struct):
+    """What was unpacked: so many files, folders and links, their bytes, and how many special files were left out."""
+
+    entries: int = 0
+    bytes: int = 0
+    left_out: int = 0
+
+
+def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
+    """Put layers, the lowest first, into an empty folder, and close them. Tar, also compressed with gzip, bzip2 or xz.
+    Raises BadImage; the folder is then to be thrown away."""
+    contents = Contents()
+    for number, layer in enumerate(layers):
+        try:
+            with layer, tarfile.open(fileobj=layer, mode="r|*") as archive:
+                _Layer(target, contents).put(archive)
+        except (tarfile.TarError, EOFError) as error:
+            raise BadImage(f"layer {number} cannot be read: {error}") from error
+        except OSError as error:
+            raise BadImage(f"layer {number} cannot be unpacked: {error}") from error
+    return contents
+
+
+class _Layer:
+    """One layer on its way into the folder. `_own` are the places that it has put something at, and those above."""
+
+    def __init__(self, root: Path, contents: Contents) -> None:
+        self._root = str(root)
+        self._contents = contents
+        self._own: set[str] = set()
+
+    def put(self, archive: tarfile.TarFile) -> None:
+        folders: list[tuple[str, int, float]] = []
+        for member in archive:
+            folder, name = self._place(member.name)
+            if name.startswith(WHITEOUT):
+                self._white_out(folder, name)
+                continue
+            place = os.path.join(folder, name) if name else folder
+            self._claim(place)
+            if not name and not member.isdir():
+                raise BadImage(f"the entry {member.name!r} would take the place of the root")
+            if member.isdir():
+                self._make_folder(place)
+                folders.append((place, member.mode, member.mtime))
+                self._contents.entries += 1
+            elif self._put(archive, member, place):
+                self._contents.entries += 1
+            else:
+                self._contents.left_out += 1
+        for place, mode, changed in reversed(folders):  # last, so that a folder may be one that nobody may write to
+            if os.path.isdir(place) and not os.path.islink(place):
+                os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
+                os.utime(place, (changed, changed))
+
+    def _put(self, archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> bool:
+        """Whether it is something that can be put there."""
+        if member.issym():
+            _clear(place)
+            os.symlink(member.linkname, place)
+        elif member.islnk():
+            source = os.path.join(*self._place(member.linkname))
+            if source == place:
+                return True
+            if not stat.S_ISREG(os.lstat(source).st_mode):
+                raise BadImage(f"{member.name!r} is a hard link to {member.linkname!r}, which is no file")
+            _clear(place)
+            os.link(source, place)
+        elif member.isfile():
+            _clear(place)
+            self._write(archive, member, place)
+        else:
+            return False
+        return True
+
+    def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
+        source = archive.extractfile(member)
+        assert source is not None
+        mode = member.mode & PERMISSIONS | stat.S_IRUSR | stat.S_IWUSR
+        with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb") as file:
+            shutil.copyfileobj(source, file, COPY_BYTES)
+            os.fchmod(file.fileno(), mode)
+        os.utime(place, (member.mtime, member.mtime))
+        self._contents.bytes += member.size
+
+    def _white_out(self, folder: str, name: str) -> None:
+        """Take away what lower layers have put there: a name, or all of a folder."""
+        gone = os.listdir(folder) if name == OPAQUE else [name.removeprefix(WHITEOUT)]
+        if not all(gone) or {".", ".."} & set(gone):
+            raise BadImage(f"{name!r} takes nothing away")
+        for each in gone:
+            place = os.path.join(folder, each)
+            if place not in self._own:
+                _clear(place)
+
+    def _claim(self, place: str) -> None:
+        while place not in self._own and place != self._root:
+            self._own.add(place)
+            place = os.path.dirname(place)
+
+    def _make_folder(self, place: str) -> None:
+        if os.path.islink(place) or not os.path.isdir(place):
+            _clear(place)
+            os.mkdir(place)
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """Where an entry goes: its folder, which is made if it is missing, and its name; "" for the root itself."""
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        if ".." in parts or "\0" in name:
+            raise BadImage(f"the entry {name!r} points out of the image")
+        return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
+
+    def _folder(self, parts: list[str]) -> str:
+        """The folder at a path, links followed as with the root as `/`. What is missing, or no folder, becomes one."""
+        at: list[str] = []
+        todo = deque(parts)
+        links = 0
+        while todo:
+            part = todo.popleft()
+            if part in ("", "."):
+                continue
+            if part == "..":
+                at = at[:-1]
+                continue
+            place = os.path.join(self._root, *at, part)
+            if os.path.islink(place):
+                links += 1
+                if links > MAX_LINKS:
+                    raise BadImage(f"too many links on the way to {'/'.join(parts)!r}")
+                aim = os.readlink(place)
+                at = [] if aim.startswith("/") else at
+                todo.extendleft(reversed(aim.split("/")))
+                continue
+            self._make_folder(place)
+            at.append(part)
+        return os.path.join(self._root, *at)
+
+
+def _clear(place: str) -> None:
+    """Take away what is at a place, a folder with all that is in it."""
+    try:
+        if stat.S_ISDIR(os.lstat(place).st_mode):
+            shutil.rmtree(place)
+        else:
+            os.unlink(place)
+    except FileNotFoundError:
+        return

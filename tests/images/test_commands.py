@@ -1,0 +1,77 @@
+"""`outrider image`, and tasks that name an image."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import main
+from outrider.errors import InvalidField
+from outrider.images.store import ImageStore
+from outrider.service.admission import check_group, parse_group
+
+from .archives import as_folder, as_tar, oci_files
+
+TASK = {
+    "instruction": "x",
+    "harness": {"command": ["true"]},
+    "runtime": {"kind": "namespace", "image": "tools"},
+    "evaluator": {"run": "true"},
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_an_image_from_import_to_removal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = as_tar(oci_files(), tmp_path / "x.tar")
+    assert main(["image", "import", str(source), "tools"]) == 0
+    assert "tools is" in capsys.readouterr().out
+    assert main(["image", "list", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["images"]
+    assert (row["name"], row["image"]["workdir"]) == ("tools", "/srv")
+    assert Path(row["path"], "bin/tool").read_bytes() == b"1"
+    assert main(["image", "list"]) == 0
+    assert row["image"]["digest"][7:19] in capsys.readouterr().out
+    assert main(["image", "rm", "tools"]) == 0
+    assert ImageStore().images() == {}
+    assert main(["image", "rm", "tools"]) == 2
+    assert "no image 'tools'" in capsys.readouterr().err
+
+
+def test_a_pull_goes_through_skopeo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert main(["image", "pull", "registry/x:1", "tools"]) == 1
+    assert "skopeo is not installed" in capsys.readouterr().err
+    layout = as_folder(oci_files(), tmp_path / "layout")
+    skopeo = tmp_path / "bin" / "skopeo"
+    skopeo.parent.mkdir()
+    check = '[ "$3" = docker://registry/x:1 ] || { echo no such image >&2; exit 1; }'
+    skopeo.write_text(f'#!/bin/sh\n{check}\ncp -r {layout} "${{4#oci:}}"\n')
+    skopeo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{skopeo.parent}:{os.defpath}")
+    assert main(["image", "pull", "registry/x:1", "tools"]) == 0
+    assert ImageStore().image("tools").workdir == "/srv"
+    assert main(["image", "pull", "registry/y", "other"]) == 2
+    assert "no such image" in capsys.readouterr().err
+    assert main(["image", "pull", "--", "-x", "other"]) == 2
+
+
+def test_a_task_may_name_an_image_that_is_there(tmp_path: Path) -> None:
+    group = parse_group(json.dumps({"task": TASK}).encode())
+    with pytest.raises(InvalidField, match="no image 'tools'") as refused:
+        check_group(group, files=tmp_path)
+    assert refused.value.field == "task.runtime.image"
+    ImageStore().import_(as_tar(oci_files(), tmp_path / "x.tar"), "tools")
+    check_group(group, files=tmp_path)
+    both = {**TASK, "runtime": {**TASK["runtime"], "rootfs": "/x"}}  # type: ignore[dict-item]
+    with pytest.raises(InvalidField, match="not both"):
+        parse_group(json.dumps({"task": both}).encode())
