@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from outrider.config import RetryConfig
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import StopReason
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.node import Assignment
+from outrider.store.base import SessionRow
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
 from outrider.trajectory import SessionResult
@@ -20,6 +24,9 @@ from .world import put
 FAILURE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
 
 
+AT_ONCE = RetryConfig(first_seconds=0, longest_seconds=0)
+
+
 class Moments(SqlStore):
     """A store that calls a function as soon as a write is done, before whoever asked for it goes on."""
 
@@ -27,6 +34,14 @@ class Moments(SqlStore):
         super().__init__(SqliteDatabase(None))
         self.started: Callable[[], None] = lambda: None
         self.requeued: Callable[[], None] = lambda: None
+        self.looked: Callable[[], Awaitable[None]] | None = None
+
+    async def queued(self, limit: int, *, now: float = math.inf) -> list[SessionRow]:
+        looked = self.looked
+        found = await super().queued(limit, now=now)
+        if looked is not None:
+            await looked()
+        return found
 
     async def start_attempt(self, session_id: str, *, node: str, lease_until: float) -> int:
         number = await super().start_attempt(session_id, node=node, lease_until=lease_until)
@@ -63,14 +78,34 @@ class FakeNode:
 
 
 @asynccontextmanager
-async def scheduling() -> AsyncIterator[tuple[Scheduler, Moments, FakeNode, asyncio.TaskGroup, asyncio.Event]]:
+async def scheduling(
+    retry: RetryConfig = AT_ONCE,
+) -> AsyncIterator[tuple[Scheduler, Moments, FakeNode, asyncio.TaskGroup, asyncio.Event]]:
     done = asyncio.Event()
     node = FakeNode()
     async with asyncio.timeout(10), Moments() as store, asyncio.TaskGroup() as tasks:
-        scheduler = Scheduler(store, [node], on_done=done.set)
+        scheduler = Scheduler(store, [node], on_done=done.set, retry=retry)
         running = tasks.create_task(scheduler.run())
         yield scheduler, store, node, tasks, done
         running.cancel()
+
+
+async def test_what_becomes_due_while_it_looks_is_not_forgotten() -> None:
+    async with scheduling(RetryConfig(first_seconds=0.1, longest_seconds=0.1)) as (scheduler, store, node, _, done):
+        node.error = FAILURE
+        await put(store, "g", "s")
+
+        def recover() -> None:
+            node.error = None
+            store.looked = until_due
+
+        async def until_due() -> None:
+            await asyncio.sleep((await store.session("s")).due - time.time() + 0.001)
+
+        store.requeued = recover
+        scheduler.wake()
+        await done.wait()
+        assert node.ran == [("s", 1), ("s", 2)]
 
 
 async def test_cancelled_between_its_lease_and_its_first_step() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from outrider.config import RetryConfig
 from outrider.engines.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
@@ -91,7 +92,9 @@ async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
     async with asyncio.timeout(20), FailingStore() as store, asyncio.TaskGroup() as tasks:
         await put(store, "g", "s")
         store.faults[method] = 2
-        running = tasks.create_task(Scheduler(store, [OnceMore()], on_done=done.set).run())
+        running = tasks.create_task(
+            Scheduler(store, [OnceMore()], on_done=done.set, retry=RetryConfig(first_seconds=0.01)).run()
+        )
         await done.wait()
         running.cancel()
         session = await store.session("s")

@@ -96,7 +96,12 @@ def list_images(ctx: typer.Context, json: Json = False) -> None:
 
 
 def remove_image(ctx: typer.Context, name: Name, json: Json = False) -> None:
-    """Remove a name, and its image if it has no other."""
+    """Remove a name, and its image if it has no other.
+
+    Example:
+
+        outrider image rm python
+    """
     terminal = terminal_of(ctx)
     gone = ImageStore().remove(name)
     if terminal.json:

@@ -77,8 +77,9 @@ class Scheduler:
             group.create_task(self._renew(), name="renew leases")
             while True:
                 self._work.clear()
+                looked = time.time()
                 await insist(lambda: self._place_all(group))
-                await self._rest()
+                await self._rest(looked)
 
     def wake(self) -> None:
         self._work.set()
@@ -124,12 +125,11 @@ class Scheduler:
             for session in queued:
                 await self._start(group, node, session)
 
-    async def _rest(self) -> None:
-        """Until there is work: when it comes, or when a session that waits for its next attempt is due."""
-        now = time.time()
-        due = await insist(lambda: self._store.next_due(after=now))
+    async def _rest(self, looked: float) -> None:
+        """Until there is work: when it comes, or when a session that was not due when we looked is."""
+        due = await insist(lambda: self._store.next_due(after=looked))
         try:
-            async with asyncio.timeout(None if due is None else max(0.0, due - now)):
+            async with asyncio.timeout(None if due is None else max(0.0, due - time.time())):
                 await self._work.wait()
         except TimeoutError:
             return
