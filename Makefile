@@ -39,7 +39,7 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/mypy
 
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU and agents (installs them; 3 GB, minutes)
-	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -m real tests/real $(ARGS)
+	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -m real tests/real tests/bench $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\

@@ -1,4 +1,7 @@
-"""Every benchmark runs in its smallest form, so that none of them rots. What they measure is not judged here."""
+"""Every benchmark runs in its smallest form, so that none of them rots. What they measure is not judged here.
+
+Those that start processes of their own run with the real programs (`make test-real`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from outrider.runtimes.namespace import NamespaceRuntime
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.real
 async def test_gateway_calls_through_and_past_it_are_all_answered() -> None:
     found = await gateway.measure(
         gateway.Plan(latency_rounds=1, latency_block=2, rate_rounds=1, rate_block=40, warm_requests=1)
@@ -27,6 +31,7 @@ async def test_gateway_calls_through_and_past_it_are_all_answered() -> None:
     check_shown("gateway", found)
 
 
+@pytest.mark.real
 async def test_turns_grow_the_history_that_they_measure() -> None:
     found = await turns.measure([turns.Point(600, 1, 1), turns.Point(1_200, 1, 1)])
 
@@ -35,6 +40,7 @@ async def test_turns_grow_the_history_that_they_measure() -> None:
     check_shown("turns", found)
 
 
+@pytest.mark.real
 async def test_dialects_are_measured_side_by_side() -> None:
     found = await dialects.measure(
         dialects.Plan(
