@@ -26,7 +26,7 @@ from support.fuzz.stage import Ground, Stage, a_stage
 from support.fuzz.verdict import as_json, as_table
 from support.fuzz.wire import exchange
 
-REQUESTS = 1500
+REQUESTS = 1000
 SEED = 2
 REQUEST = Request(method="POST", path="/v1/chat/completions")
 

@@ -17,6 +17,8 @@ import orjson
 from outrider.trajectory import Ids
 
 DIGITS = 7
+TABLED = 1 << 20
+"""Vocabularies are smaller; a table of more ids would take long to make, and much memory."""
 SHORT = 4096
 """Prompts shorter than this are left to the JSON encoder, which is as fast."""
 
@@ -28,7 +30,7 @@ def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | 
 
 def ids_json(ids: Ids) -> bytes | memoryview:
     """A JSON array of the ids."""
-    if len(ids) < SHORT or int(ids.min()) < 0 or (largest := int(ids.max())) >= 10**DIGITS:
+    if len(ids) < SHORT or int(ids.min()) < 0 or (largest := int(ids.max())) >= TABLED:
         return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
     written = np.empty(len(ids) + 1, dtype=np.uint64)
     characters = written.view(np.uint8)
