@@ -22,6 +22,7 @@ from rich.table import Table
 from outrider.plugins import resolve
 from outrider.runtimes import bubblewrap
 from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.runtimes.host import Host
 from outrider.spec import RuntimeSpec
 
 KINDS = ("namespace", "process", "memory")
@@ -42,8 +43,9 @@ QUICK = Plan(starts=16, calls=80)
 class Yard:
     """A folder in which sandboxes are made, each with a directory of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._folder = folder = host.folder
         self._numbers = itertools.count()
         self._socket = folder / "gateway.sock"
         self._socket.touch()
@@ -55,6 +57,7 @@ class Yard:
             session_id=directory.name,
             attempt=1,
             directory=directory,
+            host=self._host,
             gateway_url="http://127.0.0.1:1",
             gateway_socket=self._socket,
         )
@@ -181,16 +184,20 @@ async def run(quick: bool = False) -> dict[str, Any]:
 
 async def measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="or-bench-") as folder:
-        yard = Yard(Path(folder))
-        results: dict[str, Any] = {}
-        for kind in KINDS:
-            await starts(yard, kind, 1, 4)  # finds bubblewrap, compiles the tool server
-        bare = {str(lanes): await bare_bwrap(lanes, plan.starts) for lanes in CONCURRENCY}
-        results["bwrap true"] = {"start": bare}
-        for kind in KINDS:
-            by_lanes = {str(lanes): await starts(yard, kind, lanes, plan.starts) for lanes in CONCURRENCY}
-            results[kind] = {"start": by_lanes, "calls": await calls(yard, kind, plan.calls)}
-        return results
+        async with Host(Path(folder)) as host:
+            return await compare(Yard(host), plan)
+
+
+async def compare(yard: Yard, plan: Plan) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for kind in KINDS:
+        await starts(yard, kind, 1, 4)  # finds bubblewrap, compiles the tool server
+    bare = {str(lanes): await bare_bwrap(lanes, plan.starts) for lanes in CONCURRENCY}
+    results["bwrap true"] = {"start": bare}
+    for kind in KINDS:
+        by_lanes = {str(lanes): await starts(yard, kind, lanes, plan.starts) for lanes in CONCURRENCY}
+        results[kind] = {"start": by_lanes, "calls": await calls(yard, kind, plan.calls)}
+    return results
 
 
 def show(results: dict[str, Any], console: Console) -> None:

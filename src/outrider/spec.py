@@ -138,21 +138,41 @@ def checked_target(value: str) -> str:
 PrepareStep = Run | Upload | Write
 
 
+AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096), AfterValidator(checked_target)]
+
+
+class Resources(Spec):
+    """What a sandbox may use at most; cpus and memory are also set aside for it on its node.
+
+    cpus: processors' worth of time. memory_mb: MiB of memory, written files included where they live in memory.
+    disk_mb: MiB of files it may write. pids: processes and threads at once.
+    """
+
+    cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
+    memory_mb: Annotated[int, Field(ge=16, le=1 << 24)] | None = None
+    disk_mb: Annotated[int, Field(ge=1, le=1 << 24)] = 4096
+    pids: Annotated[int, Field(ge=8, le=1 << 20)] = 4096
+
+
+class Mount(Spec):
+    """A folder or file of the host, shown read-only at `target` (default: at the same path)."""
+
+    source: AbsolutePath
+    target: AbsolutePath | None = None
+
+
 class RuntimeSpec(Spec):
     """The sandbox. Its root is an `image` of the node by name, or a folder on it, `rootfs` (default: the host's own
-    system folders, read-only)."""
+    system folders, read-only). `rootfs` and `mounts` are checked against what the operator allows."""
 
     kind: Name = "namespace"
-    rootfs: Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] | None = None
+    rootfs: AbsolutePath | None = None
     image: Name | None = None
-    workdir: Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)] = "/work"
+    workdir: AbsolutePath = "/work"
+    resources: Resources = Resources()
+    mounts: Annotated[list[Mount], Field(max_length=64)] = []
     env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
     prepare: Annotated[list[PrepareStep], Field(max_length=1024)] = []
-
-    @field_validator("workdir")
-    @classmethod
-    def _plain(cls, value: str) -> str:
-        return checked_target(value)
 
     @model_validator(mode="after")
     def _one_root(self) -> Self:

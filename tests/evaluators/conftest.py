@@ -7,6 +7,7 @@ from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
 from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.host import Host
 from outrider.runtimes.process import ProcessRuntime
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 
@@ -15,21 +16,23 @@ from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 async def sandbox(tmp_path: Path) -> AsyncIterator[ProcessRuntime]:
     directory = tmp_path / "sandbox"
     directory.mkdir()
-    runtime = ProcessRuntime.create(
-        RuntimeSpec(kind="process"),
-        SandboxContext(
-            session_id="session-1",
-            attempt=1,
-            directory=directory,
-            gateway_url="http://127.0.0.1:9",
-            gateway_socket=tmp_path / "gateway.sock",
-        ),
-    )
-    await runtime.start()
-    try:
-        yield runtime
-    finally:
-        await runtime.stop()
+    async with Host(tmp_path) as host:
+        runtime = ProcessRuntime.create(
+            RuntimeSpec(kind="process"),
+            SandboxContext(
+                session_id="session-1",
+                attempt=1,
+                directory=directory,
+                host=host,
+                gateway_url="http://127.0.0.1:9",
+                gateway_socket=tmp_path / "gateway.sock",
+            ),
+        )
+        await runtime.start()
+        try:
+            yield runtime
+        finally:
+            await runtime.stop()
 
 
 @pytest.fixture

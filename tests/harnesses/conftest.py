@@ -6,6 +6,7 @@ import pytest
 from outrider.harnesses.base import Endpoint, HarnessContext
 from outrider.messages import Message, Role, ToolCall
 from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.runtimes.host import Host
 from outrider.runtimes.process import ProcessRuntime
 from outrider.spec import EvaluatorSpec, HarnessSpec, Limits, RuntimeSpec, TaskSpec
 
@@ -56,18 +57,20 @@ def context(runtime: Runtime, harness: HarnessSpec, *replies: Message | Exceptio
 async def sandbox(tmp_path: Path) -> AsyncIterator[ProcessRuntime]:
     directory = tmp_path / "sandbox"
     directory.mkdir()
-    runtime = ProcessRuntime.create(
-        RuntimeSpec(kind="process"),
-        SandboxContext(
-            session_id="session-1",
-            attempt=1,
-            directory=directory,
-            gateway_url="http://127.0.0.1:9",
-            gateway_socket=tmp_path / "gateway.sock",
-        ),
-    )
-    await runtime.start()
-    try:
-        yield runtime
-    finally:
-        await runtime.stop()
+    async with Host(tmp_path) as host:
+        runtime = ProcessRuntime.create(
+            RuntimeSpec(kind="process"),
+            SandboxContext(
+                session_id="session-1",
+                attempt=1,
+                directory=directory,
+                host=host,
+                gateway_url="http://127.0.0.1:9",
+                gateway_socket=tmp_path / "gateway.sock",
+            ),
+        )
+        await runtime.start()
+        try:
+            yield runtime
+        finally:
+            await runtime.stop()

@@ -18,6 +18,7 @@ from outrider.harnesses.factory import make_harness
 from outrider.harnesses.install import check, install, installed
 from outrider.harnesses.presets import load_preset
 from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.host import Host
 from outrider.runtimes.namespace import NamespaceRuntime
 from outrider.runtimes.process import ProcessRuntime
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
@@ -110,27 +111,31 @@ async def model(tmp_path: Path) -> AsyncIterator[Scripted]:
 async def drive(preset: str, kind: str, model: Scripted, directory: Path) -> tuple[HarnessOutcome, bytes]:
     """Run a preset in a sandbox of its own; its outcome and the file that it wrote."""
     harness = make_harness(HarnessSpec(preset=preset))
-    sandbox = RUNTIMES[kind].create(
-        RuntimeSpec(kind=kind),
-        SandboxContext(
-            session_id="session-1",
-            attempt=1,
-            directory=directory,
-            gateway_url=model.url,
-            gateway_socket=model.socket,
-            mounts=harness.mounts(),
-        ),
-    )
-    task = TaskSpec(instruction=INSTRUCTION, harness=HarnessSpec(preset=preset), evaluator=EvaluatorSpec(run="true"))
-    await sandbox.start()
-    try:
-        endpoint = Endpoint(base_url=f"{sandbox.endpoint}/s/key-1", api_key="key-1", model="policy")
-        # A program in the sandbox has no use for the in-process client.
-        context = HarnessContext(task=task, runtime=sandbox, endpoint=endpoint, model=None)  # type: ignore[arg-type]
-        await harness.install(context)
-        return await harness.run(context), await sandbox.read("out.txt")
-    finally:
-        await sandbox.stop()
+    async with Host(directory) as host:
+        sandbox = RUNTIMES[kind].create(
+            RuntimeSpec(kind=kind),
+            SandboxContext(
+                session_id="session-1",
+                attempt=1,
+                directory=directory,
+                host=host,
+                gateway_url=model.url,
+                gateway_socket=model.socket,
+                mounts=harness.mounts(),
+            ),
+        )
+        task = TaskSpec(
+            instruction=INSTRUCTION, harness=HarnessSpec(preset=preset), evaluator=EvaluatorSpec(run="true")
+        )
+        await sandbox.start()
+        try:
+            endpoint = Endpoint(base_url=f"{sandbox.endpoint}/s/key-1", api_key="key-1", model="policy")
+            # A program in the sandbox has no use for the in-process client.
+            context = HarnessContext(task=task, runtime=sandbox, endpoint=endpoint, model=None)  # type: ignore[arg-type]
+            await harness.install(context)
+            return await harness.run(context), await sandbox.read("out.txt")
+        finally:
+            await sandbox.stop()
 
 
 @pytest.mark.parametrize("preset", sorted(COMMANDS))

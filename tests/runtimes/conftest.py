@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.runtimes.host import Host
+
 from .world import World
 
 
@@ -20,7 +22,8 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 async def world(folder: Path) -> AsyncIterator[World]:
-    here = World(folder)
-    yield here
-    for runtime in here.made:
-        await runtime.stop()
+    async with Host(folder) as host:
+        here = World(host)
+        yield here
+        for runtime in here.made:
+            await runtime.stop()

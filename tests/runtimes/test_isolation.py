@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.images.store import ImageStore
+from outrider.rootfs.store import ImageStore
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.namespace import NamespaceRuntime
 

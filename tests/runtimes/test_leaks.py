@@ -166,15 +166,17 @@ KILLED_WHILE_STARTING = """
 import asyncio, os, sys
 from pathlib import Path
 from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.host import Host
 from outrider.runtimes.namespace import NamespaceRuntime
 from outrider.spec import RuntimeSpec
 
 async def main():
     folder, moment = Path(sys.argv[1]), float(sys.argv[2])
+    host = Host(folder)
     for name in ("first", "second"):
         (folder / name).mkdir(exist_ok=True)
         sandbox = NamespaceRuntime.create(RuntimeSpec(kind="namespace"), SandboxContext(session_id=name, attempt=1,
-            directory=folder / name, gateway_url="", gateway_socket=folder / "gateway.sock"))
+            host=host, directory=folder / name, gateway_url="", gateway_socket=folder / "gateway.sock"))
         starting = asyncio.create_task(sandbox.start())
         if name == "first":
             await starting

@@ -76,6 +76,7 @@ async def test_ledger_counts_every_start_and_stop_once(world: World) -> None:
             session_id=f"s{number}",
             attempt=1,
             directory=world.folder,
+            host=world.host,
             gateway_url=world.url,
             gateway_socket=world.socket,
         )

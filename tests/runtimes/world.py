@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.runtimes.host import Host
 from outrider.spec import RuntimeSpec
 
 KINDS = {
@@ -24,9 +24,10 @@ KINDS = {
 class World:
     """Where sandboxes live. `made` are all that were created; the fixture stops them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.socket = folder / "gateway.sock"
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.folder = host.folder
+        self.socket = self.folder / "gateway.sock"
         self.socket.touch()
         self.url = "http://127.0.0.1:1"
         self.made: list[Runtime] = []
@@ -43,6 +44,7 @@ class World:
             session_id=directory.name,
             attempt=1,
             directory=directory,
+            host=self.host,
             gateway_url=self.url,
             gateway_socket=self.socket,
             mounts=fields.pop("mounts", ()),

@@ -12,8 +12,8 @@ import typer
 from outrider.cli.options import Json
 from outrider.cli.tables import table
 from outrider.cli.terminal import terminal_of
-from outrider.images.pull import pull
-from outrider.images.store import Image, ImageStore
+from outrider.rootfs.pull import pull
+from outrider.rootfs.store import Image, ImageStore
 
 MEGABYTE = 1_000_000
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What tasks call it in `runtime.image`.")]

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, Self
 
 import msgspec
 
+from outrider.runtimes.host import Host
 from outrider.spec import RuntimeSpec
 
 MAX_OUTPUT = 10 << 20
@@ -26,12 +27,14 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a node gives a sandbox: its identity, a private host directory of its own that exists and is
     empty (the node removes it after `stop`), and where the model gateway listens on the host.
 
-    `mounts` are host folders to show read-only at the same path inside (the harness programs).
+    `mounts` are host folders to show read-only at the same path inside (the harness programs). `host` is what all
+    sandboxes of the node share, open for as long as any of them runs.
     """
 
     session_id: str
     attempt: int
     directory: Path
+    host: Host
     gateway_url: str
     gateway_socket: Path
     mounts: tuple[Path, ...] = ()

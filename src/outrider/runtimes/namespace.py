@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from outrider.errors import RequestError, RuntimeFailure, RuntimeUnavailable
-from outrider.images.store import ImageStore
+from outrider.rootfs.store import ImageStore
 from outrider.runtimes import bubblewrap
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command

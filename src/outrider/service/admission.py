@@ -18,8 +18,8 @@ from outrider.errors import HarnessUnavailable, InvalidField, RequestError, Runt
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
-from outrider.images.store import ImageStore
 from outrider.plugins import resolve
+from outrider.rootfs.store import ImageStore
 from outrider.runtimes.base import Runtime
 from outrider.spec import EngineSpec, GroupSpec, RuntimeSpec, Spec, Upload
 

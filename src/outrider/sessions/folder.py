@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Self
 
 from outrider.runtimes import marks
+from outrider.runtimes.host import LOCK
 
 log = logging.getLogger("outrider.node")
 
 PREFIX = "outrider-"
-LOCK = "node.lock"
 
 
 @dataclass(frozen=True)

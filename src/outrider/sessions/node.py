@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.runtimes.host import Host
 from outrider.sessions.calls import Endpoint
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.folder import NodeFolder, remove_tree
@@ -68,22 +70,22 @@ class LocalNode:
         self._store = store
         self._lanes = lanes
         self._files = files
+        self._held = AsyncExitStack()
         self._teardowns = asyncio.TaskGroup()
         self._conversations: dict[str, Conversation] = {}
         self._sessions = 0
 
     async def __aenter__(self) -> Self:
         self._folder = await asyncio.to_thread(NodeFolder.make)
-        await self._teardowns.__aenter__()
+        self._held.push_async_callback(asyncio.to_thread, self._folder.remove)
+        self._host = await self._held.enter_async_context(Host(self._folder.path))
+        await self._held.enter_async_context(self._teardowns)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            await self._teardowns.__aexit__(None, None, None)
-        finally:
-            await asyncio.to_thread(self._folder.remove)
+        await self._held.aclose()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -139,6 +141,7 @@ class LocalNode:
             session_id=assignment.session_id,
             attempt=assignment.attempt,
             directory=directory,
+            host=self._host,
             gateway_url=self.gateway_url,
             gateway_socket=self.gateway_socket,
             mounts=harness.mounts(),

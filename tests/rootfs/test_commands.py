@@ -10,7 +10,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.errors import InvalidField
-from outrider.images.store import ImageStore
+from outrider.rootfs.store import ImageStore
 from outrider.service.admission import check_group, parse_group
 
 from .archives import as_folder, as_tar, oci_files

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.images.unpack import BadImage, Contents, unpack
+from outrider.rootfs.unpack import BadImage, Contents, unpack
 
 
 def layer(*entries: tuple[str, Any], compression: str = "") -> io.BytesIO:

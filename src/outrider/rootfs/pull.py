@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from outrider.errors import InvalidField, RuntimeUnavailable
-from outrider.images.store import Image, ImageStore
-from outrider.images.unpack import BadImage
+from outrider.rootfs.store import Image, ImageStore
+from outrider.rootfs.unpack import BadImage
 
 PULL_SECONDS = 3600
 

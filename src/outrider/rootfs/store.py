@@ -26,9 +26,9 @@ import msgspec
 
 from outrider.config import cache_home
 from outrider.errors import InvalidField, NotFound
-from outrider.images.archives import layered
-from outrider.images.sif import is_sif, unpack_sif
-from outrider.images.unpack import BadImage, unpack
+from outrider.rootfs.archives import layered
+from outrider.rootfs.sif import is_sif, unpack_sif
+from outrider.rootfs.unpack import BadImage, unpack
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?")
 CHUNK = 1 << 20

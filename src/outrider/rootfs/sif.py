@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.errors import RuntimeUnavailable
-from outrider.images.unpack import BadImage
+from outrider.rootfs.unpack import BadImage
 
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_AT = 32

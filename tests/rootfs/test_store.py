@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidField, NotFound, RuntimeUnavailable
-from outrider.images.sif import Partition, root_partition
-from outrider.images.store import ImageStore
-from outrider.images.unpack import BadImage
+from outrider.rootfs.sif import Partition, root_partition
+from outrider.rootfs.store import ImageStore
+from outrider.rootfs.unpack import BadImage
 
 from .archives import LOWER, MACHINE, as_folder, as_tar, oci_files, saved_files, sif
 

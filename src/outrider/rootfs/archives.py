@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import msgspec
 
-from outrider.images.unpack import BadImage
+from outrider.rootfs.unpack import BadImage
 
 MAX_DOCUMENT = 8 << 20
 MAX_NESTING = 4
