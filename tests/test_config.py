@@ -12,7 +12,7 @@ from outrider.errors import InvalidField
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PORT", "TOKEN", "LANES", "LANES__RUN", "ENGINES"):
+    for name in ("PORT", "TOKEN", "LANES", "LANES__RUN", "ENGINES", "SANDBOXES", "SANDBOXES__ALLOW"):
         monkeypatch.delenv(f"OUTRIDER_{name}", raising=False)
 
 
@@ -33,6 +33,8 @@ def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytes
 def test_lists_come_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_ENGINES", '[{"kind": "vllm", "url": "http://127.0.0.1:8000"}]')
     assert [engine.kind for engine in load_config({}).engines] == ["vllm"]
+    monkeypatch.setenv("OUTRIDER_SANDBOXES__ALLOW", '["/one", "/two"]')
+    assert load_config({}).sandboxes.allow == (Path("/one"), Path("/two"))
 
 
 def test_a_section_and_a_setting_in_it_may_both_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,18 +73,18 @@ class _Corked:
 
 
 class _Protocol(HttpToolsProtocol):
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_Corked(transport))  # type: ignore[arg-type]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(_Corked(transport))  # type: ignore[arg-type]  # it passes on what it has not
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: HangUp()}  # type: ignore[dict-item]
+        self.scope["extensions"] = {HANG_UP: HangUp()}  # type: ignore[dict-item]  # typed for dicts alone
 
     def connection_lost(self, exc: Exception | None) -> None:
         cycle = self.cycle
         super().connection_lost(exc)
         if cycle is not None and cycle.disconnected:
-            hang_up_of(cycle.scope).leave()  # type: ignore[arg-type]
+            hang_up_of(cycle.scope).leave()  # type: ignore[arg-type]  # a TypedDict there
 
 
 def hang_up_of(scope: Scope) -> HangUp:

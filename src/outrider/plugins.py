@@ -22,9 +22,14 @@ BUILTINS: dict[str, dict[str, str]] = {
         "vllm": "outrider.engines.vllm:VLLMEngine",
     },
     "runtime": {
+        "apptainer": "outrider.runtimes.apptainer:ApptainerRuntime",
+        "docker": "outrider.runtimes.containers:DockerRuntime",
+        "gvisor": "outrider.runtimes.containers:GvisorRuntime",
         "memory": "outrider.runtimes.memory:MemoryRuntime",
         "namespace": "outrider.runtimes.namespace:NamespaceRuntime",
+        "podman": "outrider.runtimes.containers:PodmanRuntime",
         "process": "outrider.runtimes.process:ProcessRuntime",
+        "process-landlock": "outrider.runtimes.landlock:LandlockRuntime",
     },
     "agent": {
         "tools": "outrider.harnesses.agent:ToolAgent",

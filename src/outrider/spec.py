@@ -75,10 +75,13 @@ class Limits(Spec):
 
 
 class Run(Spec):
-    """Prepare step: a shell command in the sandbox; non-zero exit fails the attempt."""
+    """Prepare step: a shell command in the sandbox, with `env` besides the sandbox's own. A non-zero exit, or the end
+    of its `seconds`, fails the session's attempt, after so many `attempts` of its own."""
 
     run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
     seconds: Seconds = 300
+    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
+    attempts: Annotated[int, Field(ge=1, le=100)] = 1
 
 
 class Upload(Spec):
@@ -139,6 +142,7 @@ PrepareStep = Run | Upload | Write
 
 
 AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096), AfterValidator(checked_target)]
+SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(checked_target)]
 
 
 class Resources(Spec):
@@ -163,12 +167,16 @@ class Mount(Spec):
 
 class RuntimeSpec(Spec):
     """The sandbox. Its root is an `image` of the node by name, or a folder on it, `rootfs` (default: the host's own
-    system folders, read-only). `rootfs` and `mounts` are checked against what the operator allows."""
+    system folders, read-only). `rootfs` and `mounts` are checked against what the operator allows. `users` is how many
+    user and group ids there are inside, from 0 up. At the age of `lifetime_seconds` a sandbox ends by itself, whatever
+    becomes of its node."""
 
     kind: Name = "namespace"
     rootfs: AbsolutePath | None = None
-    image: Name | None = None
+    image: Annotated[Name, AfterValidator(without_nul)] | None = None
     workdir: AbsolutePath = "/work"
+    users: Annotated[int, Field(ge=1, le=65536)] = 1
+    lifetime_seconds: Seconds = 86_400
     resources: Resources = Resources()
     mounts: Annotated[list[Mount], Field(max_length=64)] = []
     env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
@@ -205,7 +213,8 @@ class EvaluatorSpec(Spec):
     """What grades the outcome: `command` runs `run` in the sandbox, `callable` calls `path`.
 
     command: the reward is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else
-    1.0 for exit code 0 and 0.0 for exit code 1; any other exit code is an error.
+    1.0 for exit code 0 and 0.0 for exit code 1; any other exit code is an error. `carry` names what of the agent's
+    sandbox is graded in a new one: paths, or all that was written anywhere. None: it is graded where it is.
     """
 
     kind: Name = "command"
@@ -213,6 +222,7 @@ class EvaluatorSpec(Spec):
     path: Name | None = None
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
     seconds: Seconds = 300
+    carry: Annotated[list[SandboxPath], Field(max_length=256)] | Literal["all"] | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -245,7 +255,8 @@ class TaskSpec(Spec):
     """What to do, with everything needed to do it.
 
     `history`: "recorded" keeps the sampled ids of earlier turns whatever the chat template would do with their
-    reasoning; "template" follows the template, by an explicit fork.
+    reasoning; "template" follows the template, by an explicit fork. `artifacts`: patterns of files in the sandbox that
+    are kept when the agent has ended, well or not.
     """
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -256,8 +267,16 @@ class TaskSpec(Spec):
     sampling: Sampling = Sampling()
     history: Literal["recorded", "template"] = "recorded"
     branches: Branches = Branches()
+    artifacts: Annotated[list[SandboxPath], Field(max_length=64)] = []
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
+
+    @model_validator(mode="after")
+    def _carries_no_root(self) -> Self:
+        carry = self.evaluator.carry
+        if isinstance(carry, list) and PurePosixPath("/") in (self.runtime.workdir / PurePosixPath(p) for p in carry):
+            raise ValueError("evaluator.carry must name files and folders, not the sandbox's root")
+        return self
 
 
 class GroupSpec(Spec):

@@ -224,7 +224,8 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds a session spent in each stage; waiting for a lane is apart from working in it."""
+    """Seconds a session spent in each stage; waiting for a lane is apart from working in it. `stop` is also the keeping
+    of artifacts."""
 
     queued: float = 0.0
     init: float = 0.0

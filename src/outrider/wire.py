@@ -25,6 +25,28 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
     waited_seconds: float
 
 
+class RoomStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node has for its sandboxes, and what of it is set aside for those that ask: processors' worth of time and
+    MiB of memory. `waiting` sessions ask for more than is left; `waited_seconds` and `served` are totals."""
+
+    cpus: float
+    cpus_set_aside: float = 0.0
+    memory_mb: int
+    memory_mb_set_aside: int = 0
+    waiting: int = 0
+    served: int = 0
+    waited_seconds: float = 0.0
+
+
+class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Sandboxes that a node has made ahead: how many are `ready` now, how often one was `taken`, and how often none was
+    there to be taken."""
+
+    ready: int = 0
+    taken: int = 0
+    misses: int = 0
+
+
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     """A node as the scheduler and the status page see it."""
 
@@ -32,6 +54,8 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int
     capacity: int
     lanes: tuple[LaneStats, ...]
+    room: RoomStats
+    warm: WarmStats = WarmStats()
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +192,30 @@ class SampleList(msgspec.Struct, frozen=True, kw_only=True):
     """A session's training rows."""
 
     samples: tuple[Sample, ...]
+
+
+class Artifact(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that an agent left and that was kept: its absolute path in the sandbox, its bytes, their SHA-256 (hex)."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A path, or a pattern of the task, that was not kept, and why."""
+
+    path: str
+    reason: str
+
+
+class ArtifactList(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt of a session left of what its task wants kept; `attempt` is None when none has ended its run."""
+
+    session_id: str
+    attempt: int | None
+    artifacts: tuple[Artifact, ...]
+    left_out: tuple[LeftOut, ...]
 
 
 class EngineList(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from bench import dialects, gateway, memory, report, sandboxes, sessions, sheets, store, turns
+from bench import dialects, gateway, memory, report, sandboxes, sessions, sheets, store, tools, turns
 from outrider.runtimes.namespace import NamespaceRuntime
 
 ROOT = Path(__file__).parents[2]
@@ -79,10 +79,20 @@ async def test_sessions_end_well_and_are_timed() -> None:
 
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
 async def test_sandboxes_start_and_answer() -> None:
-    found = await sandboxes.measure(sandboxes.Plan(starts=1, calls=4))
+    found = await sandboxes.measure(sandboxes.Plan(starts=1, calls=4, alive=2))
 
     assert found["namespace"]["calls"]["bash"]["per_second"] > 0
     check_shown("sandboxes", found)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+async def test_tool_calls_are_answered_whichever_way_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    found = await tools.measure(tools.Plan(rounds=1, quick=2, slow=1))
+
+    assert found["ways"]["process: bash"]["calls"] == found["ways"]["process: ipython"]["calls"] == 2
+    check_shown("tools", found)
 
 
 async def test_the_store_takes_turns() -> None:

@@ -197,6 +197,23 @@ async def test_vllm_falls_back_for_good_once_completions_work(status: int) -> No
     assert server.posts[1][1]["return_token_ids"] is True
 
 
+@pytest.mark.parametrize(
+    ("kind", "events"),
+    [
+        (VLLMEngine, [vllm_event([1], [-0.5]), {"choices": [], "usage": {"prompt_tokens": 4}}]),
+        (VLLMEngine, [vllm_event([1], [-0.5]) | {"usage": {"prompt_tokens": 4}}]),
+        (SGLangEngine, [sglang_event([1], [-0.5], 1, STOP, prompt_tokens=4)]),
+    ],
+)
+async def test_how_many_tokens_the_engine_says_the_prompt_had(kind: Adapter, events: list[Any]) -> None:
+    async with upstream(Answer(events=events)) as (url, _):
+        engine = kind(EngineOptions(name="e", url=url), retry=HASTY)
+        await engine.start()
+        chunks = [chunk async for chunk in engine.generate(REQUEST)]
+        await engine.close()
+    assert [chunk.prompt_tokens for chunk in chunks] == [4]
+
+
 async def test_vllm_falls_back_from_a_token_route_that_does_not_stream() -> None:
     """Until 0.19 the route takes `stream` and answers in one piece all the same."""
     in_one_piece = b'{"request_id": "r", "choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}]}'

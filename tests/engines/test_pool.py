@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engines.upstream import Answer, upstream
-from outrider.engines.backoff import Backoff
+from outrider.backoff import Backoff
 from outrider.engines.base import (
     ChatEngine,
     ChatRequest,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engines.contract import Factory, Rig
-from outrider.engines.backoff import Backoff
+from outrider.backoff import Backoff
 from outrider.engines.base import Engine, EngineOptions, GenerateRequest
 from outrider.engines.http import RetryPolicy
 from outrider.engines.scripted import ScriptedEngine, scripted_logprob

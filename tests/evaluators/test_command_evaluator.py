@@ -85,7 +85,7 @@ async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_bac
     class Breaking:
         """The sandbox, which stops with the clean-up."""
 
-        read = sandbox.read
+        read, scratch = sandbox.read, sandbox.scratch
 
         async def exec(self, command, **options):
             if not isinstance(command, str):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import outrider
+from outrider.harnesses.install import install
 
 from .vllm_cpu import CONTEXT_TOKENS, VllmServer, vllm_server
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FOLDER in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
+
+
+@pytest.fixture(scope="module")
+def installed(request: pytest.FixtureRequest) -> None:
+    """The module's PRESET; in $OUTRIDER_HOME, where that is set, so that later runs are quick."""
+    install(request.module.PRESET)
 
 
 @pytest.fixture(scope="session")

@@ -222,11 +222,6 @@ class Rollout:
         return [(sample.kind, sample.turns) for sample in self.group.samples or ()]
 
 
-def one_row() -> tuple[list[tuple[str, int | None]], list[tuple[BranchKind, tuple[int, ...]]]]:
-    """`shape` and `kinds` of three turns that only append."""
-    return [("root", None), ("append", 0), ("append", 1)], [(BranchKind.MAIN, (0, 1, 2))]
-
-
 def assert_saw_only_its_session(environment: str, wire: Wire, secret: str) -> None:
     """`environment` is the program's, line by line; `secret` is what the service has in its own."""
     places = re.findall(r"^[A-Z_]*BASE(?:_URL)?=(.*)$", environment, re.MULTILINE)

@@ -7,29 +7,15 @@ from typing import Any
 
 import pytest
 
-from outrider.harnesses.install import check, install
-from outrider.harnesses.presets import load_preset
 from outrider.trajectory import BranchKind
 
 from .certified import OTHER_DIALECT, STREAMED, SUB_AGENT, assert_exact, certified
 from .rollout import END, Row, a_world, call
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("installed")]
 
 PRESET = "opencode"
 DELTA = r'"content":"([^"]*)"'
-
-
-@pytest.fixture(scope="module", autouse=True)
-def program() -> None:
-    """Installed once; in $OUTRIDER_HOME, where it is set, so that later runs are quick."""
-    install(PRESET)
-
-
-def test_the_pinned_version_is_installed() -> None:
-    recipe = load_preset(PRESET).install
-    assert recipe is not None
-    assert check(PRESET) == recipe.version == "1.18.33"
 
 
 @pytest.mark.parametrize("policy", ["drop", "mask"])

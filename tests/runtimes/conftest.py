@@ -10,6 +10,7 @@ import pytest
 
 from outrider.runtimes.host import Host
 
+from . import engines
 from .world import World
 
 
@@ -27,3 +28,11 @@ async def world(folder: Path) -> AsyncIterator[World]:
         yield here
         for runtime in here.made:
             await runtime.stop()
+    here.environment.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def images() -> Iterator[None]:
+    """Those that were made for container engines are removed at the end."""
+    yield
+    engines.remove_images()

@@ -13,10 +13,11 @@ import pytest
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, Runtime
 
-from .world import World
+from .world import CONTAINERS, World
 
-ALL = ("process", "namespace", "memory")
-REAL = ("process", "namespace")
+IN_CONTAINERS = [pytest.param(kind, marks=pytest.mark.real) for kind in (*CONTAINERS, "apptainer")]
+ALL = ["process", "process-landlock", "namespace", "memory", *IN_CONTAINERS]
+REAL = ["process", "process-landlock", "namespace", *IN_CONTAINERS]
 
 
 @pytest.fixture(params=ALL)
@@ -241,23 +242,23 @@ async def test_stop_while_a_command_runs(sandbox: Runtime) -> None:
         await sandbox.stop()
 
 
-async def test_stop_without_start(world: World) -> None:
-    for kind in ALL:
-        runtime = world.create(kind)
-        await runtime.stop()
-        with pytest.raises(RuntimeFailure):
-            await runtime.start()
+@pytest.mark.parametrize("kind", ALL)
+async def test_stop_without_start(world: World, kind: str) -> None:
+    runtime = world.create(kind)
+    await runtime.stop()
+    with pytest.raises(RuntimeFailure):
+        await runtime.start()
 
 
-async def test_stop_survives_cancellation(world: World) -> None:
-    for kind in REAL:
-        runtime = await world.start(kind)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(runtime.stop())
-            await asyncio.sleep(0)
-            task.cancel()
-        with pytest.raises(RuntimeFailure):
-            await runtime.exec("true", seconds=1)
+@pytest.mark.parametrize("kind", REAL)
+async def test_stop_survives_cancellation(world: World, kind: str) -> None:
+    runtime = await world.start(kind)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(runtime.stop())
+        await asyncio.sleep(0)
+        task.cancel()
+    with pytest.raises(RuntimeFailure):
+        await runtime.exec("true", seconds=1)
 
 
 # Real processes only.
@@ -374,3 +375,11 @@ async def test_snapshot_keeps_links_and_leaves_out_sockets(real: Runtime) -> Non
     await real.exec(["bash", "-c", f'mkdir d; ln -s /etc/passwd d/link; python3 -c "{make}"'], seconds=10)
     with tarfile.open(fileobj=io.BytesIO(await real.snapshot(["d"]))) as archive:
         assert {m.name: m.type for m in archive} == {"work/d": tarfile.DIRTYPE, "work/d/link": tarfile.SYMTYPE}
+
+
+async def test_a_sandbox_ends_by_itself_at_its_age(world: World) -> None:
+    for kind in ("process", "process-landlock", "namespace"):
+        sandbox = await world.start(kind, lifetime_seconds=0.5)
+        with pytest.raises(RuntimeFailure, match=r"lifetime|gone"):
+            await sandbox.exec("sleep 3008", seconds=30)
+        await sandbox.stop()

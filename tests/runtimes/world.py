@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,10 +15,22 @@ from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.runtimes.host import Host
 from outrider.spec import RuntimeSpec
 
+from . import engines, sif_images
+
+CONTAINERS = ("docker", "podman", "podman-rootless")
+"""Run by `make test-real`, where `.ci/sandboxes` has started their engines."""
+ISOLATING = ["namespace", *(pytest.param(kind, marks=pytest.mark.real) for kind in (*CONTAINERS, "apptainer"))]
+"""What keeps programs that nobody trusts apart from the host and from each other."""
 KINDS = {
     "process": "outrider.runtimes.process:ProcessRuntime",
+    "process-landlock": "outrider.runtimes.landlock:LandlockRuntime",
     "namespace": "outrider.runtimes.namespace:NamespaceRuntime",
     "memory": "outrider.runtimes.memory:MemoryRuntime",
+    "apptainer": "outrider.runtimes.apptainer:ApptainerRuntime",
+    "docker": "runtimes.engines:DockerHere",
+    "gvisor": "runtimes.engines:GvisorHere",
+    "podman": "runtimes.engines:PodmanHere",
+    "podman-rootless": "runtimes.engines:RootlessPodmanHere",
 }
 
 
@@ -31,13 +44,23 @@ class World:
         self.socket.touch()
         self.url = "http://127.0.0.1:1"
         self.made: list[Runtime] = []
+        self.environment = pytest.MonkeyPatch()
 
     def create(self, kind: str, **fields: Any) -> Runtime:
         """A sandbox that has not started."""
         module, name = KINDS[kind].split(":")
         cls = getattr(importlib.import_module(module), name)
-        if not cls.available().ok:
-            pytest.skip(f"{kind}: {cls.available().detail}")
+        if module == "runtimes.engines":
+            fields = {"image": engines.prepared(kind, self.environment), **fields}
+            self.folder.chmod(0o711)  # what an engine of another user mounts, it must be able to reach
+        if not (can := cls.available()).ok:
+            told = pytest.fail if kind == "namespace" and "CI" in os.environ else pytest.skip
+            told(f"{kind}: {can.detail}")
+        if kind == "apptainer" and not fields.keys() & {"image", "rootfs"}:
+            fields["rootfs"] = str(sif_images.python_root())
+        return self.create_with(cls, kind=kind, **fields)
+
+    def create_with(self, cls: type[Runtime], **fields: Any) -> Runtime:
         directory = self.folder / f"s{len(self.made)}"
         directory.mkdir()
         context = SandboxContext(
@@ -48,8 +71,10 @@ class World:
             gateway_url=self.url,
             gateway_socket=self.socket,
             mounts=fields.pop("mounts", ()),
+            layer=fields.pop("layer", None),
         )
-        runtime: Runtime = cls.create(RuntimeSpec(kind=kind, **fields), context)
+        fields["mounts"] = fields.pop("named", [])
+        runtime: Runtime = cls.create(RuntimeSpec(**fields), context)
         self.made.append(runtime)
         return runtime
 

@@ -19,8 +19,9 @@ def descendants() -> set[int]:
     return below - {os.getpid()}
 
 
-def mounts() -> str:
-    return Path("/proc/self/mountinfo").read_text()
+def mounts(folder: Path) -> list[str]:
+    """Those that the folder has to do with. Other programs make and remove theirs meanwhile."""
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(folder) in line]
 
 
 def names(folder: Path) -> list[str]:

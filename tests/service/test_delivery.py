@@ -13,14 +13,15 @@ from aiohttp import web
 from outrider.lifecycle import SessionState, StopReason
 from outrider.service.delivery import Deliverer
 from outrider.service.reading import Reader
-from outrider.store.base import Store
-from outrider.store.sqlite import sqlite_store
+from outrider.store.base import Delivery, GroupRow, Store
+from outrider.store.sql import SqlStore
+from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult
 from outrider.wire import GroupView
 
 from .conftest import MakeWorld
-from .world import put
+from .world import HASTY, put
 
 
 class Receiver:
@@ -31,11 +32,14 @@ class Receiver:
         self.keys: list[str] = []
         self.views: list[GroupView] = []
         self.accepted = asyncio.Event()
+        self.answering = asyncio.Event()
+        self.answering.set()
         self._statuses = statuses
 
     async def handle(self, request: web.Request) -> web.Response:
         self.keys.append(request.headers["Idempotency-Key"])
         self.views.append(msgspec.json.decode(await request.read(), type=GroupView))
+        await self.answering.wait()
         status = self._statuses.pop(0) if self._statuses else 200
         if status == 200:
             self.accepted.set()
@@ -81,7 +85,7 @@ async def test_a_cancelled_group_is_pushed_too(world: MakeWorld) -> None:
 async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: Path) -> None:
     async with receiving(500, 404) as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "g", receiver.url)
-        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), first_pause=0.01)
+        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), pauses=HASTY)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
             await receiver.accepted.wait()
@@ -106,7 +110,7 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
     async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "bad", "http://a..b/")
         await finished_group(store, "good", receiver.url)
-        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), first_pause=0.01)
+        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), pauses=HASTY)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
             await receiver.accepted.wait()
@@ -114,6 +118,54 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
                 await store.counts()
             running.cancel()
         assert receiver.keys == ["good"]
+
+
+class Moments(SqlStore):
+    """A store whose answer to the second look is as old as `gate` lets it be, and that notes what it was asked for and
+    what was done."""
+
+    def __init__(self) -> None:
+        super().__init__(SqliteDatabase(None))
+        self.looks = 0
+        self.read = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.done = asyncio.Event()
+        self.pushed: list[str] = []
+
+    async def deliveries(self, *, now: float, limit: int) -> list[Delivery]:
+        self.looks += 1
+        second = self.looks == 2
+        found = await super().deliveries(now=now, limit=limit)
+        if second:
+            self.read.set()
+            await self.gate.wait()
+        return found
+
+    async def group(self, group_id: str) -> GroupRow:
+        self.pushed.append(group_id)
+        return await super().group(group_id)
+
+    async def delivered(self, group_id: str) -> None:
+        await super().delivered(group_id)
+        self.done.set()
+
+
+async def test_what_is_delivered_while_the_next_are_looked_for_is_not_pushed_again(tokenizer: Path) -> None:
+    async with receiving() as receiver, Moments() as store, asyncio.timeout(20):
+        await finished_group(store, "first", receiver.url)
+        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), pauses=HASTY)
+        receiver.answering.clear()
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(deliverer.run())
+            await store.read.wait()  # the first is under way, and read as still due
+            receiver.answering.set()
+            await store.done.wait()
+            await finished_group(store, "second", receiver.url)
+            store.done.clear()
+            store.gate.set()
+            await store.done.wait()
+            running.cancel()
+        assert store.pushed == receiver.keys == ["first", "second"]
 
 
 async def finished_group(store: Store, id: str, url: str) -> None:

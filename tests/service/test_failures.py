@@ -139,6 +139,13 @@ async def test_a_sandbox_that_fails(world: MakeWorld, operation: str) -> None:
         w.assert_quiet()
 
 
+async def test_a_prepare_step_may_succeed_at_its_second_attempt(world: MakeWorld) -> None:
+    async with world() as w:
+        flaky = {"run": "test -f $MARK && exit 0; echo x > $MARK; exit 7", "env": {"MARK": "seen"}, "attempts": 2}
+        session = await w.run("ask", runtime={"prepare": [flaky]}, max_attempts=1)
+        assert result_of(session).stop_reason is StopReason.COMPLETED
+
+
 async def test_a_prepare_step_that_fails_says_which_and_why(world: MakeWorld) -> None:
     async with world() as w:
         prepare = [{"run": "true"}, {"run": "echo no such luck; exit 4"}]

@@ -8,23 +8,24 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from outrider.config import RetryConfig
+from outrider.backoff import Backoff
 from outrider.errors import Boundary, ErrorRecord
-from outrider.lifecycle import StopReason
+from outrider.lifecycle import GroupState, StopReason
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.node import Assignment
 from outrider.store.base import SessionRow
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
 from outrider.trajectory import SessionResult
-from outrider.wire import NodeStats
+from outrider.wire import NodeStats, RoomStats
 
 from .world import put
 
 FAILURE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
 
 
-AT_ONCE = RetryConfig(first_seconds=0, longest_seconds=0)
+ROOM = RoomStats(cpus=2.0, memory_mb=1024)
+AT_ONCE = Backoff(first=0.0, longest=0.0)
 
 
 class Moments(SqlStore):
@@ -56,14 +57,14 @@ class Moments(SqlStore):
 class FakeNode:
     """Ends every session at once, as `ending` says."""
 
-    name = "fake"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = "fake", room: RoomStats = ROOM) -> None:
+        self.name = name
+        self.room = room
         self.ran: list[tuple[str, int]] = []
         self.error: ErrorRecord | None = None
 
     def stats(self) -> NodeStats:
-        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=())
+        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), room=self.room)
 
     async def run(self, assignment: Assignment) -> SessionResult:
         self.ran.append((assignment.session_id, assignment.attempt))
@@ -79,19 +80,19 @@ class FakeNode:
 
 @asynccontextmanager
 async def scheduling(
-    retry: RetryConfig = AT_ONCE,
+    pauses: Backoff = AT_ONCE,
 ) -> AsyncIterator[tuple[Scheduler, Moments, FakeNode, asyncio.TaskGroup, asyncio.Event]]:
     done = asyncio.Event()
     node = FakeNode()
     async with asyncio.timeout(10), Moments() as store, asyncio.TaskGroup() as tasks:
-        scheduler = Scheduler(store, [node], on_done=done.set, retry=retry)
+        scheduler = Scheduler(store, [node], on_done=done.set, pauses=pauses)
         running = tasks.create_task(scheduler.run())
         yield scheduler, store, node, tasks, done
         running.cancel()
 
 
 async def test_what_becomes_due_while_it_looks_is_not_forgotten() -> None:
-    async with scheduling(RetryConfig(first_seconds=0.1, longest_seconds=0.1)) as (scheduler, store, node, _, done):
+    async with scheduling(Backoff(first=0.1, longest=0.1)) as (scheduler, store, node, _, done):
         node.error = FAILURE
         await put(store, "g", "s")
 
@@ -154,3 +155,22 @@ async def test_a_failure_worth_it_is_tried_again_until_the_task_has_had_enough()
         assert session.last_error == FAILURE
         assert session.result is not None
         assert (session.result.stop_reason, session.result.error) == (StopReason.ERROR, FAILURE)
+
+
+async def test_a_session_goes_where_there_is_room_for_what_it_needs() -> None:
+    nodes = [
+        FakeNode("small", RoomStats(cpus=2.0, memory_mb=1024)),
+        FakeNode("full", RoomStats(cpus=8.0, cpus_set_aside=8.0, memory_mb=1024)),
+        FakeNode("large", RoomStats(cpus=4.0, memory_mb=1024)),
+    ]
+    done = asyncio.Event()
+    async with asyncio.timeout(10), Moments() as store, asyncio.TaskGroup() as tasks:
+        scheduler = Scheduler(store, nodes, on_done=done.set)
+        await put(store, "g4", "s4", runtime={"resources": {"cpus": 4}})
+        await put(store, "g8", "s8", runtime={"resources": {"cpus": 8}})
+        running = tasks.create_task(scheduler.run())
+        for group_id in ("g4", "g8"):
+            while (await store.group(group_id)).state is GroupState.ACTIVE:
+                await store.counts()
+        running.cancel()
+    assert [[session for session, _ in node.ran] for node in nodes] == [[], ["s8"], ["s4"]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.config import RetryConfig
+from outrider.backoff import Backoff
 from outrider.engines.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
@@ -19,18 +19,21 @@ from outrider.service.scheduler import Scheduler
 from outrider.sessions.calls import Endpoint
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import Assignment, LocalNode
+from outrider.sessions.room import Amount, Room
+from outrider.store.artifacts import ArtifactStore
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
 from outrider.tokens.renderer import make_renderer
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult
-from outrider.wire import NodeStats
+from outrider.wire import NodeStats, RoomStats
 
 from .stage import a_stage
 from .test_delivery import finished_group, receiving
 from .world import RENDERER, SAY, engine_of, group, put
 
 GONE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
+ROOM = RoomStats(cpus=2.0, memory_mb=1024)
 METHODS = (
     "recover",
     "queued",
@@ -70,7 +73,7 @@ class OnceMore:
     name = "node"
 
     def stats(self) -> NodeStats:
-        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=())
+        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), room=ROOM)
 
     async def run(self, assignment: Assignment) -> SessionResult:
         first = assignment.attempt == 1
@@ -93,7 +96,7 @@ async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
         await put(store, "g", "s")
         store.faults[method] = 2
         running = tasks.create_task(
-            Scheduler(store, [OnceMore()], on_done=done.set, retry=RetryConfig(first_seconds=0.01)).run()
+            Scheduler(store, [OnceMore()], on_done=done.set, pauses=Backoff(first=0.01, longest=0.01)).run()
         )
         await done.wait()
         running.cancel()
@@ -109,8 +112,11 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
         async with FailingStore(turns=1000) as store, EnginePool() as pool:
             await pool.add_engine(engine_of(tokenizer, [SAY]))
             endpoint = Endpoint(renderer=renderer, pool=pool, model="policy")
-            lanes = Lanes(init=1, run=1, evaluate=1)
-            async with LocalNode("node", endpoint=endpoint, store=store, lanes=lanes, files=tmp_path) as node:
+            lanes = Lanes(init=1, run=1, evaluate=1, room=Room(Amount(cpus=2.0, memory_mb=1024)))
+            kept = ArtifactStore(tmp_path)
+            async with LocalNode(
+                "node", endpoint=endpoint, store=store, artifacts=kept, lanes=lanes, files=tmp_path
+            ) as node:
                 await put(store, "g", "s")
                 attempt = await store.start_attempt("s", node="node", lease_until=1e12)
                 result = await node.run(
@@ -148,7 +154,7 @@ async def test_a_redirect_is_no_delivery(tokenizer: Path) -> None:
 
 async def delivered(store: FailingStore, tokenizer: Path) -> None:
     """Deliver until nothing is left to be delivered."""
-    deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), first_pause=0.01)
+    deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), pauses=Backoff(first=0.01, longest=0.01))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliverer.run())
         while await SqlStore.deliveries(store, now=1e12, limit=1):

@@ -31,6 +31,21 @@ def graded_by_command(rng: random.Random) -> GroupSpec:
     return group("ask", "run echo hi > out", runtime={"prepare": PREPARE}, evaluator=grader)
 
 
+def graded_elsewhere(rng: random.Random) -> GroupSpec:
+    carry = rng.choice((["out"], [".", "/tmp"], [], "all"))
+    grader = {"run": rng.choice(("true", "false", "test -f prepared", "exit 7", "sleep 60")), "carry": carry}
+    do = ["ask", "run echo hi > out", *rng.choice(([], ["sleep 0.05"], ["crash"], ["break"]))]
+    evaluator = {**grader, "seconds": rng.uniform(0.01, 0.1)}
+    return group(*do, runtime={"prepare": PREPARE}, evaluator=evaluator, max_attempts=rng.randint(1, 3))
+
+
+def graded_where_nothing_starts(rng: random.Random) -> GroupSpec:
+    limits = {"session_seconds": rng.uniform(0.05, 0.3)}
+    runtime = {"env": {"HANG": "start"}, "kind": "service.test_grading:HangingFresh"}
+    evaluator = {"run": "true", "carry": ["out"]}
+    return group("ask", runtime=runtime, evaluator=evaluator, limits=limits, max_attempts=1)
+
+
 def out_of_agent_time(rng: random.Random) -> GroupSpec:
     return group(*["ask"] * rng.randint(0, 2), "wait forever", limits={"agent_seconds": rng.uniform(0.01, 0.2)})
 
@@ -99,6 +114,8 @@ def grader_hangs(rng: random.Random) -> GroupSpec:
 FATES: tuple[Fate, ...] = (
     *[well] * 6,
     *[graded_by_command] * 2,
+    *[graded_elsewhere] * 3,
+    graded_where_nothing_starts,
     out_of_agent_time,
     out_of_session_time,
     hangs_before_the_run,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.api.server import serving
-from outrider.config import Config, LanesConfig, ModelConfig, RetryConfig
+from outrider.backoff import Backoff
+from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.engines.base import EngineOptions
 from outrider.engines.scripted import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState
@@ -23,6 +24,7 @@ from .stage import ACTOR, GRADER, SANDBOX, Stage, a_stage
 
 SAY = "hello<|im_end|>"
 RENDERER = "qwen3"
+HASTY = Backoff(first=0.01, longest=0.02)
 
 
 class World:
@@ -122,7 +124,6 @@ def config(folder: Path, tokenizer: Path, **settings: Any) -> Config:
         "files": folder / "files",
         "model": ModelConfig(tokenizer=str(tokenizer), renderer=RENDERER),
         "lanes": LanesConfig(init=4, run=8, eval=4),
-        "retry": RetryConfig(first_seconds=0.01, longest_seconds=0.02),
     }
     return Config(**defaults | settings)
 
@@ -149,7 +150,7 @@ async def a_world(
     """
     engine = engine_of(tokenizer, replies, **(script or {}))
     with a_stage() as stage:
-        async with Service(config(folder, tokenizer, **settings)) as service:
+        async with Service(config(folder, tokenizer, **settings), pauses=HASTY) as service:
             await service.pool.add_engine(engine)
             async with serving(service) if http else unserved(service) as url:
                 yield World(service, url, stage, engine)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 from outrider.dialects.base import Completion
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
 from outrider.engines.pool import EnginePool
+from outrider.errors import RequestError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role, images_in
 from outrider.sessions.calls import Endpoint
@@ -32,7 +33,7 @@ from outrider.trajectory import (
 )
 from support.tokenizer import write_tokenizer
 
-from .world import World, text_of
+from .world import World, chat_request, picture, text_of
 
 USER = {"role": "user", "content": "hello"}
 RESULT = SessionResult(session_id="s", group_id="g", sample_index=0, attempt=1, stop_reason=StopReason.COMPLETED)
@@ -138,9 +139,12 @@ def test_of_several_earlier_turns_the_longest_that_fits_is_the_parent() -> None:
     assert (placed.parent, unpack_ids(placed.delta).tolist(), placed.known_messages) == (1, [5], 4)
 
 
-def picture(data: bytes) -> dict[str, Any]:
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+async def test_tokens_are_counted_but_those_of_images_are_not_known(tmp_path: Path) -> None:
+    async with told(tmp_path, None) as (world, turns):
+        assert await world.conversation.count(chat_request(USER)) > 0
+        with pytest.raises(RequestError, match="not known before the call"):
+            await world.conversation.count(chat_request(USER, picture(b"one")))
+        assert turns == []
 
 
 async def test_the_same_ids_with_another_image_do_not_extend_the_record(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, unpack_ids, unpack_logprobs
 
-from .world import BASH, a_world, call_markup, chat_request, echoed, text_of
+from .world import BASH, a_world, call_markup, chat_request, echoed, picture, text_of
 
 USER = {"role": "user", "content": "hello there"}
 
@@ -190,6 +190,26 @@ async def test_the_transcript_is_the_main_conversation_with_its_last_reply(tmp_p
         await world.ask(USER)
         await world.ask({"role": "system", "content": "make a title"}, {"role": "user", "content": "of this"})
         assert [message.content for message in transcript(world.turns)] == ["hello there", "one"]
+
+
+async def test_a_prompt_is_counted_without_an_engine(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one<|im_end|>"]) as world:
+        counted = await world.conversation.count(chat_request(USER))
+        assert world.conversation.endpoint.pool.status()[0].sessions == 0
+        await world.ask(USER)
+        assert counted == world.turns[0].prompt_length
+        await world.conversation.endpoint.pool.remove("scripted")
+        assert await world.conversation.count(chat_request(USER)) == counted
+
+
+async def test_an_image_is_not_counted_where_the_model_is_given_text_only(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one<|im_end|>"]) as world:
+        with pytest.raises(RequestError, match="text only"):
+            await world.conversation.count(chat_request(picture(b"one")))
+        await world.conversation.close()
+        with pytest.raises(Ended):
+            await world.conversation.count(chat_request(picture(b"one")))
+        assert world.conversation.endpoint.pool.status()[0].sessions == 0
 
 
 async def test_a_turn_that_cannot_be_stored_ends_the_record(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import base64
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,12 @@ def chat_request(*messages: dict[str, Any], **fields: Any) -> ModelRequest:
     return ChatDialect().parse(CALL, msgspec.json.encode({"model": "any", "messages": messages, **fields}), {})
 
 
+def picture(data: bytes) -> dict[str, Any]:
+    """A user's message of one image."""
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
 def echoed(completion: Completion) -> dict[str, Any]:
     """The assistant message as a client sends it back: re-serialised arguments, no reasoning."""
     reply = completion.reply
@@ -91,12 +98,11 @@ async def a_world(
     sampling: Sampling | None = None,
     history: History = "recorded",
     patience: float = 5.0,
+    kind: Callable[[EngineOptions], ScriptedEngine] = ScriptedEngine,
     **script: Any,
 ) -> AsyncIterator[World]:
     write_tokenizer(folder)
-    engine = ScriptedEngine(
-        EngineOptions(name="scripted", tokenizer=str(folder), options={"replies": list(replies), **script})
-    )
+    engine = kind(EngineOptions(name="scripted", tokenizer=str(folder), options={"replies": list(replies), **script}))
     turns: list[Turn] = []
 
     world: World | None = None

@@ -37,6 +37,15 @@ def result(reply: Message, text: str) -> Message:
     return Message(role=Role.TOOL, content=text, tool_call_id=reply.tool_calls[0].id)
 
 
+TASK = user("Fix the failing test in the parser module.")
+CODER = system("You are a coding agent.")
+CODING = tool("bash", "edit", "task")
+EXPLORING = tool("grep", "read")
+SUMMARY = "The parser fails on empty input.\nI changed parse() in parser.py.\nNext: run the tests again."
+MAIN = ("main", None, 0, "")
+"""What is told of a turn of the main conversation."""
+
+
 class Harness:
     """One session's calls."""
 
@@ -93,3 +102,11 @@ class Agent:
         reply = self.harness.call(self.history, said, self.tools, agent=self.agent)
         self.history.append(reply)
         return reply
+
+
+def a_main(harness: Harness, *, steps: int = 2) -> Agent:
+    """The main conversation, so many calls into it."""
+    main = Agent(harness, [CODER, TASK], CODING)
+    for _ in range(steps):
+        main.step()
+    return main

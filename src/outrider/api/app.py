@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
+from outrider.api.artifacts import artifact_routes
 from outrider.api.engines import engine_routes
 from outrider.api.gateway import Gateway
 from outrider.api.groups import group_routes
@@ -98,6 +99,7 @@ def control_app(service: Service) -> FastAPI:
     )
     app.include_router(group_routes(service))
     app.include_router(image_routes(service))
+    app.include_router(artifact_routes(service))
     app.include_router(engine_routes(service))
     app.add_exception_handler(OutriderError, outrider_error)
     app.add_exception_handler(Exception, outrider_error)
@@ -116,7 +118,7 @@ def control_app(service: Service) -> FastAPI:
         return Response("ok\n", media_type="text/plain")
 
     description = describe(app)
-    app.openapi = lambda: description  # type: ignore[method-assign]
+    app.openapi = lambda: description  # type: ignore[method-assign]  # FastAPI's own way to change it
     return app
 
 

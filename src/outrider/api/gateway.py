@@ -271,5 +271,5 @@ async def _kept_alive(work: Awaitable[None], reply: _Reply, writer: StreamWriter
                 timer.cancel()
                 for task in pinging:
                     task.cancel()
-    except BaseExceptionGroup as failures:
+    except BaseExceptionGroup as failures:  # of the group's making: `work` fails as if it ran alone
         raise failures.exceptions[0] from None

@@ -16,6 +16,7 @@ from outrider.spec import EngineSpec, GroupSpec
 
 REF = "#/components/schemas/{name}"
 REPLIES = (
+    wire.ArtifactList,
     wire.EngineList,
     wire.EngineStatus,
     wire.EventView,

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from outrider.cli.options import Json, Token, Url, client
-from outrider.cli.tables import engine_table, group_table, lane_table, session_table
+from outrider.cli.tables import engine_table, group_table, node_table, session_table
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.wire import GroupSummary, GroupView, ServiceStatus
 
@@ -82,7 +82,7 @@ def _show_overview(terminal: Terminal, overview: Overview) -> None:
     states = ", ".join(f"{count} {state}" for state, count in service.sessions.items() if count)
     terminal.out.print(f"outrider {service.version} · model {service.model} · sessions: {states or 'none'}")
     for node in service.nodes:
-        terminal.out.print(lane_table(node.name, node.lanes))
+        terminal.out.print(node_table(node))
     terminal.out.print(engine_table(service.engines))
     if overview.groups:
         terminal.out.print(group_table(overview.groups))

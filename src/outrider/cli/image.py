@@ -12,6 +12,9 @@ import typer
 from outrider.cli.options import Json
 from outrider.cli.tables import table
 from outrider.cli.terminal import terminal_of
+from outrider.rootfs.bootstrap import bootstrap
+from outrider.rootfs.build import Builder, Reuse
+from outrider.rootfs.definition import load_recipe
 from outrider.rootfs.pull import pull
 from outrider.rootfs.store import Image, ImageStore
 
@@ -33,9 +36,11 @@ class Images(msgspec.Struct, frozen=True):
 
 def image_commands() -> typer.Typer:
     """The sub-commands of `outrider image`."""
-    app = typer.Typer(no_args_is_help=True, help="Import, pull, list and remove images for sandboxes.")
+    app = typer.Typer(no_args_is_help=True, help="Make, list and remove images for sandboxes.")
     app.command("import")(import_image)
     app.command("pull")(pull_image)
+    app.command("build")(build_image)
+    app.command("bootstrap")(bootstrap_image)
     app.command("list")(list_images)
     app.command("rm")(remove_image)
     return app
@@ -74,6 +79,48 @@ def pull_image(
     store = ImageStore()
     terminal_of(ctx).note(f"pulling {reference}")
     _told(ctx, ImageRow(name=name, image=pull(reference, name, store), path=str(store.root(store.image(name)))))
+
+
+def build_image(
+    ctx: typer.Context,
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML file: docs/images.md says what is in it.")],
+    name: Name,
+    reuse: Annotated[
+        Reuse, typer.Option(help="When an earlier build will do: never, for the same recipe, for the same packages.")
+    ] = Reuse.VERSIONED,
+    json: Json = False,
+) -> None:
+    """Build an image with Apptainer: a base, packages, files and commands on it.
+
+    Example:
+
+        outrider image build tools.toml tools
+    """
+    terminal, store = terminal_of(ctx), ImageStore()
+    sif = Builder(store, note=terminal.note).build(load_recipe(recipe), reuse)
+    terminal.note(f"importing {sif}")
+    _told(ctx, ImageRow(name=name, image=store.import_(sif, name), path=str(store.root(store.image(name)))))
+
+
+def bootstrap_image(
+    ctx: typer.Context,
+    name: Name,
+    suite: Annotated[str, typer.Option(help="The Debian suite.")] = "stable",
+    include: Annotated[str, typer.Option(metavar="PACKAGES", help="Further packages, with commas between.")] = "",
+    mirror: Annotated[str | None, typer.Option(help="Where the packages are taken from, if not Debian's own.")] = None,
+    json: Json = False,
+) -> None:
+    """Make a Debian root file system from a mirror, with mmdebstrap.
+
+    Example:
+
+        outrider image bootstrap debian --include git,python3
+    """
+    store = ImageStore()
+    packages = [package.strip() for package in include.split(",") if package.strip()]
+    terminal_of(ctx).note(f"getting the packages of {suite}")
+    image = bootstrap(name, store, suite=suite, packages=packages, mirror=mirror)
+    _told(ctx, ImageRow(name=name, image=image, path=str(store.root(store.image(name)))))
 
 
 def list_images(ctx: typer.Context, json: Json = False) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.artifacts import artifacts
 from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
 from outrider.cli.engines import engine_commands
@@ -65,7 +66,7 @@ def commands() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (serve, run, status, cancel, show, export, doctor, demo):
+    for command in (serve, run, status, cancel, show, artifacts, export, doctor, demo):
         app.command()(command)
     app.add_typer(engine_commands(), name="engines")
     app.add_typer(harness_commands(), name="harness")

@@ -18,6 +18,7 @@ from outrider.cli.terminal import Terminal, terminal_of
 from outrider.config import Config, load_config
 
 LANES = "Settings of the lanes"
+SANDBOXES = "What sandboxes may have"
 MODEL = "The policy"
 OPEN_FILES = 65_536
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -70,6 +71,47 @@ def serve(
     eval_lane: Annotated[
         int | None, typer.Option(metavar="N", help="Outcomes graded at once.", show_default="16", rich_help_panel=LANES)
     ] = None,
+    allow_path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="A file or folder of this machine that tasks may mount or use as a root. May be repeated.",
+            rich_help_panel=SANDBOXES,
+        ),
+    ] = None,
+    sandbox_cpus: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="Processors they may set aside in all.",
+            show_default="the machine's",
+            rich_help_panel=SANDBOXES,
+        ),
+    ] = None,
+    sandbox_memory_mb: Annotated[
+        int | None,
+        typer.Option(
+            metavar="MIB",
+            help="Memory they may set aside in all.",
+            show_default="the machine's",
+            rich_help_panel=SANDBOXES,
+        ),
+    ] = None,
+    warm: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="How many of each kind wanted lately to make ahead.",
+            show_default="0",
+            rich_help_panel=SANDBOXES,
+        ),
+    ] = None,
+    warm_memory_mb: Annotated[
+        int | None,
+        typer.Option(
+            metavar="MIB", help="Memory that all of these may take.", show_default="4096", rich_help_panel=SANDBOXES
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Serve rollouts until Ctrl-C or SIGTERM.
@@ -93,6 +135,13 @@ def serve(
         "engines": [parse_engine(text) for text in engine] if engine else None,
         "model": {"tokenizer": tokenizer, "renderer": renderer, "name": model_name, "context_tokens": context},
         "lanes": {"init": init_lane, "run": run_lane, "eval": eval_lane},
+        "sandboxes": {
+            "allow": allow_path or None,
+            "cpus": sandbox_cpus,
+            "memory_mb": sandbox_memory_mb,
+            "warm": warm,
+            "warm_memory_mb": warm_memory_mb,
+        },
     }
     settings = _with_tokenizer(load_config(flags, file=config))
     logging.basicConfig(

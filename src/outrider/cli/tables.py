@@ -13,7 +13,7 @@ from rich.text import Text
 from outrider.cli.terminal import printable
 from outrider.lifecycle import StopReason
 from outrider.trajectory import StageSeconds
-from outrider.wire import EngineStatus, GroupSummary, GroupView, LaneStats, SessionView
+from outrider.wire import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, RoomStats, SessionView
 
 SHOWN_OF_AN_ERROR = 72
 
@@ -65,19 +65,23 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
     return table(columns, [_engine_row(engine) for engine in engines], title="engines")
 
 
-def lane_table(node: str, lanes: Iterable[LaneStats]) -> RenderableType:
-    """One row a lane of a node. `waited` is the mean over all that have passed."""
-    rows = [
-        (
-            lane.name,
-            f"{lane.in_use}/{lane.size}",
-            str(lane.waiting),
-            str(lane.served),
-            f"{lane.waited_seconds / lane.served if lane.served else 0:.2f} s",
-        )
-        for lane in lanes
-    ]
-    return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=f"node {node}")
+def node_table(node: NodeStats) -> RenderableType:
+    """One row a lane of a node, one for what is set aside on it, and one for sandboxes made ahead, if it makes any.
+    `waited` is the mean over all that have passed."""
+    rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
+    room = node.room
+    memory = f"{room.memory_mb_set_aside:,}/{room.memory_mb:,} MiB"
+    rows.append(("set aside", f"{room.cpus_set_aside:g}/{room.cpus:g} cpus, {memory}", *_passage(room)))
+    warm = node.warm
+    if warm.ready or warm.taken or warm.misses:
+        rows.append(("made ahead", f"{warm.ready} ready", "-", str(warm.taken), f"{warm.misses} missed"))
+    return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=f"node {node.name}")
+
+
+def _passage(stats: LaneStats | RoomStats) -> tuple[str, str, str]:
+    """How many wait, how many have been served, and how long these waited."""
+    mean = stats.waited_seconds / stats.served if stats.served else 0.0
+    return str(stats.waiting), str(stats.served), f"{mean:.2f} s"
 
 
 def stage_seconds(seconds: StageSeconds) -> tuple[str, str, str, str]:

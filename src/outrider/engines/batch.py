@@ -38,7 +38,7 @@ async def arrivals(batches: AsyncIterator[Sequence[bytes]], reader: EventReader)
             if waiting is not None and not reader.finished:
                 yield waiting
                 waiting = None
-    except Exception as error:
+    except Exception as error:  # whatever it is: the tokens that came before it are passed on first
         if not (reader.finished and isinstance(error, EngineUnavailable)):
             if waiting is not None:
                 yield waiting

@@ -61,7 +61,7 @@ class Connections:
         response = Response(self, connection)
         try:
             await connection.begin((start, self._head, own, length, b"\r\n", *body))
-        except BaseException:
+        except BaseException:  # cancelled, too: half a request spoils its connection
             response.close()
             raise
         return response

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from outrider.engines.backoff import Backoff
+from outrider.backoff import Backoff
 from outrider.engines.connections import Buffer, Connections, Response
 from outrider.engines.failures import StatusFailure
 from outrider.engines.sse import SseReader

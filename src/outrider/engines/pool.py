@@ -15,7 +15,7 @@ from typing import Generic, Self, TypeVar, cast
 import msgspec
 
 from outrider import plugins
-from outrider.engines.backoff import Backoff
+from outrider.backoff import Backoff
 from outrider.engines.base import (
     ChatChunk,
     ChatEngine,
@@ -139,7 +139,7 @@ class EnginePool:
             try:
                 await engine.start()
                 return self._admit(engine, await self._vet(engine), kind=spec.kind, url=spec.url, owned=True)
-            except BaseException:
+            except BaseException:  # cancelled, too: what was opened is closed
                 await asyncio.shield(engine.close())
                 raise
         finally:

@@ -35,7 +35,7 @@ class CommandEvaluator:
         self._seconds = spec.seconds
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
-        path = f"/tmp/outrider-verdict-{secrets.token_hex(16)}"
+        path = f"{outcome.runtime.scratch}/outrider-verdict-{secrets.token_hex(16)}"
         try:
             result = await outcome.runtime.exec(self._run, env={VERDICT_VARIABLE: path}, seconds=self._seconds)
             return self._verdict(result, await _written(outcome.runtime, path, result))

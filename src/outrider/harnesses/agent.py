@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -15,10 +16,11 @@ from pydantic import Field, field_validator
 from outrider.errors import RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role, ToolCall, ToolSpec
+from outrider.pythons.ipython import ipython_mounts
 from outrider.runtimes.base import Runtime, Shell, ShellResult
 from outrider.spec import Seconds, Spec, Text
 
-ToolName = Literal["bash", "python"]
+ToolName = Literal["bash", "python", "ipython"]
 
 MAX_RESULT = 16_384
 """Characters of one tool result that the model is shown; the middle of a longer one is cut."""
@@ -39,11 +41,12 @@ def _tool(name: str, description: str, argument: str) -> ToolSpec:
     }
 
 
-ARGUMENTS: dict[ToolName, str] = {"bash": "command", "python": "code"}
+ARGUMENTS: dict[ToolName, str] = {"bash": "command", "python": "code", "ipython": "code"}
 
 TOOLS: dict[ToolName, ToolSpec] = {
     "bash": _tool("bash", "Run a command.", ARGUMENTS["bash"]),
     "python": _tool("python", "Run Python code.", ARGUMENTS["python"]),
+    "ipython": _tool("ipython", "Run code in IPython: Python, %magics and !commands.", ARGUMENTS["ipython"]),
 }
 
 
@@ -69,6 +72,9 @@ class ToolAgent:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = ToolOptions.model_validate(dict(options))
+
+    def mounts(self) -> tuple[Path, ...]:
+        return ipython_mounts() if "ipython" in self._options.tools else ()
 
     async def init(self, context: HarnessContext) -> None:
         """Nothing to prepare: the tools start with their first call."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from outrider.errors import HarnessError, OutriderError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
@@ -29,6 +29,14 @@ class Agent(Protocol):
     async def run(self, context: HarnessContext) -> HarnessOutcome: ...
 
 
+@runtime_checkable
+class MountingAgent(Protocol):
+    """An agent whose tools need more in the sandbox than it has: `mounts` are host folders to show there read-only, at
+    the same path. It may block for some seconds when they are made first."""
+
+    def mounts(self) -> tuple[Path, ...]: ...
+
+
 class InProcessHarness:
     """Runs one agent object."""
 
@@ -39,7 +47,7 @@ class InProcessHarness:
         return Availability(ok=True, detail="runs inside the node's own process")
 
     def mounts(self) -> tuple[Path, ...]:
-        return ()
+        return self._agent.mounts() if isinstance(self._agent, MountingAgent) else ()
 
     async def install(self, context: HarnessContext) -> None:
         await self._attributed("init", self._agent.init(context))

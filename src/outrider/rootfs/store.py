@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from outrider.config import cache_home
-from outrider.errors import InvalidField, NotFound
+from outrider.errors import InvalidField, NotFound, RequestError
 from outrider.rootfs.archives import layered
 from outrider.rootfs.sif import is_sif, unpack_sif
 from outrider.rootfs.unpack import BadImage, unpack
@@ -178,6 +178,14 @@ class ImageStore:
 
     def _name(self, name: str) -> Path:
         return self._names / quote(name, safe="")
+
+
+def known_image(name: str) -> Image:
+    """The image that a task names. Raises InvalidField."""
+    try:
+        return ImageStore().image(name)
+    except RequestError as error:
+        raise InvalidField(error.message, field="task.runtime.image", hint=error.hint) from error
 
 
 def checked_name(name: str) -> str:

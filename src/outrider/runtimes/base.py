@@ -19,6 +19,12 @@ from outrider.spec import RuntimeSpec
 MAX_OUTPUT = 10 << 20
 """Bytes kept of one output stream; the middle of a longer one is replaced by a note of how much was cut."""
 
+MAX_PATHS = 10_000
+"""How many paths `glob` returns unless it is told otherwise."""
+
+MAX_PATCH = 16 << 20
+"""Bytes of a patch's text, and of each file that it changes."""
+
 LOG_TAIL = 4096
 """Bytes of a failed program's output that its error carries."""
 
@@ -28,7 +34,8 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     empty (the node removes it after `stop`), and where the model gateway listens on the host.
 
     `mounts` are host folders to show read-only at the same path inside (the harness programs). `host` is what all
-    sandboxes of the node share, open for as long as any of them runs.
+    sandboxes of the node share, open for as long as any of them runs. `layer` is what `save_layer` of another sandbox
+    of the same spec wrote, to start from; None for a new one. Only a `Layered` runtime is given any.
     """
 
     session_id: str
@@ -38,6 +45,7 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
     gateway_url: str
     gateway_socket: Path
     mounts: tuple[Path, ...] = ()
+    layer: Path | None = None
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,16 +67,29 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
         return b"\n".join(part for part in (out, err) if part).decode("utf-8", errors="replace")
 
 
+class Display(msgspec.Struct, frozen=True):
+    """Something that an input showed in other forms than text: by MIME type, pictures as bytes, all else (JSON too)
+    as text. Its `text/plain` form, if it has one, is in the output as well."""
+
+    data: dict[str, str | bytes]
+
+
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of one shell or interpreter input, stdout and stderr merged in order."""
+    """Output of one shell or interpreter input, stdout and stderr merged in order. `displays` are IPython's rich
+    results, 8 MiB of them at most; a form that is larger is left out, and said so in its place."""
 
     output: str
     exit_code: int | None
     timed_out: bool = False
+    displays: tuple[Display, ...] = ()
+
+
+ShellKind = Literal["bash", "python", "ipython"]
+"""bash (sh in a sandbox without it), Python as at its prompt, or IPython as in a notebook."""
 
 
 class Shell(Protocol):
-    """A live bash or Python that keeps its state from call to call.
+    """A live bash, Python or IPython that keeps its state from call to call.
 
     `run` raises RuntimeFailure when the shell is gone. On a time limit the running job is killed and the
     shell stays usable.
@@ -76,6 +97,10 @@ class Shell(Protocol):
 
     async def run(self, text: str, *, seconds: float) -> ShellResult: ...
     async def close(self) -> None: ...
+
+
+class PatchConflict(ValueError):
+    """A patch that does not apply, and has changed nothing. The text names the file and the hunk."""
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,16 +115,24 @@ class Runtime(Protocol):
     """One sandbox. Every method raises RuntimeFailure when the sandbox is broken or stopped.
 
     `endpoint` is the base URL (no trailing slash) at which a program inside reaches the model gateway, valid
-    after `start`. `start` leaves nothing behind when it raises. `stop` is idempotent and never raises.
+    after `start`. `scratch` is a folder for files that are not the task's, as programs inside know it. `start` leaves
+    nothing behind when it raises. `stop` is idempotent and never raises.
     """
 
     endpoint: str
+    scratch: str
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self: ...
 
     @classmethod
     def available(cls) -> Availability: ...
+
+    @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        """Before anything of a task is stored: whether this kind can be what the spec wants. Raises InvalidField naming
+        the field. Blocks, for as long as a look at some files."""
+        ...
 
     async def start(self) -> None: ...
 
@@ -110,20 +143,36 @@ class Runtime(Protocol):
         env: Mapping[str, str] = {},
         cwd: str | None = None,
         stdin: bytes = b"",
+        merged: bool = False,
         seconds: float,
     ) -> ExecResult:
-        """Run a command (a string goes to `bash -c`, a sequence is executed) to its end. When it exceeds
-        `seconds`, or the caller is cancelled, the command and all its descendants are killed."""
+        """Run a command to its end. A string goes to `bash -c`, or to `sh -c` in a sandbox without bash; a sequence
+        is executed. With `merged` its errors are in `stdout`, in the order in which all was written. When it
+        exceeds `seconds`, or the caller is cancelled, the command and all its descendants are killed."""
         ...
 
-    async def open_shell(self, kind: Literal["bash", "python"] = "bash") -> Shell: ...
+    async def open_shell(self, kind: ShellKind = "bash") -> Shell:
+        """Raises RuntimeFailure, with a hint, when the sandbox has nothing of that kind."""
+        ...
 
-    async def read(self, path: str, *, limit: int = MAX_OUTPUT) -> bytes:
-        """A file's bytes. Raises FileNotFoundError, IsADirectoryError, or RuntimeFailure past `limit`."""
+    async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
+        """A file's bytes. Raises FileNotFoundError, IsADirectoryError, or RuntimeFailure past `limit`, and for a
+        symbolic link if it is not to `follow` that."""
         ...
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         """Create or replace a file, with its parent folders."""
+        ...
+
+    async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
+        """The paths that match, sorted, as Python's `glob.glob(pattern, recursive=True)` finds them: relative for a
+        relative pattern, hidden files only where the pattern's part begins with a dot. `**` does not go through
+        symbolic links. Raises RuntimeFailure past `limit`."""
+        ...
+
+    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
+        """Apply a unified diff, as `git apply` would, to the files below `cwd`: all of it or nothing. Returns the
+        paths that were written or taken away, as the diff names them. Raises PatchConflict."""
         ...
 
     async def upload(self, source: Path, target: str) -> None:
@@ -134,4 +183,19 @@ class Runtime(Protocol):
         """A tar archive of the given paths; missing ones are left out."""
         ...
 
+    async def restore(self, archive: Path, paths: Sequence[str]) -> None:
+        """Make `paths` what they were in another sandbox, of which the host file `archive` is the `snapshot`: what
+        else was at them is taken away, and nothing of the archive gets anywhere else. It may have been made under
+        an agent's hands: devices, sockets, pipes and links that lead out of `paths` are left out, but for links to
+        the system's folders."""
+        ...
+
     async def stop(self) -> None: ...
+
+
+class Layered(Protocol):
+    """A runtime that can also carry all that was written in a sandbox, wherever that is, into another."""
+
+    async def save_layer(self, target: Path) -> None:
+        """Write the writable layer into a new host file, for `SandboxContext.layer` of another sandbox."""
+        ...

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.resources
+import marshal
 import subprocess
 import threading
 from collections.abc import Sequence
+from typing import Literal
 
 from outrider.errors import RuntimeUnavailable
 
@@ -39,7 +41,7 @@ FLAGS = ("-I", "-S")
 INSIDE = "outrider.runtimes.inside"
 MODULES = (
     *("wire", "paths", "processes", "loop", "connection", "calls", "capture"),
-    *("job", "shell", "bridge", "files", "server"),
+    *("job", "shell", "terminal", "interpreter", "bridge", "files", "patch", "lookup", "restore", "server"),
 )
 """In the order in which they build on each other."""
 
@@ -52,10 +54,19 @@ def source(name: str) -> str:
     return (importlib.resources.files(INSIDE) / f"{name}.py").read_text(encoding="utf-8")
 
 
-def program() -> str:
-    """The tool server as one file: its modules in a row, without their imports of each other and their types."""
+@functools.cache
+def shell_program(kind: Literal["python", "ipython"]) -> str:
+    """What the tool server starts as a live Python of that kind."""
+    modules = ("pythonshell", "ipythonshell") if kind == "ipython" else ("pythonshell",)
+    engine = "RichEngine" if kind == "ipython" else "PlainEngine"
+    with COMPILING:
+        return f"{program(modules)}\nserve({engine})\n"
+
+
+def program(modules: Sequence[str] = MODULES) -> str:
+    """Modules in a row as one file, without their imports of each other and their types: the tool server."""
     tree = ast.Module(body=[], type_ignores=[])
-    for name in MODULES:
+    for name in modules:
         for node in ast.parse(source(name)).body:
             tree.body += _kept(node)
     return ast.unparse(_Bare().visit(tree))
@@ -83,6 +94,37 @@ def _kept(node: ast.stmt) -> list[ast.stmt]:
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         return node.orelse
     return [node]
+
+
+LOADER = """
+import marshal, sys
+def main():
+    for name in ("outrider", "outrider.runtimes", "outrider.runtimes.inside", "typing"):
+        sys.modules[name] = type(sys)(name)
+    sys.modules["typing"].TYPE_CHECKING = False  # all that is wanted of it, and it is slow to load
+    for name, code in PARTS:
+        module = sys.modules[name] = type(sys)(name)
+        exec(marshal.loads(code), module.__dict__)
+        setattr(sys.modules["outrider.runtimes.inside"], name.rpartition(".")[2], module)
+    del sys.modules["typing"]
+    module.enter(sys.argv[1:])
+    scope = {"__name__": "outrider_toolserver"}
+    exec(marshal.loads(SERVER), scope)
+    scope["main"]()
+"""
+
+
+@functools.lru_cache(maxsize=8)  # pure, but for files of ours
+def behind(fence: Sequence[str], server: bytes) -> bytes:
+    """The tool server's bytecode behind that of other modules of this folder, in the order in which they import each
+    other: `enter`, of the last, is called first, with the words that follow `server_command`. For the interpreter that
+    runs this, or a copy of it."""
+    parts = tuple((f"{INSIDE}.{name}", _bytecode(name, source(name))) for name in fence)
+    return _bytecode("loader", f"PARTS = {parts!r}\nSERVER = {server!r}\n{LOADER}")
+
+
+def _bytecode(name: str, text: str) -> bytes:
+    return marshal.dumps(compile(text, name, "exec", dont_inherit=True, optimize=2))
 
 
 def server_command(interpreter: str) -> list[str]:

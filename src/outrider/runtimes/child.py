@@ -1,6 +1,7 @@
-"""A child process of the service: spawned without copying the service's memory, watched by pidfd.
+"""A process that works for the service: a child, spawned without copying the service's memory, or one forked for it
+by its zygote. Watched by pidfd.
 
-It knows nothing of sandboxes. Invariant: after `gone` returned, the process is dead and reaped.
+It knows nothing of sandboxes. Invariant: after `gone` returned, the process is dead, and reaped if it was a child.
 """
 
 from __future__ import annotations
@@ -18,11 +19,7 @@ LOG_TAIL = 4096
 
 
 class Child:
-    """Standard input and output are one end of a socket pair; standard error goes to memory.
-
-    `posix_spawn` is used because it neither copies page tables nor starts a watcher thread, and because the death
-    signal that a sandbox asks for is tied to the thread that spawned it: here the event loop's own.
-    """
+    """Held by `pidfd`; `log` is a file of memory with what it writes to standard error. Both are ours from now on."""
 
     def __init__(self, pid: int, pidfd: int, log: int) -> None:
         self.pid = pid
@@ -33,7 +30,8 @@ class Child:
     def spawn(
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
-        """Start `argv[0]` in a session of its own; `extra` maps its descriptors (> 2) to ours.
+        """Start `argv[0]` in a session of its own, with `end` as its standard input and output; `extra` maps its
+        descriptors (> 2) to ours. `posix_spawn` neither copies page tables nor starts a watcher thread.
 
         Raises RuntimeFailure when it cannot be executed, OSError when there is no descriptor left to watch it by.
         """
@@ -72,8 +70,8 @@ class Child:
         self._reap()
 
     def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, os.WNOHANG)
+        with contextlib.suppress(ChildProcessError):  # it may be a child of the zygote's, not ours
+            os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
 
     def log_tail(self) -> str:
         """The end of what it wrote to standard error; empty after `close`."""

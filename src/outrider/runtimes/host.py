@@ -7,32 +7,36 @@ for it, and closed, after the last sandbox has been stopped, in the reverse orde
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import logging
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
+log = logging.getLogger("outrider.node")
+
 P = TypeVar("P")
 
-LOCK = "node.lock"
-"""In a node's folder: held by its process for as long as that lives."""
+PREFIX = "outrider-"
+"""What the name of a node begins with, wherever something is named after it: control groups, labels."""
+
+
+SWEEP_SECONDS = 60.0
+"""How long one part may sweep."""
 
 
 class Host:
-    """`folder` is the node's private one; its name is the node's own among all of this machine (see `lives`)."""
+    """`folder` is the node's private one. `name` is no other node's, at any time, and tells whether the node still
+    runs (see `lives`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(4)}"
         self._stack = AsyncExitStack()
         self._parts: dict[object, Any] = {}
         self._opening = asyncio.Lock()
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -49,19 +53,41 @@ class Host:
                     self._parts[kind] = await self._stack.enter_async_context(kind(self))
         return cast(P, self._parts[kind])
 
+    async def sweep(self, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
+        """Have every part that has an `async sweep()` end what dead nodes left behind, in so many seconds each. How
+        many things were ended, by the part's class, where it says so. A part that fails is asked again next time."""
+        ended: dict[str, int] = {}
+        for part in tuple(self._parts.values()):
+            if (sweep := getattr(part, "sweep", None)) is None:
+                continue
+            name = type(part).__name__
+            try:
+                async with asyncio.timeout(seconds):
+                    if number := await sweep():
+                        ended[name] = ended.get(name, 0) + number
+            except Exception as error:  # whatever is wrong with one part, the others have their turn
+                log.warning("%s cannot sweep: %s", name, str(error) or type(error).__name__)
+        return ended
+
 
 def lives(name: str) -> bool:
-    """Whether the node whose folder has this name still runs. Blocks, for as long as a system call."""
+    """Whether the process of the node with this name still runs. True where that cannot be known from here: for a
+    name that is no node's, and for a node that numbers its processes apart from ours, as in a container."""
     try:
-        lock = os.open(Path(tempfile.gettempdir(), name, LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+        namespace, pid, started, _ = map(str, name.removeprefix(PREFIX).split("-"))
+        return namespace != _pid_namespace() or _started(int(pid)) == started
+    except ValueError:
+        return True
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; "" when it is dead."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

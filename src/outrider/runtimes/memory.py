@@ -16,10 +16,21 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import MAX_OUTPUT, Availability, ExecResult, SandboxContext, Shell, ShellResult
+from outrider.runtimes.base import (
+    MAX_OUTPUT,
+    MAX_PATHS,
+    Availability,
+    ExecResult,
+    PatchConflict,
+    SandboxContext,
+    Shell,
+    ShellKind,
+    ShellResult,
+)
 from outrider.runtimes.memory_files import FileTable
 from outrider.runtimes.memory_python import MemoryPython
-from outrider.runtimes.memory_shell import MemoryShell
+from outrider.runtimes.memory_shell import MemoryShell, reason
+from outrider.runtimes.memory_tools import apply_patch, matching
 from outrider.runtimes.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
@@ -50,11 +61,13 @@ class MemoryRuntime:
     """`stop` counts once in the ledger however often it is called, if the sandbox had begun to start."""
 
     ledger: ClassVar[MemoryLedger | None] = None
+    scratch = "/tmp"
 
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
         self.endpoint = context.gateway_url.rstrip("/")
         self._spec = spec
         self._key = (context.session_id, context.attempt)
+        self._layer = context.layer
         self._failing = set(filter(None, spec.env.get(FAIL_VARIABLE, "").split(",")))
         self._env = {"PATH": "/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", **spec.env}
         self._files = FileTable()
@@ -71,6 +84,10 @@ class MemoryRuntime:
         return type("LedgeredMemoryRuntime", (cls,), {"ledger": ledger})
 
     @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        """It takes everything for what it is not."""
+
+    @classmethod
     def available(cls) -> Availability:
         return Availability(ok=True, detail="a fake: files in memory and a very small shell")
 
@@ -83,6 +100,8 @@ class MemoryRuntime:
         self._state = "running"
         if self.ledger is not None:
             self.ledger.start(self._key)
+        if self._layer is not None:
+            await asyncio.to_thread(self._unpack, self._layer, ["/"])
         self._files.make_folder(self._spec.workdir)
 
     async def stop(self) -> None:
@@ -98,10 +117,11 @@ class MemoryRuntime:
         env: Mapping[str, str] = {},
         cwd: str | None = None,
         stdin: bytes = b"",
+        merged: bool = False,
         seconds: float,
     ) -> ExecResult:
         self.check("exec")
-        shell = MemoryShell(self._files, {**self._env, **env}, self._path(cwd or "."), merged=False)
+        shell = MemoryShell(self._files, {**self._env, **env}, self._path(cwd or "."), merged=merged)
         started = time.monotonic()
         code: int | None = None
         timed_out = False
@@ -118,7 +138,7 @@ class MemoryRuntime:
         return ExecResult(
             exit_code=code,
             stdout=truncated(shell.out),
-            stderr=truncated(shell.err),
+            stderr=b"" if merged else truncated(shell.err),
             timed_out=timed_out,
             seconds=time.monotonic() - started,
         )
@@ -135,13 +155,13 @@ class MemoryRuntime:
             raise RuntimeFailure("the sandbox was stopped")
         return job.result()
 
-    async def open_shell(self, kind: Literal["bash", "python"] = "bash") -> Shell:
+    async def open_shell(self, kind: ShellKind = "bash") -> Shell:
         self.check("shell")
-        if kind == "python":
-            return MemoryPython(self.check)
+        if kind != "bash":
+            return MemoryPython(self.check, rich=kind == "ipython")
         return MemoryBash(self, MemoryShell(self._files, self._env, self._spec.workdir, merged=True))
 
-    async def read(self, path: str, *, limit: int = MAX_OUTPUT) -> bytes:
+    async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
         self.check("read")
         data = self._files.read(self._path(path))
         if len(data) > limit:
@@ -151,6 +171,21 @@ class MemoryRuntime:
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         self.check("write")
         self._put(self._path(path), data)
+
+    async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
+        self.check("read")
+        found = matching(self._files, self._spec.workdir, pattern)
+        if len(found) > limit:
+            raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
+        return found
+
+    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
+        self.check("write")
+        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+        try:
+            return apply_patch(self._files, self._path(cwd or "."), data)
+        except OSError as error:
+            raise PatchConflict(f"{error.args[0]}: {reason(error)}") from error
 
     async def upload(self, source: Path, target: str) -> None:
         self.check("write")
@@ -170,6 +205,17 @@ class MemoryRuntime:
                     self._archive(archive, name)
         return sink.getvalue()
 
+    async def restore(self, archive: Path, paths: Sequence[str]) -> None:
+        self.check("write")
+        roots = [self._path(path) for path in paths]
+        for root in roots:
+            self._files.remove(root)
+        await asyncio.to_thread(self._unpack, archive, roots)
+
+    async def save_layer(self, target: Path) -> None:
+        data = await self.snapshot(["/"])
+        await asyncio.to_thread(target.write_bytes, data)
+
     def check(self, operation: str) -> None:
         """Raises RuntimeFailure when the sandbox does not run, or `operation` was told to fail."""
         if self._state != "running":
@@ -186,6 +232,21 @@ class MemoryRuntime:
             self._files.write(path, data)
         except OSError as error:
             raise RuntimeFailure(f"cannot write {path}: {error!r}") from error
+
+    def _unpack(self, source: Path, roots: Sequence[str]) -> None:
+        """What of an archive is a file or folder at or below a root. Blocks."""
+        try:
+            with tarfile.open(source) as archive:
+                for member in archive:
+                    name = posixpath.normpath(f"/{member.name}")
+                    if not any(name == root or name.startswith(root.rstrip("/") + "/") for root in roots):
+                        continue
+                    if member.isdir():
+                        self._files.make_folder(name)
+                    elif (data := archive.extractfile(member)) is not None and member.isreg():
+                        self._put(name, data.read())
+        except (tarfile.TarError, OSError) as error:
+            raise RuntimeFailure(f"the archive cannot be put back: {error}") from error
 
     def _archive(self, archive: tarfile.TarFile, name: str) -> None:
         info = tarfile.TarInfo(name.lstrip("/"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import io
+import json
 import sys
 import time
 import traceback
@@ -17,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import ShellResult
+from outrider.runtimes.base import Display, ShellResult
 
 ALLOWED_MODULES = frozenset({"collections", "functools", "itertools", "json", "math", "re", "string"})
 FORBIDDEN = frozenset({"open", "input", "breakpoint", "eval", "exec", "compile", "help"})
@@ -28,24 +29,41 @@ class Expired(BaseException):
     """The time limit of an input, raised inside it."""
 
 
-class MemoryPython:
-    """`check` raises RuntimeFailure when the sandbox is gone."""
+FORMS = {
+    "_repr_html_": "text/html",
+    "_repr_markdown_": "text/markdown",
+    "_repr_svg_": "image/svg+xml",
+    "_repr_png_": "image/png",
+    "_repr_jpeg_": "image/jpeg",
+    "_repr_json_": "application/json",
+}
+"""The methods by which IPython asks a value for its other forms."""
 
-    def __init__(self, check: Callable[[str], None]) -> None:
+
+class MemoryPython:
+    """`check` raises RuntimeFailure when the sandbox is gone. When `rich` it stands in for IPython, of which it knows
+    `display` and the forms that values give themselves."""
+
+    def __init__(self, check: Callable[[str], None], *, rich: bool = False) -> None:
         self._check = check
         self._closed = False
+        self._rich = rich
+        self._displays: list[Display] = []
         self._out = io.StringIO()
         allowed = {name: value for name, value in vars(builtins).items() if name not in FORBIDDEN}
         self._scope: dict[str, Any] = {
             "__name__": "__main__",
             "__builtins__": {**allowed, "__import__": restricted_import, "print": self._print},
         }
+        if rich:
+            self._scope["display"] = self._display
 
     async def run(self, text: str, *, seconds: float) -> ShellResult:
         self._check("shell")
         if self._closed:
             raise RuntimeFailure("the shell is gone")
         self._out = io.StringIO()
+        self._displays = []
         code: int | None = 0
         previous = sys.gettrace()
         sys.settrace(clock(time.monotonic() + seconds))
@@ -55,12 +73,14 @@ class MemoryPython:
             code = None
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        except Exception as error:
+        except Exception as error:  # the code is its user's, and so is what it raises
             code = 1
             self._out.write(report(error))
         finally:
             sys.settrace(previous)
-        return ShellResult(output=self._out.getvalue(), exit_code=code, timed_out=code is None)
+        return ShellResult(
+            output=self._out.getvalue(), exit_code=code, timed_out=code is None, displays=tuple(self._displays)
+        )
 
     async def close(self) -> None:
         self._closed = True
@@ -75,7 +95,15 @@ class MemoryPython:
         if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), SOURCE, "eval"), self._scope)
             if value is not None:
-                self._out.write(f"{value!r}\n")
+                self._display(value)
+
+    def _display(self, value: object) -> None:
+        text = repr(value)
+        self._out.write(f"{text}\n")
+        data = {mime: getattr(value, name)() for name, mime in FORMS.items() if self._rich and hasattr(value, name)}
+        if data:
+            kept = {mime: one if isinstance(one, str | bytes) else json.dumps(one) for mime, one in data.items()}
+            self._displays.append(Display({"text/plain": text, **kept}))
 
 
 def clock(deadline: float) -> Callable[[FrameType, str, Any], Any]:

@@ -1,38 +1,59 @@
-"""The default runtime: a rootless sandbox of namespaces, made by bubblewrap in milliseconds.
+"""The default runtime: a rootless sandbox of namespaces, forked from the node's zygote in milliseconds.
 
-Inside there is a throw-away root (the host's system folders, or a folder the spec names), no network but a loopback,
-and the model gateway's socket behind 127.0.0.1. It does not know who uses it. Invariant: the tool server is the first
+Inside there is a throw-away root (the host's system folders, an image, or a folder the spec names), no network but a
+loopback, and the model gateway behind 127.0.0.1. It does not know who uses it. Invariant: the tool server is the first
 process of the sandbox's pid namespace, so that its death is the death of all, and `stop` waits for exactly that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import posixpath
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from outrider.errors import RequestError, RuntimeFailure, RuntimeUnavailable
-from outrider.rootfs.store import ImageStore
-from outrider.runtimes import bubblewrap
+from outrider.errors import InvalidField, RequestError, RuntimeFailure, RuntimeUnavailable
+from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
+from outrider.rootfs.store import ImageStore, known_image
+from outrider.runtimes import cgroups, plans
 from outrider.runtimes.base import Availability, SandboxContext
-from outrider.runtimes.bundle import compiled, server_command
-from outrider.runtimes.hosted import INFO_FD, HostedServer, Setup, clean_environment, shielded
+from outrider.runtimes.cgroups import Cgroups, Group
+from outrider.runtimes.child import Child
+from outrider.runtimes.finder import Finder
+from outrider.runtimes.hosted import Setup, clean_environment, configure, shielded
 from outrider.runtimes.marks import mark_of
 from outrider.runtimes.served import ServedRuntime
-from outrider.runtimes.toolclient import ToolClient
+from outrider.runtimes.toolclient import Done, ToolClient
+from outrider.runtimes.users import users
+from outrider.runtimes.zygote import Zygote
 from outrider.spec import RuntimeSpec
+
+MEBIBYTE = 1 << 20
 
 BRIDGE_PORT = 61080
 """Where the gateway listens inside: above Linux's dynamic ports and what programs commonly choose."""
-BRIDGE_SOCKET = "/run/outrider/gateway.sock"
-SYSTEM_PYTHON = "/usr/bin/python3"
-MAX_KNOWN = 64
+LAYER_OVERHEAD = 2
+"""An archive of many small files is larger than what they hold."""
+PYTHONS = tuple(f"{folder}/python3" for folder in ("usr/local/bin", "usr/bin", "bin"))
+TRY = """
+import ctypes, os, sys
+if ctypes.CDLL(None, use_errno=True).unshare(0x7e020000):
+    sys.exit(os.strerror(ctypes.get_errno()))
+"""
+PROBE = (sys.executable, "-I", "-c", TRY)
+"""All the namespaces of a sandbox at once."""
+
+
+log = logging.getLogger("outrider.runtime")
 
 
 class NamespaceRuntime(ServedRuntime):
@@ -43,8 +64,9 @@ class NamespaceRuntime(ServedRuntime):
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
         self._spec = spec
         self._context = context
-        self._server: HostedServer | None = None
-        self._stopped = False
+        self._held = AsyncExitStack()
+        self._tools: ToolClient | None = None
+        self._begun = False
         self._stopping = asyncio.Lock()
 
     @classmethod
@@ -54,17 +76,25 @@ class NamespaceRuntime(ServedRuntime):
     @classmethod
     def available(cls) -> Availability:
         try:
-            found = bubblewrap.find()
+            POSSIBLE.find()
         except RuntimeUnavailable as error:
             return Availability(ok=False, detail=error.message, hint=error.hint)
-        layer = "with" if found.overlay else "without"
-        return Availability(ok=True, detail=f"bubblewrap {found.version} at {found.path}, {layer} overlays")
+        return Availability(ok=True, detail=f"user namespaces; limits by {limits_by(cgroups.find())}")
+
+    @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        if spec.image is not None:
+            known_image(spec.image)
+        try:
+            users(spec.users)
+        except RuntimeUnavailable as error:
+            raise InvalidField(error.message, field=error.field, hint=error.hint) from error
 
     @property
     def tools(self) -> ToolClient:
-        if self._server is None or self._stopped:
+        if self._tools is None:
             raise RuntimeFailure("the sandbox does not run")
-        return self._server.tools
+        return self._tools
 
     def place(self, path: str) -> str:
         return posixpath.join(self._spec.workdir, path)
@@ -73,121 +103,167 @@ class NamespaceRuntime(ServedRuntime):
         return posixpath.normpath(self.place(path)).lstrip("/")
 
     async def start(self) -> None:
-        if self._server is not None or self._stopped:
+        if self._begun:
             raise RuntimeFailure("a sandbox starts once")
-        bwrap = bubblewrap.FINDER.known
-        if bwrap is None:
-            bwrap = await asyncio.to_thread(bubblewrap.find)
-        rootfs, env = self._root()
-        root = bubblewrap.arguments(bwrap, rootfs)
-        place = PYTHONS.known(root, rootfs)
-        if place is None:
-            place = await asyncio.to_thread(PYTHONS.choose, root, rootfs)
-        setup = self._setup(rootfs, env)
-        command = [
-            *root,
-            *bubblewrap.read_only([*self._context.mounts, *place.mounts]),
-            *("--bind", str(self._context.gateway_socket), BRIDGE_SOCKET),
-            *(word for name, value in setup.marking().items() for word in ("--setenv", name, value)),
-            *("--info-fd", str(INFO_FD)),
-            "--",
-            *server_command(place.interpreter),
-        ]
-        self._server = await HostedServer.start(command, place.bytecode, setup, namespace=True)
+        self._begun = True
+        try:
+            self._tools = await self._start()
+        except BaseException as error:
+            await shielded(self._held.aclose)
+            if isinstance(error, OSError):
+                raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
+            raise
 
-    def _root(self) -> tuple[str | None, dict[str, str]]:
-        """The root folder that the spec asks for, None for the host's system folders, and what its image sets."""
+    async def _start(self) -> ToolClient:
+        host = self._context.host
+        zygote, groups = await host.part(Zygote), await host.part(Cgroups)
+        root, env = self._root(zygote)
+        root, python = await _with_python(root)
+        group = groups.make(self._context.directory.name, self._spec.resources)
+        self._held.push_async_callback(group.remove)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                child = await zygote.fork(self._plan(zygote, groups, root, group), theirs)
+            except BaseException:
+                ours.close()
+                raise
+        tools = ToolClient(ours, child.log_tail)
+        self._held.push_async_callback(tools.close)
+        self._held.push_async_callback(_end, child)
+        await tools.open()
+        await configure(tools, self._setup(env, python))
+        return tools
+
+    def _plan(self, zygote: Zygote, groups: Cgroups, root: plans.Root, group: Group) -> plans.Plan:
+        spec, context = self._spec, self._context
+        size, files = plans.room(spec.resources)
+        several = users(spec.users)
+        return plans.Plan(
+            base=str(zygote.base),
+            layers=root.layers,
+            shown=(
+                *root.shown,
+                *((str(path), str(path)) for path in context.mounts),
+                *((mount.source, mount.target or mount.source) for mount in spec.mounts),
+            ),
+            bytes=size,
+            files=files,
+            gateway=str(context.gateway_socket),
+            cgroups=group.entrances,
+            saved=str(context.layer or ""),
+            rlimits=plans.rlimits(spec.resources, groups.hierarchies.folders, own_users=True),
+            **(msgspec.structs.asdict(several) if several else {}),
+        )
+
+    def _root(self, zygote: Zygote) -> tuple[plans.Root, dict[str, str]]:
+        """The root that the spec asks for, and what its image sets."""
+        if self._spec.image is None and self._spec.rootfs is None:
+            return zygote.host_root, {}
         if self._spec.image is None:
-            return self._rootfs(), {}
+            return plans.image_root(self._rootfs(Path(self._spec.rootfs or ""))), {}
         store = ImageStore()
         try:
             image = store.image(self._spec.image)
         except RequestError as error:
             raise RuntimeUnavailable(error.message, hint=error.hint) from error
-        return str(store.root(image)), image.env
+        return plans.image_root(store.root(image)), image.env
 
-    def _rootfs(self) -> str | None:
+    def _rootfs(self, rootfs: Path) -> Path:
         """The spec's root folder, checked. An overlay can only be written to by the owner of what lies below."""
-        rootfs = self._spec.rootfs
-        if rootfs is None:
-            return None
-        if not Path(rootfs).is_dir():
+        if not rootfs.is_dir():
             raise RuntimeUnavailable(f"rootfs {rootfs} is not a folder")
-        if Path(rootfs).stat().st_uid != os.getuid():
+        if rootfs.stat().st_uid != os.geteuid():
             raise RuntimeUnavailable(
                 f"rootfs {rootfs} belongs to another user", hint="unpack it as the user that runs Outrider"
             )
         return rootfs
 
-    def _setup(self, rootfs: str | None, env: Mapping[str, str]) -> Setup:
-        workdir = self._spec.workdir
+    def _setup(self, env: Mapping[str, str], python: list[str]) -> Setup:
         return Setup(
             env=clean_environment({**env, **self._spec.env}, "/root"),
-            workdir=workdir,
-            files=bubblewrap.host_etc() if rootfs is None else {},
-            folders=["/root", "/var/tmp", workdir],
+            workdir=self._spec.workdir,
+            folders=["/root", "/tmp", "/var/tmp", self._spec.workdir],
             bridge_port=BRIDGE_PORT,
-            bridge_socket=BRIDGE_SOCKET,
+            python=python,
+            lifetime=self._spec.lifetime_seconds,
             mark=mark_of(self._context.directory),
         )
 
+    async def save_layer(self, target: Path) -> None:
+        """As in `Layered`; what runs inside is ended first. The file is only this user's."""
+        size, _ = plans.room(self._spec.resources)
+        fd = await asyncio.to_thread(os.open, target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        left = LAYER_OVERHEAD * size + MEBIBYTE
+
+        def keep(data: bytes) -> None:
+            nonlocal left
+            left -= len(data)
+            if left >= 0:  # the server inside stops there by itself, if it is honest
+                os.write(fd, data)
+
+        try:
+            await self.tools.call("save_layer", {"limit": left}, Done, seconds=600.0, on_part=keep)
+        finally:
+            os.close(fd)
+
     async def stop(self) -> None:
+        self._begun = True
         await shielded(self._stop)
 
     async def _stop(self) -> None:
         async with self._stopping:
-            server, self._server = self._server, None
-            self._stopped = True
-            if server is not None:
-                await server.stop()
+            self._tools = None
+            try:
+                await self._held.aclose()
+            except RuntimeFailure as error:
+                log.error("%s is not stopped in full: %s", self._context.directory.name, error)
 
 
-class Python(msgspec.Struct, frozen=True):
-    """What runs the tool server in a root: the interpreter's path inside, the host folders shown there for it, and the
-    server's bytecode."""
-
-    interpreter: str
-    mounts: tuple[Path, ...]
-    bytecode: bytes
-
-
-class Pythons:
-    """The interpreter of each root: its own Python if there is one, else the one that runs us."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[tuple[str, ...], tuple[int, ...]], Python] = {}
-
-    def known(self, root: tuple[str, ...], rootfs: str | None) -> Python | None:
-        """What was chosen for this root, if its own Python has not changed since."""
-        return self._known.get((root, stamp(_own(rootfs))))
-
-    def choose(self, root: tuple[str, ...], rootfs: str | None) -> Python:
-        """Looks inside, and blocks for it. Raises RuntimeUnavailable."""
-        own = stamp(_own(rootfs))
-        try:
-            chosen = Python(SYSTEM_PYTHON, (), compiled((*root, "--"), SYSTEM_PYTHON, own))
-        except RuntimeUnavailable:
-            prefix = Path(sys.base_prefix)
-            interpreter = prefix / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-            enter = (*root, *bubblewrap.read_only([prefix]), "--")
-            chosen = Python(str(interpreter), (prefix,), compiled(enter, str(interpreter), stamp(interpreter)))
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known[root, own] = chosen
-        return chosen
+async def _with_python(root: plans.Root) -> tuple[plans.Root, list[str]]:
+    """Shows the portable interpreter in a root that has no Python of its own; how to start it there."""
+    if root.shown or root.layers[1:] or _has_python(root.layers[0][0]):
+        return root, []
+    shown = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
+    return plans.Root(root.layers, (*root.shown, shown)), portable_command()
 
 
-PYTHONS = Pythons()
+def _has_python(folder: str) -> bool:
+    return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)
 
 
-def _own(rootfs: str | None) -> Path:
-    return Path(rootfs or "/", SYSTEM_PYTHON.lstrip("/"))
+async def _end(child: Child) -> None:
+    child.kill()
+    await child.gone()
+    child.close()
 
 
-def stamp(path: Path) -> tuple[int, ...]:
-    """Tells one file from a later one at the same path."""
+def possible() -> None:
+    """Raises RuntimeUnavailable when this user cannot make the namespaces of a sandbox here. Blocks."""
+    if missing := plans.supported():
+        raise RuntimeUnavailable(missing, hint="use another runtime, such as docker or apptainer")
     try:
-        status = path.lstat()
-    except OSError:
-        return ()
-    return (status.st_dev, status.st_ino, status.st_mtime_ns)
+        done = subprocess.run(PROBE, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeUnavailable(f"cannot see whether user namespaces work: {error}") from error
+    if done.returncode != 0:
+        raise RuntimeUnavailable(
+            f"user namespaces are off here: {done.stderr.strip() or f'exit code {done.returncode}'}",
+            hint="sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces=10000, "
+            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, allow unshare and mount (seccomp); "
+            "or use runtime kind 'process-landlock', which isolates less",
+        )
+
+
+POSSIBLE = Finder(possible)
+
+
+def limits_by(found: cgroups.Hierarchies) -> str:
+    """Which limits are in force, in words."""
+    missing = [name for name in cgroups.CONTROLLERS if name not in found.folders]
+    instead = {
+        "cpu": "cpus not limited",
+        "memory": "memory per process by rlimits",
+        "pids": "processes by rlimits" if os.geteuid() else "processes not limited",
+    }
+    return "; ".join([str(found), *(instead[name] for name in missing)])

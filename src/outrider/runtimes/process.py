@@ -7,31 +7,40 @@ that left its session and its parents.
 from __future__ import annotations
 
 import asyncio
+import logging
 import posixpath
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Self
 
-from outrider.errors import RuntimeFailure
+from outrider.errors import InvalidField, RuntimeFailure
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command
+from outrider.runtimes.cgroups import Cgroups
 from outrider.runtimes.hosted import HostedServer, Setup, clean_environment, shielded
 from outrider.runtimes.marks import mark_of
+from outrider.runtimes.plans import rlimits
 from outrider.runtimes.served import ServedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
+
+log = logging.getLogger("outrider.runtime")
 
 
 class ProcessRuntime(ServedRuntime):
     """The folder `work` of the sandbox's own directory stands for the spec's workdir: a relative path, or an absolute
     one at or below the workdir, is mapped into it. Any other absolute path is the host's own, and so is every path
-    that a command itself uses. `rootfs` is refused."""
+    that a command itself uses. `rootfs`, `image` and `mounts` are refused."""
 
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
         self._spec = spec
+        self._context = context
         self._work = str(context.directory / "work")
-        self._mark = mark_of(context.directory)
+        self.scratch = str(context.directory / "tmp")
+        self._held = AsyncExitStack()
         self._server: HostedServer | None = None
-        self._stopped = False
+        self._begun = False
         self._stopping = asyncio.Lock()
         self.endpoint = context.gateway_url.rstrip("/")
 
@@ -45,9 +54,19 @@ class ProcessRuntime(ServedRuntime):
             return Availability(ok=False, detail="needs Linux", hint="run Outrider on Linux, or in a Linux VM")
         return Availability(ok=True, detail="runs programs on this host, without isolation: trusted code only")
 
+    @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        for name in ("rootfs", "image", "mounts", "users"):
+            if getattr(spec, name) != RuntimeSpec.model_fields[name].get_default(call_default_factory=True):
+                raise InvalidField(
+                    f"{spec.kind!r} sandboxes have the host's own files and user",
+                    field=f"task.runtime.{name}",
+                    hint="leave it out, or use runtime kind 'namespace'",
+                )
+
     @property
     def tools(self) -> ToolClient:
-        if self._server is None or self._stopped:
+        if self._server is None:
             raise RuntimeFailure("the sandbox does not run")
         return self._server.tools
 
@@ -62,28 +81,51 @@ class ProcessRuntime(ServedRuntime):
     def _seen(self, path: str) -> str:
         return posixpath.normpath(posixpath.join(self._spec.workdir, path))
 
+    def outermost(self, paths: Sequence[str]) -> list[str]:
+        """Without those that are the host's own: another sandbox has them already."""
+        return [path for path in super().outermost(paths) if f"{self.place(path)}/".startswith(f"{self._work}/")]
+
     async def start(self) -> None:
-        if self._server is not None or self._stopped:
+        if self._begun:
             raise RuntimeFailure("a sandbox starts once")
-        if self._spec.rootfs is not None or self._spec.image is not None:
-            raise RuntimeFailure("the process runtime has no root of its own", hint="use runtime kind 'namespace'")
+        self._begun = True
+        try:
+            self._server = await self._start()
+        except BaseException:
+            await shielded(self._held.aclose)
+            raise
+        self._held.push_async_callback(self._server.stop)
+
+    async def _start(self) -> HostedServer:
+        groups = await self._context.host.part(Cgroups)
+        group = groups.make(self._context.directory.name, self._spec.resources)
+        self._held.push_async_callback(group.remove)
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
-        setup = Setup(
-            env=clean_environment(self._spec.env, self._work),
+        command, code = self._program(bytecode, rlimits(self._spec.resources, groups.hierarchies.folders))
+        return await HostedServer.start(command, code, self._setup(), group=group)
+
+    def _program(self, bytecode: bytes, limits: Mapping[str, int]) -> tuple[list[str], bytes]:
+        """The command that becomes the tool server, and its code."""
+        return server_command(sys.executable), bytecode
+
+    def _setup(self) -> Setup:
+        return Setup(
+            env=clean_environment({"TMPDIR": self.scratch, **self._spec.env}, self._work),
             workdir=self._work,
-            folders=[self._work],
+            folders=[self._work, self.scratch],
             subreaper=True,
-            mark=self._mark,
+            lifetime=self._spec.lifetime_seconds,
+            mark=mark_of(self._context.directory),
         )
-        command = server_command(sys.executable)
-        self._server = await HostedServer.start(command, bytecode, setup, namespace=False)
 
     async def stop(self) -> None:
+        self._begun = True
         await shielded(self._stop)
 
     async def _stop(self) -> None:
         async with self._stopping:
-            server, self._server = self._server, None
-            self._stopped = True
-            if server is not None:
-                await server.stop()
+            self._server = None
+            try:
+                await self._held.aclose()
+            except RuntimeFailure as error:
+                log.error("%s is not stopped in full: %s", self._context.directory.name, error)

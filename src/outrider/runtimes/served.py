@@ -9,23 +9,41 @@ from __future__ import annotations
 import asyncio
 import os
 import posixpath
+import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import MAX_OUTPUT, ExecResult, ShellResult
-from outrider.runtimes.bundle import source
+from outrider.pythons.ipython import WITHOUT_IPYTHON, ipython_command
+from outrider.runtimes.base import (
+    MAX_OUTPUT,
+    MAX_PATCH,
+    MAX_PATHS,
+    Display,
+    ExecResult,
+    PatchConflict,
+    ShellKind,
+    ShellResult,
+)
+from outrider.runtimes.bundle import shell_program
 from outrider.runtimes.toolclient import Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
 from outrider.runtimes.uploads import entries, open_plain
 
 PIECE = 4 << 20
 MAX_SNAPSHOT = 1 << 30
+MAX_ANSWER = 64 << 20
+HELP_SECONDS = 90.0
 
 
 class ServedRuntime(ABC):
     """The calls of the Runtime protocol that go through a tool server."""
+
+    scratch = "/tmp"
 
     @property
     @abstractmethod
@@ -43,11 +61,14 @@ class ServedRuntime(ABC):
         env: Mapping[str, str] = {},
         cwd: str | None = None,
         stdin: bytes = b"",
+        merged: bool = False,
         seconds: float,
     ) -> ExecResult:
-        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        by_shell = isinstance(command, str)
         args: dict[str, Any] = {
-            "argv": argv,
+            "argv": [] if by_shell else list(command),
+            "script": command if by_shell else "",
+            "merged": merged,
             "env": dict(env),
             "cwd": self.place(cwd or "."),
             "stdin": stdin,
@@ -57,7 +78,7 @@ class ServedRuntime(ABC):
         try:
             done = await self.tools.call("exec", args, ExecDone, seconds=seconds)
         except OSError as error:
-            raise RuntimeFailure(f"cannot run {argv[0]!r}: {error}") from error
+            raise RuntimeFailure(f"cannot run {command!r:.100}: {error}") from error
         return ExecResult(
             exit_code=done.code,
             stdout=done.out,
@@ -66,19 +87,30 @@ class ServedRuntime(ABC):
             seconds=done.us / 1e6,
         )
 
-    async def open_shell(self, kind: Literal["bash", "python"] = "bash") -> ServedShell:
-        program = source("pythonshell") if kind == "python" else ""
-        args = {"kind": kind, "cwd": self.place("."), "program": program}
+    async def open_shell(self, kind: ShellKind = "bash") -> ServedShell:
+        args = {
+            "kind": kind,
+            "cwd": self.place("."),
+            "program": "" if kind == "bash" else shell_program(kind),
+            "fallback": ipython_command() if kind == "ipython" else [],
+        }
         opened = await self.tools.call("shell_open", args, ShellOpened)
+        if opened.shell is None:
+            raise RuntimeFailure(
+                f"no {'IPython' if kind == 'ipython' else 'Python'} in the sandbox",
+                hint=WITHOUT_IPYTHON if kind == "ipython" else "use an image that has python3",
+                log_tail=opened.why.decode("utf-8", "replace") or None,
+            )
         return ServedShell(self.tools, opened.shell)
 
-    async def read(self, path: str, *, limit: int = MAX_OUTPUT) -> bytes:
+    async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
         place = self.place(path)
         pieces: list[bytes] = []
         total = 0
         while True:
             size = min(PIECE, limit + 1 - total)
-            part = await self.tools.call("read", {"path": place, "offset": total, "size": size}, Part)
+            args = {"path": place, "offset": total, "size": size, "follow": follow}
+            part = await self.tools.call("read", args, Part)
             pieces.append(part.data)
             total += len(part.data)
             if total > limit:
@@ -97,6 +129,39 @@ class ServedRuntime(ABC):
             await self.tools.call("write", args, Done)
         except OSError as error:
             raise RuntimeFailure(f"cannot write {place}: {error}") from error
+
+    async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
+        fixed, wild = split_pattern(pattern)
+        args = {"root": self.place(fixed or "."), "pattern": wild, "limit": limit}
+        data = await self._helped("glob", args)
+        found = [fixed + path for path in data.decode("utf-8", "replace").split("\0")[:-1]]
+        if len(found) > limit:
+            raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
+        return found
+
+    async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
+        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+        if len(data) > MAX_PATCH:
+            raise PatchConflict(f"the patch is larger than {MAX_PATCH} bytes")
+        done = await self._helped("patch", {"cwd": self.place(cwd or "."), "text": data, "size": MAX_PATCH})
+        answer = done[1:].decode("utf-8", "replace")
+        if done[:1] != b"+":
+            raise PatchConflict(answer)
+        return answer.split("\0")
+
+    async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
+        """What a helper of the tool server answers, which it does in parts."""
+        whole = bytearray()
+
+        def keep(data: bytes) -> None:
+            if len(whole) + len(data) <= MAX_ANSWER:
+                whole.extend(data)
+
+        try:
+            await self.tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=keep)
+        except OSError as error:
+            raise RuntimeFailure(f"cannot {method} in the sandbox: {error}") from error
+        return bytes(whole)
 
     async def upload(self, source: Path, target: str) -> None:
         for entry in await asyncio.to_thread(lambda: list(entries(source))):
@@ -131,6 +196,24 @@ class ServedRuntime(ABC):
         await self.tools.call("snapshot", {"paths": named, "limit": MAX_SNAPSHOT}, Done, seconds=600.0, on_part=keep)
         return bytes(whole)
 
+    async def restore(self, archive: Path, paths: Sequence[str]) -> None:
+        roots = [[posixpath.normpath(self.place(path)), self.member(path)] for path in self.outermost(paths)]
+        args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
+        fd = await asyncio.to_thread(os.open, archive, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            offset, data = 0, b"-"
+            while data:
+                data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
+                offset += len(data)
+                await self.tools.call("restore", {**args, "data": data, "last": not data}, Done, seconds=600.0)
+        finally:
+            os.close(fd)
+
+    def outermost(self, paths: Sequence[str]) -> list[str]:
+        """The paths that are below no other of them, each once."""
+        named = {f"{self.member(path)}/": path for path in paths}
+        return [path for name, path in named.items() if not any(name.startswith(up) for up in named if up != name)]
+
     @abstractmethod
     def member(self, path: str) -> str:
         """The name of `path` in a snapshot: as seen in the sandbox, without the leading slash."""
@@ -153,7 +236,33 @@ class ServedShell:
         }
         async with self._turn:
             done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
-        return ShellResult(output=done.out.decode("utf-8", "replace"), exit_code=done.code, timed_out=done.timed_out)
+        output = done.out.decode("utf-8", "replace")
+        try:
+            displays = unpacked_displays(done.shown)
+        except (msgspec.MsgspecError, TypeError):  # an input may write to any descriptor of its interpreter
+            displays = ()
+            output += "[the rich results of this input cannot be read]\n"
+        return ShellResult(output=output, exit_code=done.code, timed_out=done.timed_out, displays=displays)
 
     async def close(self) -> None:
         await self._tools.call("shell_close", {"shell": self._number}, Done)
+
+
+def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
+    """What an interpreter sent. Raises MsgspecError and TypeError for anything else: it shares a sandbox with an
+    agent."""
+    displays = []
+    for data in msgspec.msgpack.decode(packed, type=list[dict[str, Any]]) if packed else ():
+        if not all(isinstance(value, str | bytes) for value in data.values()):
+            raise TypeError("a form of a display is neither text nor bytes")
+        displays.append(Display(data))
+    return tuple(displays)
+
+
+def split_pattern(pattern: str) -> tuple[str, str]:
+    """The folder in front of the first part that has a wildcard, with its slash, and the rest."""
+    parts = re.sub("/+", "/", pattern).split("/")
+    fixed = 0
+    while fixed < len(parts) - 1 and not any(char in parts[fixed] for char in "*?["):
+        fixed += 1
+    return "".join(f"{part}/" for part in parts[:fixed]), "/".join(parts[fixed:])

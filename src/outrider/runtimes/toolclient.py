@@ -53,13 +53,19 @@ class ExecDone(msgspec.Struct, frozen=True):
 
 
 class ShellOpened(msgspec.Struct, frozen=True):
-    shell: int
+    """`shell` is None when there is nothing to start; `why` is what the last that was tried has printed."""
+
+    shell: int | None
+    why: bytes = b""
 
 
 class ShellDone(msgspec.Struct, frozen=True):
+    """`shown` is msgpack: a list of rich results, each a dictionary by MIME type."""
+
     out: bytes
     code: int | None
-    timed_out: bool
+    timed_out: bool = False
+    shown: bytes = b""
 
 
 class Call:

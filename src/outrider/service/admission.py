@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,19 +19,23 @@ from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
 from outrider.plugins import resolve
-from outrider.rootfs.store import ImageStore
 from outrider.runtimes.base import Runtime
-from outrider.spec import EngineSpec, GroupSpec, RuntimeSpec, Spec, Upload
+from outrider.sessions.room import asked, whole_of
+from outrider.spec import EngineSpec, GroupSpec, Resources, RuntimeSpec, Spec, TaskSpec, Upload
+from outrider.wire import NodeStats
 
 S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
 
+RUNTIME_METHODS = ("create", "available", "check_spec", "start", "exec", "stop")
 MAX_DEPTH = 64
 """Levels of objects and lists in a request."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
 """What pydantic puts into a location to say which kind of prepare step it tried."""
 NO_FIELDS = STEP_KINDS | {"[key]"}
+LIST_OF = "list["
+"""What it begins a part with where a list is one of the things that a field may be."""
 
 
 def parse_group(body: bytes) -> GroupSpec:
@@ -67,15 +71,19 @@ def _checked(kind: type[S], value: Mapping[str, Any]) -> S:
         raise _invalid(error) from error
 
 
-def check_group(spec: GroupSpec, *, files: Path) -> None:
-    """Raises InvalidField, RuntimeUnavailable or HarnessUnavailable."""
+def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> None:
+    """`allow` are the host's files and folders that a task may name. Raises InvalidField, RuntimeUnavailable or
+    HarnessUnavailable."""
     task = spec.task
     runtime = _runtime(task.runtime)
     harness = make_harness(task.harness)
     if task.harness.agent is None:
         check_instruction(task.instruction)
     make_evaluator(task.evaluator)
-    _check_files(task.runtime, files)
+    _check_carry(task, runtime)
+    _check_uploads(task.runtime, files)
+    _check_paths(task.runtime, [Path(os.path.realpath(root)) for root in allow])
+    runtime.check_spec(task.runtime)
     if not (can := runtime.available()).ok:
         raise RuntimeUnavailable(
             f"this machine cannot run {task.runtime.kind!r} sandboxes: {can.detail}",
@@ -86,15 +94,39 @@ def check_group(spec: GroupSpec, *, files: Path) -> None:
         raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
 
 
+def check_room(resources: Resources, nodes: Sequence[NodeStats]) -> None:
+    """Raises InvalidField for what no node has, even with nothing else on it."""
+    needs = asked(resources)
+    if any(needs.within(whole_of(node.room)) for node in nodes):
+        return
+    most_cpus = max(node.room.cpus for node in nodes)
+    name, wanted = ("cpus", needs.cpus) if needs.cpus > most_cpus else ("memory_mb", needs.memory_mb)
+    have = " or ".join(f"{node.room.cpus:g} cpus and {node.room.memory_mb} MiB of memory" for node in nodes)
+    raise InvalidField(
+        f"{wanted:g} is more than a node has: {have}",
+        field=f"task.runtime.resources.{name}",
+        hint=f"ask for less, or serve with more: the setting sandboxes.{name}",
+    )
+
+
 def _runtime(spec: RuntimeSpec) -> type[Runtime]:
     made = resolve("runtime", spec.kind, field="task.runtime.kind")
-    if not all(callable(getattr(made, name, None)) for name in ("create", "available", "start", "exec", "stop")):
+    if not all(callable(getattr(made, name, None)) for name in RUNTIME_METHODS):
         raise InvalidField(f"{spec.kind!r} is not a runtime class", field="task.runtime.kind")
     runtime: type[Runtime] = made
     return runtime
 
 
-def _check_files(spec: RuntimeSpec, files: Path) -> None:
+def _check_carry(task: TaskSpec, runtime: type[Runtime]) -> None:
+    if task.evaluator.carry == "all" and not callable(getattr(runtime, "save_layer", None)):
+        raise InvalidField(
+            f"{task.runtime.kind!r} sandboxes cannot carry all that was written",
+            field="task.evaluator.carry",
+            hint="name the paths that are graded, or use runtime kind 'namespace'",
+        )
+
+
+def _check_uploads(spec: RuntimeSpec, files: Path) -> None:
     root = files.resolve()
     for number, step in enumerate(spec.prepare):
         if not isinstance(step, Upload):
@@ -105,13 +137,34 @@ def _check_files(spec: RuntimeSpec, files: Path) -> None:
             raise InvalidField(f"{step.upload!r} leads out of the files folder", field=field)
         if not os.path.exists(path):
             raise InvalidField(f"{step.upload!r} is not in the service's files folder", field=field)
-    if spec.rootfs is not None and not os.path.isdir(spec.rootfs):
-        raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
-    if spec.image is not None:
-        try:
-            ImageStore().image(spec.image)
-        except RequestError as error:
-            raise InvalidField(error.message, field="task.runtime.image", hint=error.hint) from error
+
+
+def _check_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
+    """What the task names of the host. An image by name is the operator's own import."""
+    if spec.rootfs is not None:
+        _check_allowed(spec.rootfs, allow, field="task.runtime.rootfs")
+        if not os.path.isdir(spec.rootfs):
+            raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
+    for number, mount in enumerate(spec.mounts):
+        field = f"task.runtime.mounts.{number}.source"
+        _check_allowed(mount.source, allow, field=field)
+        if not os.path.exists(mount.source):
+            raise InvalidField(f"{mount.source!r} is not on this node", field=field)
+    if spec.image is not None and os.path.isabs(spec.image):
+        _check_allowed(spec.image, allow, field="task.runtime.image")
+        if not os.path.exists(spec.image):
+            raise InvalidField(f"{spec.image!r} is not on this node", field="task.runtime.image")
+
+
+def _check_allowed(path: str, allow: Sequence[Path], *, field: str) -> None:
+    """Before anything else is said of it: whether it is there is nobody's business who may not have it."""
+    real = Path(os.path.realpath(path))
+    if not any(real.is_relative_to(root) for root in allow):
+        raise InvalidField(
+            f"{path!r} is not among the host's paths that tasks may name",
+            field=field,
+            hint="its operator allows it with `outrider serve --allow-path PATH`, or the setting sandboxes.allow",
+        )
 
 
 def _invalid(error: ValidationError) -> InvalidField:
@@ -119,7 +172,8 @@ def _invalid(error: ValidationError) -> InvalidField:
     errors = error.errors(include_url=False)
     complaints = Counter(_kind_tried(details["loc"]) for details in errors)
     chosen = min(errors, key=lambda details: complaints[_kind_tried(details["loc"])])
-    path = ".".join(str(part) for part in chosen["loc"] if part not in NO_FIELDS)
+    parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
+    path = ".".join(part for part in parts if not part.startswith(LIST_OF))
     return InvalidField(_sentence(chosen), field=path)
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from outrider.backoff import Backoff
 from outrider.service.insist import insist
 from outrider.service.reading import Reader
 from outrider.store.base import Delivery, Store
@@ -24,9 +25,8 @@ from outrider.wire import GroupView
 log = logging.getLogger("outrider.delivery")
 
 TRY_SECONDS = 30.0
-FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 600.0
-MAX_DOUBLINGS = 32
+PAUSES = Backoff(first=1.0, longest=600.0)
+"""Between the tries of one push; what is due is looked for at least as often as the first of them."""
 AT_ONCE = 32
 EACH = 8
 """Of those at once to one receiver: a slow one does not hold up the others."""
@@ -34,13 +34,13 @@ LOOK_AHEAD = 1000
 
 
 class Deliverer:
-    """`run` it in a task group; `wake` it when a group is done. A failed push is repeated after `first_pause`
-    seconds, then after twice as many, and so on."""
+    """`run` it in a task group; `wake` it when a group is done. A failed push is repeated after the first of
+    `pauses`, then after the next, and so on."""
 
-    def __init__(self, store: Store, reader: Reader, *, first_pause: float = FIRST_PAUSE) -> None:
+    def __init__(self, store: Store, reader: Reader, *, pauses: Backoff = PAUSES) -> None:
         self._store = store
         self._reader = reader
-        self._first_pause = first_pause
+        self._pauses = pauses
         self._work = asyncio.Event()
         self._under_way: dict[str, str] = {}
         """Receivers by group id."""
@@ -75,7 +75,7 @@ class Deliverer:
 
     async def _rest(self) -> None:
         try:
-            async with asyncio.timeout(self._first_pause):
+            async with asyncio.timeout(self._pauses.first):
                 await self._work.wait()
         except TimeoutError:
             return
@@ -93,7 +93,7 @@ class Deliverer:
         if (fault := await _pushed(http, delivery.url, view)) is None:
             await insist(lambda: self._store.delivered(group_id))
             return
-        pause = min(LONGEST_PAUSE, self._first_pause * 2 ** min(delivery.tries, MAX_DOUBLINGS))
+        pause = self._pauses.wait(delivery.tries)
         log.warning("callback of %s failed, again in %.0f s: %s", group_id, pause, fault)
         await insist(lambda: self._store.delivery_failed(group_id, next_try=time.time() + pause))
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import TypeVar
 
-from outrider.engines.backoff import Backoff
+from outrider.backoff import Backoff
 from outrider.errors import ServiceError
 
 log = logging.getLogger("outrider.store")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from functools import partial
 
 import msgspec
 
-from outrider.config import RetryConfig
+from outrider.backoff import Backoff
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
 from outrider.lifecycle import StopReason
 from outrider.service.insist import insist
 from outrider.service.interrupted import interrupted_result
 from outrider.sessions.node import Assignment, Node
+from outrider.sessions.room import asked, left_of, whole_of
 from outrider.spec import GroupSpec, TaskSpec
 from outrider.store.base import SessionRow, Store
 from outrider.trajectory import SessionResult
@@ -36,7 +36,8 @@ MAX_RECOVERED = 10
 """How often a session may lose its node under it, which is not its failure, and be tried again: not for ever, for it
 may be what kills the node."""
 
-MAX_DOUBLINGS = 32
+PAUSES = Backoff(first=1.0, longest=60.0)
+"""Between a session's failed attempts."""
 
 
 @dataclass(eq=False)
@@ -59,12 +60,12 @@ class Scheduler:
         nodes: Sequence[Node],
         *,
         on_done: Callable[[], None],
-        retry: RetryConfig | None = None,
+        pauses: Backoff = PAUSES,
     ) -> None:
         self._store = store
         self._nodes = nodes
         self._on_done = on_done
-        self._retry = retry or RetryConfig()
+        self._pauses = pauses
         self._work = asyncio.Event()
         self._attempts: dict[str, _Attempt] = {}
         self._placed: dict[str, int] = {node.name: 0 for node in nodes}
@@ -117,13 +118,12 @@ class Scheduler:
         await self._finish(session.id, session.attempt, msgspec.structs.replace(result, error=session.last_error))
 
     async def _place_all(self, group: asyncio.TaskGroup) -> None:
-        while (node := self._roomiest()) is not None:
-            room = node.stats().capacity - self._placed[node.name]
-            queued = await self._store.queued(room, now=time.time())
+        while slots := sum(map(self._slots, self._nodes)):
+            queued = await self._store.queued(slots, now=time.time())
             if not queued:
                 return
             for session in queued:
-                await self._start(group, node, session)
+                await self._start(group, session)
 
     async def _rest(self, looked: float) -> None:
         """Until there is work: when it comes, or when a session that was not due when we looked is."""
@@ -134,12 +134,23 @@ class Scheduler:
         except TimeoutError:
             return
 
-    def _roomiest(self) -> Node | None:
-        node = max(self._nodes, key=lambda node: node.stats().capacity - self._placed[node.name])
-        return node if node.stats().capacity > self._placed[node.name] else None
+    def _slots(self, node: Node) -> int:
+        """How many more sessions the node takes."""
+        return max(0, node.stats().capacity - self._placed[node.name])
 
-    async def _start(self, group: asyncio.TaskGroup, node: Node, session: SessionRow) -> None:
+    def _node_for(self, task: TaskSpec) -> Node:
+        """The one with the most slots, of those that have what the task sets aside: now, else with nothing on them."""
+        needs = asked(task.runtime.resources)
+
+        def fit(node: Node) -> tuple[bool, bool, bool, int]:
+            slots, room = self._slots(node), node.stats().room
+            return slots > 0, needs.within(whole_of(room)), needs.within(left_of(room)), slots
+
+        return max(self._nodes, key=fit)
+
+    async def _start(self, group: asyncio.TaskGroup, session: SessionRow) -> None:
         task = await self._task_of(session)
+        node = self._node_for(task)
         try:
             number = await self._store.start_attempt(
                 session.id, node=node.name, lease_until=time.time() + LEASE_SECONDS
@@ -211,7 +222,7 @@ class Scheduler:
             return
         log.warning("session %s attempt %d failed: %s", session.id, session.attempt, error.message)
         try:
-            due = time.time() + pause(self._retry, _failures(session))
+            due = time.time() + self._pauses.wait(_failures(session) - 1)
             await self._store.requeue(session.id, session.attempt, error, due=due)
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
@@ -248,10 +259,3 @@ def _worth_another(error: ErrorRecord, attempt: _Attempt) -> bool:
         and error.boundary is not Boundary.EVALUATOR
         and _failures(attempt.session) < attempt.assignment.task.max_attempts
     )
-
-
-def pause(retry: RetryConfig, failures: int) -> float:
-    """Seconds to the next attempt after so many failed: doubled each time up to a bound, and spread over the second
-    half of that, so that what failed together does not come back together."""
-    whole = min(retry.first_seconds * 2 ** min(failures - 1, MAX_DOUBLINGS), retry.longest_seconds)
-    return random.uniform(whole / 2, whole)

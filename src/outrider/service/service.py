@@ -17,21 +17,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from outrider.config import Config
+from outrider.backoff import Backoff
+from outrider.config import Config, SandboxesConfig
 from outrider.engines.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
-from outrider.service.admission import check_group
+from outrider.service.admission import check_group, check_room
 from outrider.service.bell import Bell, rung
 from outrider.service.delivery import Deliverer
 from outrider.service.family import FamilyCheck
 from outrider.service.paging import PAGE_BYTES, EncodedPage
 from outrider.service.reading import Reader
-from outrider.service.scheduler import Scheduler
+from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.sessions.calls import Endpoint
 from outrider.sessions.lanes import Lanes
+from outrider.sessions.machine import machine
 from outrider.sessions.node import LocalNode
+from outrider.sessions.room import Amount, Room
+from outrider.sessions.warm import WarmLimits
 from outrider.spec import GroupSpec
+from outrider.store.artifacts import ArtifactStore
 from outrider.store.base import GroupRow, Store
 from outrider.store.sqlite import sqlite_store
 from outrider.tokens.renderer import make_renderer
@@ -44,10 +49,11 @@ T = TypeVar("T")
 class Service:
     """`async with Service(config) as service`. Raises InvalidField for settings that cannot work here.
 
-    It takes groups from then on, and runs them within `async with service.running()`.
+    It takes groups from then on, and runs them within `async with service.running()`, with `pauses` between a
+    session's failed attempts.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, pauses: Backoff = PAUSES) -> None:
         if config.model.tokenizer is None:
             raise InvalidField(
                 "no tokenizer is set",
@@ -58,6 +64,7 @@ class Service:
         tokenizer = Tokenizer.load(config.model.tokenizer)
         renderer = make_renderer(tokenizer, config.model.renderer)
         self.store: Store = sqlite_store(config.data / "outrider.sqlite3")
+        self.artifacts = ArtifactStore(config.data / "artifacts")
         self.pool = EnginePool(tokenizer=config.model.tokenizer, check=FamilyCheck(tokenizer))
         self.node = LocalNode(
             "local",
@@ -68,12 +75,19 @@ class Service:
                 context_tokens=config.model.context_tokens,
             ),
             store=self.store,
-            lanes=Lanes(init=config.lanes.init, run=config.lanes.run, evaluate=config.lanes.eval),
+            artifacts=self.artifacts,
+            lanes=Lanes(
+                init=config.lanes.init,
+                run=config.lanes.run,
+                evaluate=config.lanes.eval,
+                room=Room(_whole(config.sandboxes)),
+            ),
             files=config.files,
+            warm=WarmLimits(each=config.sandboxes.warm, memory_mb=config.sandboxes.warm_memory_mb),
         )
         self.reader = Reader(self.store, tokenizer)
         self._deliverer = Deliverer(self.store, self.reader)
-        self._scheduler = Scheduler(self.store, [self.node], on_done=self._group_done, retry=config.retry)
+        self._scheduler = Scheduler(self.store, [self.node], on_done=self._group_done, pauses=pauses)
         self._done = Bell()
         self._stack = AsyncExitStack()
 
@@ -111,7 +125,8 @@ class Service:
     async def submit(self, spec: GroupSpec) -> GroupView:
         """Check, store, and wake the scheduler. Raises what admission raises, and Conflict for a repeated
         idempotency key with another body."""
-        await asyncio.to_thread(check_group, spec, files=self.config.files)
+        check_room(spec.task.runtime.resources, self._scheduler.stats())
+        await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
         group_id = f"g-{_time_ordered()}"
         row = GroupRow(
             id=group_id,
@@ -194,6 +209,15 @@ class Service:
     def _group_done(self) -> None:
         self._done.ring()
         self._deliverer.wake()
+
+
+def _whole(config: SandboxesConfig) -> Amount:
+    """What this node has for its sandboxes: what its operator says, else what the machine has."""
+    found = machine()
+    return Amount(
+        cpus=found.cpus if config.cpus is None else config.cpus,
+        memory_mb=found.memory_mb if config.memory_mb is None else config.memory_mb,
+    )
 
 
 def _lock(folder: Path) -> int:

@@ -90,12 +90,18 @@ class Conversation:
     async def count(self, request: ModelRequest) -> int:
         """How many tokens the request's prompt has, as `call` would send it; nothing is generated or recorded.
 
-        An engine that renders prompts itself is not asked: the count is then this renderer's, which knows no images.
-        Raises RequestError.
+        No engine is asked: for one that renders prompts itself the count is this renderer's, which knows no images.
+        Raises RequestError; for images Ended and EngineError too.
         """
-        if (await self.endpoint.pool.select(self.session_key)).mode is not TokenMode.TOKENS:
-            _refuse_images(request)
-        return self.tree.measure(request.messages, request.tools, request.tools_raw)
+        try:
+            return self.tree.measure(request.messages, request.tools, request.tools_raw)
+        except RequestError as error:
+            if _shows_images(request) and (await self._assigned()).mode is not TokenMode.TOKENS:
+                raise RequestError(
+                    "the tokens of images are not known before the call: the engine makes them",
+                    hint="count without the images; a reply's usage says what they came to",
+                ) from error
+            raise
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[Step, None]:
         """One model call: an Opening once the engine has it, Deltas as tokens are sampled, one Completion.
@@ -146,11 +152,15 @@ class Conversation:
         """The model's context length: as configured, else as the session's engine says. Raises Ended."""
         if self.endpoint.context_tokens is not None:
             return self.endpoint.context_tokens
+        return (await self._assigned()).context_tokens
+
+    async def _assigned(self) -> Assignment:
+        """The session's engine, when none of its calls needs it. Raises Ended or EngineError."""
         assigned = await self.endpoint.pool.select(self.session_key)
         if not self._open:
             self.endpoint.pool.release(self.session_key)
             raise Ended("this session's run is over")
-        return assigned.context_tokens
+        return assigned
 
     def _admit(self) -> None:
         if not self._open:
@@ -173,7 +183,7 @@ class Conversation:
             async with aclosing(call.steps()) as steps:
                 async for step in steps:
                     yield step
-        except BaseException:
+        except BaseException:  # cancelled, too: what was sampled is recorded
             if (turn := call.abort()) is not None:
                 await self._store(turn)
             raise
@@ -221,12 +231,8 @@ class Conversation:
         await self._record(turn)
 
 
-def _refuse_images(request: ModelRequest) -> None:
-    if any(images_in(message) for message in parsed(request.messages, 0)):
-        raise RequestError(
-            "the tokens of images are not known before the call: the engine makes them",
-            hint="count without the images; a reply's usage says what they came to",
-        )
+def _shows_images(request: ModelRequest) -> bool:
+    return any(images_in(message) for message in parsed(request.messages, 0))
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ keeper, and a node holds its own for as long as it lives.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -21,11 +22,11 @@ from pathlib import Path
 from typing import Self
 
 from outrider.runtimes import marks
-from outrider.runtimes.host import LOCK
 
 log = logging.getLogger("outrider.node")
 
 PREFIX = "outrider-"
+LOCK = "node.lock"
 
 
 @dataclass(frozen=True)
@@ -40,23 +41,41 @@ class NodeFolder:
     @classmethod
     def make(cls) -> Self:
         """A new one, after the end of what dead nodes of this user left behind."""
-        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            if (left := cls._take(path)) is not None:
-                left.remove()
+        cls.sweep()
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
             if (made := cls._take(path, os.O_CREAT)) is not None:
                 return cls(made.path, made.lock, _keeper(path.name))
 
+    @classmethod
+    def sweep(cls) -> int:
+        """Remove the folders of dead nodes of this user; how many there were."""
+        ended = 0
+        for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            if (left := cls._take(path)) is not None:
+                left.remove()
+                ended += 1
+        return ended
+
     def remove(self) -> None:
         """With all that is in it, and all processes that carry its mark."""
         if alive := marks.kill_marked(f"{self.path.name}/"):
             log.error("%d processes of the sandboxes in %s cannot be killed", alive, self.path)
+        with contextlib.suppress(OSError):  # what cannot be removed is told below
+            self._empty()
         remove_tree(self.path)
         os.close(self.lock)
         if self.keeper is not None:
             self.keeper.kill()
             self.keeper.communicate()
+
+    def _empty(self) -> None:
+        """But for the lock: what a kill left of a folder without one would be nobody's."""
+        for entry in os.scandir(self.path):
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path))
+            elif entry.name != LOCK:
+                os.unlink(entry.path)
 
     @classmethod
     def _take(cls, path: Path, flags: int = 0) -> Self | None:
@@ -68,7 +87,8 @@ class NodeFolder:
         try:
             if os.fstat(lock).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return cls(path, lock)
+                if os.fstat(lock).st_nlink:  # else another has just removed the folder
+                    return cls(path, lock)
         except BlockingIOError:
             pass
         os.close(lock)

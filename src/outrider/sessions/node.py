@@ -20,18 +20,23 @@ import msgspec
 
 from outrider.errors import ErrorRecord, OutriderError, record_of
 from outrider.evaluators.factory import make_evaluator
+from outrider.harnesses.base import Harness
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
-from outrider.plugins import resolve
-from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.runtimes.host import Host
+from outrider.sessions.artifacts import Collector
 from outrider.sessions.calls import Endpoint
 from outrider.sessions.conversation import Conversation
-from outrider.sessions.folder import NodeFolder, remove_tree
-from outrider.sessions.lanes import Lanes
+from outrider.sessions.folder import NodeFolder
+from outrider.sessions.grading import Bench, Grading
+from outrider.sessions.lanes import Lane, Lanes
+from outrider.sessions.sandboxes import Sandbox, Sandboxes
 from outrider.sessions.session import Ending, Parts, SessionRun
 from outrider.sessions.shield import run_to_end
+from outrider.sessions.sweeps import keep_sweeping, try_to_sweep
+from outrider.sessions.warm import Warm, WarmLimits
 from outrider.spec import TaskSpec
+from outrider.store.artifacts import ArtifactStore
 from outrider.store.base import Store
 from outrider.tokens.samples import count, policy_of
 from outrider.trajectory import SessionResult, Turn
@@ -63,13 +68,26 @@ class Node(Protocol):
 class LocalNode:
     """The node in this process. Enter it before use; leaving it waits for every teardown."""
 
-    def __init__(self, name: str, *, endpoint: Endpoint, store: Store, lanes: Lanes, files: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        endpoint: Endpoint,
+        store: Store,
+        artifacts: ArtifactStore,
+        lanes: Lanes,
+        files: Path,
+        warm: WarmLimits | None = None,
+    ) -> None:
         self.name = name
         self.gateway_url = ""
         self._endpoint = endpoint
         self._store = store
+        self._collector = Collector(artifacts)
         self._lanes = lanes
+        self._grading_starts = Lane("grading", max(1, lanes.init.size // 2))
         self._files = files
+        self._warm_limits = warm or WarmLimits()
         self._held = AsyncExitStack()
         self._teardowns = asyncio.TaskGroup()
         self._conversations: dict[str, Conversation] = {}
@@ -78,8 +96,18 @@ class LocalNode:
     async def __aenter__(self) -> Self:
         self._folder = await asyncio.to_thread(NodeFolder.make)
         self._held.push_async_callback(asyncio.to_thread, self._folder.remove)
-        self._host = await self._held.enter_async_context(Host(self._folder.path))
+        host = await self._held.enter_async_context(Host(self._folder.path))
+        await try_to_sweep(host)
         await self._held.enter_async_context(self._teardowns)
+        self._held.callback(self._teardowns.create_task(keep_sweeping(host), name="sweeps").cancel)
+        self._sandboxes = Sandboxes(
+            host=host,
+            owner=self._teardowns,
+            files=self._files,
+            gateway_url=lambda: self.gateway_url,
+            gateway_socket=self.gateway_socket,
+        )
+        self._warm = await self._held.enter_async_context(Warm(self._sandboxes, self._warm_limits))
         return self
 
     async def __aexit__(
@@ -102,16 +130,21 @@ class LocalNode:
 
     def stats(self) -> NodeStats:
         return NodeStats(
-            name=self.name, sessions=self._sessions, capacity=self._lanes.capacity, lanes=self._lanes.stats()
+            name=self.name,
+            sessions=self._sessions,
+            capacity=self._lanes.capacity,
+            lanes=self._lanes.stats(),
+            room=self._lanes.room.stats(),
+            warm=self._warm.stats(),
         )
 
     async def run(self, assignment: Assignment) -> SessionResult:
         key = secrets.token_urlsafe(24)
-        directory = self._folder.path / f"{assignment.session_id}-{assignment.attempt}"
         self._sessions += 1
         try:
-            directory.mkdir(mode=0o700)
-            parts = self._parts(assignment, key, directory)
+            harness = make_harness(assignment.task.harness)
+            mounts = await asyncio.to_thread(harness.mounts)  # what is shown may have to be made first
+            parts = self._parts(assignment, key, harness, mounts)
             self._conversations[key] = parts.conversation
             ending = await SessionRun(parts).run()
             return self._result(assignment, parts.conversation, ending, await self._turns(assignment))
@@ -122,9 +155,8 @@ class LocalNode:
         finally:
             self._sessions -= 1
             self._conversations.pop(key, None)
-            await run_to_end(self._teardowns, _remove(directory), name=f"remove {directory.name}")
 
-    def _parts(self, assignment: Assignment, key: str, directory: Path) -> Parts:
+    def _parts(self, assignment: Assignment, key: str, harness: Harness, mounts: tuple[Path, ...]) -> Parts:
         task = assignment.task
 
         async def record(turn: Turn) -> None:
@@ -135,17 +167,11 @@ class LocalNode:
         async def enter(state: SessionState) -> None:
             await self._store.set_state(assignment.session_id, assignment.attempt, state)
 
-        harness = make_harness(task.harness)
-        runtime_class: type[Runtime] = resolve("runtime", task.runtime.kind)
-        context = SandboxContext(
-            session_id=assignment.session_id,
-            attempt=assignment.attempt,
-            directory=directory,
-            host=self._host,
-            gateway_url=self.gateway_url,
-            gateway_socket=self.gateway_socket,
-            mounts=harness.mounts(),
-        )
+        async def sandbox() -> Sandbox:
+            if (ready := await self._warm.take(task.runtime, mounts)) is not None:
+                return ready
+            return self._sandboxes.make(task.runtime, assignment.session_id, assignment.attempt, mounts=mounts)
+
         conversation = Conversation(
             self._endpoint,
             session_key=f"{assignment.session_id}-{assignment.attempt}",
@@ -159,19 +185,30 @@ class LocalNode:
             priority=assignment.priority,
             key=key,
             model=self._endpoint.model,
-            files=self._files,
             conversation=conversation,
-            runtime=runtime_class.create(task.runtime, context),
+            sandbox=sandbox,
             harness=harness,
-            evaluator=make_evaluator(task.evaluator),
+            grading=Grading(task, make_evaluator(task.evaluator), self._bench(assignment, mounts)),
             lanes=self._lanes,
             enter=enter,
             turns=partial(self._turns, assignment, images=True),
-            teardown=self._stop,
+            collect=partial(
+                self._collector.collect, task=task, session_id=assignment.session_id, attempt=assignment.attempt
+            ),
         )
 
-    async def _stop(self, runtime: Runtime) -> None:
-        await run_to_end(self._teardowns, runtime.stop(), name="stop sandbox")
+    def _bench(self, assignment: Assignment, mounts: tuple[Path, ...]) -> Bench:
+        def sandbox(number: int, layer: Path | None) -> Sandbox:
+            name = f"{assignment.session_id}-g{number}"
+            return self._sandboxes.make(assignment.task.runtime, name, assignment.attempt, mounts=mounts, layer=layer)
+
+        return Bench(
+            sandbox=sandbox,
+            starts=self._grading_starts,
+            priority=assignment.priority,
+            folder=self._folder.path / f"{assignment.session_id}-{assignment.attempt}-graded",
+            owner=self._teardowns,
+        )
 
     async def _turns(self, assignment: Assignment, *, images: bool = False) -> list[Turn]:
         return await self._store.turns(assignment.session_id, assignment.attempt, images=images)
@@ -209,7 +246,3 @@ def _failed(assignment: Assignment, error: ErrorRecord) -> SessionResult:
         error=error,
         labels=assignment.task.labels,
     )
-
-
-async def _remove(directory: Path) -> None:
-    await asyncio.to_thread(remove_tree, directory)

@@ -1,33 +1,34 @@
 """One attempt of a session, from an init slot to a result, as one coroutine over three lanes.
 
-    init slot → sandbox started and prepared → READY → run slot (then the init slot goes back)
+    room for what it needs → init slot → sandbox started and prepared → READY → run slot (then the init slot goes back)
     → harness runs → eval slot (then the run slot goes back) → verdict → teardown
+      (what is graded elsewhere is carried there first, and the agent's sandbox stopped)
 
 To cancel the session is to cancel this coroutine. It knows no scheduler and no HTTP. Invariant: whatever happens,
-the sandbox is stopped exactly once and every slot is given back.
+the sandbox is stopped exactly once and every slot is given back, the room last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import msgspec
 
-from outrider.errors import ContextOverflow, ErrorRecord, EvaluatorError, HarnessError, OutriderError, record_of
-from outrider.evaluators.base import Evaluator, Outcome
+from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, record_of
+from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome
 from outrider.lifecycle import SessionState, StopReason
-from outrider.runtimes.base import LOG_TAIL, Runtime
+from outrider.runtimes.base import Runtime
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, LimitReached
+from outrider.sessions.grading import Grading
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.model_client import ConversationClient
-from outrider.sessions.prepare import prepare
+from outrider.sessions.room import asked
+from outrider.sessions.sandboxes import Sandbox
 from outrider.sessions.transcript import transcript
 from outrider.spec import TaskSpec
 from outrider.trajectory import StageSeconds, Turn, Verdict
@@ -36,21 +37,21 @@ log = logging.getLogger("outrider.session")
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt is made of, built by its node. `teardown` runs the given work to its end."""
+    """What one attempt is made of, built by its node. `sandbox` gives the agent's; `collect` keeps the artifacts that
+    are in it."""
 
     task: TaskSpec
     priority: int
     key: str
     model: str
-    files: Path
     conversation: Conversation
-    runtime: Runtime
+    sandbox: Callable[[], Awaitable[Sandbox]]
     harness: Harness
-    evaluator: Evaluator
+    grading: Grading
     lanes: Lanes
     enter: Callable[[SessionState], Awaitable[None]]
     turns: Callable[[], Awaitable[list[Turn]]]
-    teardown: Callable[[Runtime], Awaitable[None]]
+    collect: Callable[[Runtime], Awaitable[None]]
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,12 +91,14 @@ class SessionRun:
     async def _stages(self) -> StopReason:
         parts = self._parts
         async with AsyncExitStack() as held:
+            needs = asked(parts.task.runtime.resources)
+            await held.enter_async_context(await parts.lanes.room.take(needs, parts.priority))
             init = await held.enter_async_context(await parts.lanes.init.take(parts.priority))
             self._watch.lap("queued")
             try:
                 async with self._budget.spend():
-                    await held.enter_async_context(self._sandbox())
-                    context = await self._prepared()
+                    sandbox = await held.enter_async_context(self._sandbox())
+                    context = await self._prepared(sandbox)
             except TimeoutError:
                 return self._out_of_time()
             self._watch.lap("init")
@@ -104,38 +107,42 @@ class SessionRun:
             init.release()
             self._watch.lap("ready")
             await parts.enter(SessionState.RUNNING)
-            reason, outcome = await self._run_agent(context)
-            await parts.conversation.close()
-            self._watch.lap("run")
+            held.push_async_callback(parts.grading.close)
+            parts.grading.begin()
+            reason, outcome = await self._run_and_collect(context)
             if reason is StopReason.SESSION_TIMEOUT:
                 return reason
             await held.enter_async_context(await parts.lanes.eval.take(parts.priority))
             run.release()
             self._watch.lap("eval_wait")
             await parts.enter(SessionState.EVALUATING)
-            self._verdict = await self._grade(reason, outcome)
+            if parts.grading.carries:
+                await parts.grading.carry(sandbox.runtime)
+                self._watch.lap("eval")
+                await sandbox.stop()
+                self._watch.lap("stop")
+            self._verdict = await parts.grading.verdict(await self._outcome(sandbox, reason, outcome))
             self._watch.lap("eval")
         return reason
 
     @asynccontextmanager
-    async def _sandbox(self) -> AsyncIterator[None]:
+    async def _sandbox(self) -> AsyncIterator[Sandbox]:
         parts = self._parts
-        try:
-            await parts.runtime.start()
-            yield
-        finally:
-            try:
-                await parts.conversation.close()
-            finally:
-                await parts.teardown(parts.runtime)
+        async with AsyncExitStack() as held:
+            held.push_async_callback(parts.conversation.close)
+            sandbox = await parts.sandbox()
+            held.push_async_callback(sandbox.stop)
+            held.push_async_callback(parts.conversation.close)
+            yield sandbox
 
-    async def _prepared(self) -> HarnessContext:
+    async def _prepared(self, sandbox: Sandbox) -> HarnessContext:
         parts = self._parts
-        await prepare(parts.runtime, parts.task.runtime.prepare, files=parts.files)
+        await sandbox.ready()
+        runtime = sandbox.runtime
         context = HarnessContext(
             task=parts.task,
-            runtime=parts.runtime,
-            endpoint=Endpoint(base_url=f"{parts.runtime.endpoint}/s/{parts.key}", api_key=parts.key, model=parts.model),
+            runtime=runtime,
+            endpoint=Endpoint(base_url=f"{runtime.endpoint}/s/{parts.key}", api_key=parts.key, model=parts.model),
             model=ConversationClient(parts.conversation),
         )
         await parts.harness.install(context)
@@ -152,6 +159,22 @@ class SessionRun:
         if failure is not None and not isinstance(failure, ContextOverflow):
             raise failure
         return reason
+
+    async def _run_and_collect(self, context: HarnessContext) -> tuple[StopReason, HarnessOutcome]:
+        """The agent's run, and what it left, also when it failed: then it is wanted most."""
+        try:
+            ended = await self._run_agent(context)
+        except Exception:
+            await self._collect(context.runtime)
+            raise
+        await self._collect(context.runtime)
+        return ended
+
+    async def _collect(self, runtime: Runtime) -> None:
+        await self._parts.conversation.close()
+        self._watch.lap("run")
+        await self._parts.collect(runtime)
+        self._watch.lap("stop")
 
     async def _run_agent(self, context: HarnessContext) -> tuple[StopReason, HarnessOutcome]:
         """Drive the harness until it ends, its clock or a limit ends it, or it fails."""
@@ -212,35 +235,13 @@ class SessionRun:
             )
         return StopReason.COMPLETED
 
-    async def _grade(self, reason: StopReason, harness: HarnessOutcome) -> Verdict:
-        """Evaluate, again on failure, up to the task's attempts: the agent's work is not thrown away."""
+    async def _outcome(self, sandbox: Sandbox, reason: StopReason, harness: HarnessOutcome) -> Outcome:
         parts = self._parts
-        outcome = Outcome(
+        return Outcome(
             task=parts.task,
-            runtime=parts.runtime,
+            runtime=sandbox.runtime,
             stop_reason=reason,
             harness=harness,
             transcript=transcript(await parts.turns()),
             turns=parts.conversation.turns,
         )
-        failure = EvaluatorError("not evaluated")
-        for _ in range(parts.task.max_attempts):
-            try:
-                async with asyncio.timeout(parts.task.evaluator.seconds):
-                    return await parts.evaluator.evaluate(outcome)
-            except TimeoutError:
-                failure = EvaluatorError(f"evaluation took longer than {parts.task.evaluator.seconds:g} s")
-            except EvaluatorError as error:
-                failure = error
-            except OutriderError:
-                raise
-            except Exception as error:  # a plugin may raise anything
-                failure = EvaluatorError(
-                    f"the evaluator raised {type(error).__name__}: {error}", log_tail=end_of(error)
-                )
-        raise failure
-
-
-def end_of(error: BaseException) -> str:
-    """The end of an exception's traceback."""
-    return "".join(traceback.format_exception(error))[-LOG_TAIL:]

@@ -75,7 +75,7 @@ class SqlStore:
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
-        except BaseException:
+        except BaseException:  # cancelled, too: nothing that was opened stays open
             await self._db.close()
             raise
 

@@ -69,7 +69,7 @@ class SqliteDatabase:
                 threads = [self._start(f"reader-{n}", reads.serve, reads.stop) for n in range(READERS)]
                 threads.append(self._start("checkpoints", lambda raw: _checkpoint(raw, stopping), stopping.set))
                 await asyncio.gather(*(thread.opened for thread in threads))
-        except BaseException:
+        except BaseException:  # cancelled, too: no thread that was started stays behind
             await self.close()
             raise
         self._writes, self._reads = writes, reads
@@ -183,7 +183,7 @@ class _Jobs:
             outcomes = [_Outcome(job.future, job.body(connection), None) for job in batch]
             raw.execute("COMMIT")
             return outcomes
-        except Exception as error:
+        except Exception as error:  # a body may raise anything: it is refused, and the rest of its batch is not
             with suppress(sqlite3.Error):  # SQLite may have rolled back already
                 raw.execute("ROLLBACK")
             if len(batch) == 1:

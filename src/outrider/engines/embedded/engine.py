@@ -83,7 +83,7 @@ class EmbeddedEngine:
         )
         try:
             await worker.start()
-        except BaseException:
+        except BaseException:  # cancelled, too: its thread ends
             await worker.close()
             raise
         self._worker = worker

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.connection import Connection
 from outrider.runtimes.inside.loop import Loop
+from outrider.runtimes.inside.paths import DEFAULT_PATH, find_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,9 @@ class Calls:
         self.running: dict[int, Callable[[], object]] = {}
         self.base_env: dict[str, str] = {}
         self.marking = ""
+        self.python: list[str] = []
+        """How to start a Python where the sandbox has none of its own."""
+        self.known_shell = ""
 
     def mark(self, owner: int) -> bytes:
         """What is in the environment of all that `owner` (a call, or minus a shell) started. It lets a time limit
@@ -35,6 +39,13 @@ class Calls:
         env.update(extra)
         env["OUTRIDER_CALL"] = f"{self.marking}:{owner}"
         return env
+
+    def shell(self) -> str:
+        """The shell of this sandbox: bash, or sh where there is none. Looked for once."""
+        if not self.known_shell:
+            path = self.base_env.get("PATH", DEFAULT_PATH)
+            self.known_shell = "bash" if find_program("bash", path) else "sh"
+        return self.known_shell
 
     def reply(self, call: int, fields: dict[str, Any]) -> None:
         self.connection.send([call, "ok", fields])

@@ -13,6 +13,7 @@ from outrider.runtimes.inside.processes import send_signal
 if TYPE_CHECKING:
     import signal as _signal
     import tarfile
+    from collections.abc import Callable
 else:
     import _signal  # `signal` would add half again to the start-up time
 
@@ -38,7 +39,10 @@ def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
 class Snapshot:
     """A tar stream made by a forked child, so that a large one holds up nothing else; sent in parts."""
 
-    def __init__(self, calls: Calls, call: int, paths: list[list[str]], limit: int) -> None:
+    failed = "snapshot failed"
+
+    def __init__(self, calls: Calls, call: int, limit: int, write: Callable[[int], object]) -> None:
+        """`write`, in the child, writes the archive to a descriptor."""
         self.calls = calls
         self.call = call
         self.left = limit
@@ -46,7 +50,7 @@ class Snapshot:
         self.fd, writer = posix.pipe()
         self.pid = posix.fork()
         if self.pid == 0:
-            write_tar(writer, paths)
+            write_and_leave(write, writer)
         posix.close(writer)
         posix.set_blocking(self.fd, False)
         calls.running[call] = self.cancel
@@ -88,21 +92,25 @@ class Snapshot:
         if self.code == 0:
             self.calls.reply(self.call, {})
         else:
-            self.calls.fail(self.call, "failed", "larger than allowed" if self.left < 0 else "snapshot failed")
+            self.calls.fail(self.call, "failed", "larger than allowed" if self.left < 0 else self.failed)
 
 
-def write_tar(fd: int, paths: list[list[str]]) -> None:
-    """In the child: archive `[path, name]` pairs, leaving out what is missing or vanishes, then exit."""
+def write_and_leave(write: Callable[[int], object], fd: int) -> None:
     code = 1
     try:
-        import tarfile
-
-        with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-            for path, name in paths:
-                add_to_tar(archive, path, name)
+        write(fd)
         code = 0
     finally:
         posix._exit(code)
+
+
+def write_tar(fd: int, paths: list[list[str]]) -> None:
+    """Archive `[path, name]` pairs, leaving out what is missing or vanishes."""
+    import tarfile
+
+    with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for path, name in paths:
+            add_to_tar(archive, path, name)
 
 
 def add_to_tar(archive: tarfile.TarFile, path: str, name: str) -> None:

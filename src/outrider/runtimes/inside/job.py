@@ -32,19 +32,21 @@ class Job:
 
     def _start(self, args: dict[str, Any]) -> tuple[int, list[Drain]]:
         source = memory_file(args["stdin"]) if args["stdin"] else posix.open("/dev/null", posix.O_RDONLY)
-        out_read, out_write = posix.pipe()
-        err_read, err_write = posix.pipe()
+        out = posix.pipe()
+        err = out if args["merged"] else posix.pipe()
         env = self.calls.environment(args["env"], self.call)
+        argv = args["argv"] or [self.calls.shell(), "-c", args["script"]]
         try:
-            pid = spawn(args["argv"], env, args["cwd"], {0: source, 1: out_write, 2: err_write})
+            pid = spawn(argv, env, args["cwd"], {0: source, 1: out[1], 2: err[1]})
         except OSError:
-            posix.close(out_read)
-            posix.close(err_read)
+            for fd in {out[0], err[0]}:
+                posix.close(fd)
             raise
         finally:
-            for fd in (source, out_write, err_write):
+            for fd in {source, out[1], err[1]}:
                 posix.close(fd)
-        return pid, [Drain(self.calls.loop, fd, Capture(self.cap)) for fd in (out_read, err_read)]
+        readers = [out[0]] if args["merged"] else [out[0], err[0]]
+        return pid, [Drain(self.calls.loop, fd, Capture(self.cap)) for fd in readers]
 
     def expire(self) -> None:
         self.limit_hit = True
@@ -61,7 +63,7 @@ class Job:
             {
                 "code": None if self.limit_hit else code,
                 "out": self.drains[0].finish(),
-                "err": self.drains[1].finish(),
+                "err": self.drains[1].finish() if len(self.drains) > 1 else b"",
                 "timed_out": self.limit_hit,
                 "us": int((time.monotonic() - self.started) * 1e6),
             },

@@ -25,6 +25,9 @@ POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
 CHUNK = 1 << 18
 
 
+FAR = float("inf")
+
+
 class Loop:
     """A poll loop: readiness of descriptors, timers, and exits of children."""
 
@@ -55,6 +58,7 @@ class Loop:
     def run(self) -> None:
         while not self.stopped:
             timeout = None
+            soonest = FAR
             if self.timers:
                 soonest = min(deadline for deadline, _ in self.timers.values())
                 timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5
@@ -62,7 +66,7 @@ class Loop:
                 handler = self.handlers.get(fd)
                 if handler is not None:
                     handler(events)
-            if self.timers:
+            if soonest <= time.monotonic():
                 self._fire()
 
     def _fire(self) -> None:

@@ -51,6 +51,13 @@ def same_file(one: int, other: int) -> bool:
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 
+def find_program(name: str, path: str) -> bool:
+    """Whether a program of that name, or at that path, can be executed."""
+    if "/" in name:
+        return posix.access(name, posix.X_OK)
+    return any(posix.access((folder or ".") + "/" + name, posix.X_OK) for folder in path.split(":"))
+
+
 def execute(argv: list[str], env: dict[str, str]) -> None:
     """`os.execvpe`: become the program, found by the PATH of `env`. Returns never; raises OSError."""
     name = argv[0]

@@ -91,6 +91,16 @@ def exit_code(status: int) -> int:
     return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
 
 
+def sacrifice() -> None:
+    """When memory runs out, this process and its children go before the tool server."""
+    try:
+        fd = posix.open("/proc/self/oom_score_adj", posix.O_WRONLY)
+        posix.write(fd, b"1000")
+        posix.close(fd)
+    except OSError:
+        return
+
+
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
     """Fork and execute in a session of its own with `fds` {target: source} and nothing else open."""
     pid = posix.fork()
@@ -99,6 +109,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
     code = 127
     try:
         posix.setsid()
+        sacrifice()
         _signal.set_wakeup_fd(-1)
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
             _signal.signal(number, _signal.SIG_DFL)
@@ -108,7 +119,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
             import fcntl
             import termios
 
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            fcntl.ioctl(1, termios.TIOCSCTTY, 0)
         posix.chdir(cwd)
         execute(argv, env)
     except OSError as error:

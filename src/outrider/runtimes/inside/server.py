@@ -17,16 +17,21 @@ from typing import TYPE_CHECKING
 from outrider.runtimes.inside.bridge import Bridge
 from outrider.runtimes.inside.calls import Calls
 from outrider.runtimes.inside.connection import Connection
-from outrider.runtimes.inside.files import Snapshot, write_file
+from outrider.runtimes.inside.files import Snapshot, write_file, write_tar
+from outrider.runtimes.inside.interpreter import Interpreter
 from outrider.runtimes.inside.job import Job
+from outrider.runtimes.inside.lookup import Helper, found_paths, patched_files
 from outrider.runtimes.inside.loop import Loop
 from outrider.runtimes.inside.paths import folder_of, is_link, make_folders, same_file
 from outrider.runtimes.inside.processes import kill_tree
+from outrider.runtimes.inside.restore import Restore
 from outrider.runtimes.inside.shell import Shell
+from outrider.runtimes.inside.terminal import Terminal
 from outrider.runtimes.inside.wire import Unpacker
 
 if TYPE_CHECKING:
     import signal as _signal
+    from collections.abc import Callable
     from typing import Any
 else:
     import _signal  # `signal` would add half again to the start-up time
@@ -37,10 +42,15 @@ PR_SET_CHILD_SUBREAPER = 36
 class Server:
     """The methods: `do_NAME(call, arguments)` for each NAME the host may call."""
 
-    def __init__(self, loop: Loop, connection: Connection) -> None:
+    def __init__(
+        self, loop: Loop, connection: Connection, save_layers: Callable[[int], None] | None, gateway: int
+    ) -> None:
         self.loop = loop
+        self.save_layers = save_layers
+        self.gateway = gateway
         self.calls = Calls(loop, connection)
         self.shells: dict[int, Shell] = {}
+        self.restores: dict[int, Restore] = {}
         connection.on_frame = self.dispatch
 
     def dispatch(self, frame: bytes) -> None:
@@ -57,6 +67,7 @@ class Server:
     def do_configure(self, call: int, args: dict[str, Any]) -> None:
         self.calls.base_env = args["env"]
         self.calls.marking = args["mark"]
+        self.calls.python = args["python"]
         if args["subreaper"]:
             import ctypes
 
@@ -67,9 +78,19 @@ class Server:
         for path in args["folders"]:
             make_folders(path)
         posix.chdir(args["workdir"])
+        if args["lifetime"]:
+            self.loop.at(self, args["lifetime"] / 1000, self.expire)
         if args["bridge_port"]:
-            self.bridge = Bridge(self.loop, args["bridge_port"], args["bridge_socket"])
+            held = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else ""
+            self.bridge = Bridge(self.loop, args["bridge_port"], held or args["bridge_socket"])
         self.calls.reply(call, {})
+
+    def expire(self) -> None:
+        """The sandbox has lived as long as it may."""
+        kill_tree({posix.getpid()})
+        for call in self.calls.running:
+            self.calls.fail(call, "failed", "the sandbox has come to the end of its lifetime")
+        self.loop.stopped = True
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
         Job(self.calls, call, args)
@@ -81,8 +102,11 @@ class Server:
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
         number = call  # unique already
-        self.shells[number] = Shell(self.calls, number, args)
-        self.calls.reply(call, {"shell": number})
+        if args["kind"] == "bash":
+            self.shells[number] = Terminal(self.calls, number, args)
+            self.calls.reply(call, {"shell": number})
+        else:
+            self.shells[number] = Interpreter(self.calls, number, args)
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
         shell = self.shells.get(args["shell"])
@@ -98,7 +122,8 @@ class Server:
         self.calls.reply(call, {})
 
     def do_read(self, call: int, args: dict[str, Any]) -> None:
-        fd = posix.open(args["path"], posix.O_RDONLY | posix.O_NONBLOCK | posix.O_CLOEXEC)
+        nofollow = 0 if args.get("follow", True) else posix.O_NOFOLLOW
+        fd = posix.open(args["path"], posix.O_RDONLY | posix.O_NONBLOCK | posix.O_CLOEXEC | nofollow)
         try:
             kind = posix.fstat(fd).st_mode & 0o170000
             if kind == 0o040000:
@@ -125,11 +150,41 @@ class Server:
         self.calls.reply(call, {})
 
     def do_snapshot(self, call: int, args: dict[str, Any]) -> None:
-        Snapshot(self.calls, call, args["paths"], args["limit"])
+        Snapshot(self.calls, call, args["limit"], lambda fd: write_tar(fd, args["paths"]))
+
+    def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
+        """All else that runs is ended first: what is saved is what it left."""
+        if self.save_layers is None:
+            raise ValueError("this sandbox has no layer of its own")
+        kill_tree({posix.getpid()})
+        Snapshot(self.calls, call, args["limit"], self.save_layers)
+
+    def do_glob(self, call: int, args: dict[str, Any]) -> None:
+        Helper(self.calls, call, lambda: found_paths(args["root"], args["pattern"], args["limit"]))
+
+    def do_patch(self, call: int, args: dict[str, Any]) -> None:
+        Helper(self.calls, call, lambda: patched_files(args["cwd"], args["text"], args["size"]))
+
+    def do_restore(self, call: int, args: dict[str, Any]) -> None:
+        restore = self.restores.get(args["key"]) or Restore(self.calls, args["roots"], args["limit"])
+        self.restores[args["key"]] = restore
+        restore.feed(call, args["data"], args["last"])
 
     def do_stop(self, call: int, args: dict[str, Any]) -> None:
         kill_tree({posix.getpid()})
         self.calls.reply(call, {})
+
+
+def preload() -> None:
+    """Import now what is otherwise imported where it is used: for a process that is about to change its root."""
+    import _socket
+    import ctypes
+    import fcntl
+    import fnmatch
+    import tarfile
+    import termios
+
+    assert all((_socket, ctypes, fcntl, fnmatch, tarfile, termios))
 
 
 def main() -> None:
@@ -142,9 +197,15 @@ def main() -> None:
         posix.dup2(null, fd)
     close_others({0, 1, 2, fd_in, fd_out})
     posix.umask(0o022)
+    serve(fd_in, fd_out)
+
+
+def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
+    """Serve one connection. `save_layers` writes an archive of the sandbox's writable layers, where it has any;
+    `gateway` is a descriptor of the gateway's socket, where no path inside leads to it."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     loop = Loop()
-    Server(loop, Connection(loop, fd_in, fd_out))
+    Server(loop, Connection(loop, fd_in, fd_out), save_layers, gateway)
     loop.run()
     kill_tree({posix.getpid()})
 

@@ -1,20 +1,19 @@
-"""A live bash or Python that keeps its state between inputs.
+"""A live shell or interpreter that keeps its state between inputs.
 
-Invariant: whatever an input does, the shell takes the next one within two seconds of its time limit, or is gone.
+It does not know how a program is given its inputs (see terminal.py and interpreter.py). Invariant: whatever an input
+does, the shell takes the next one within two seconds of its time limit, or is gone.
 """
 
 from __future__ import annotations
 
 import posix
 import select
-import sys
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.calls import Calls
 from outrider.runtimes.inside.capture import Capture
 from outrider.runtimes.inside.loop import CHUNK, POLL_READ, read_ready
-from outrider.runtimes.inside.paths import DEFAULT_PATH
-from outrider.runtimes.inside.processes import descendants, kill_tree, processes, send_signal, spawn
+from outrider.runtimes.inside.processes import Process, descendants, kill_tree, processes, send_signal
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -31,90 +30,70 @@ KILL_AFTER = 3
 RESTART_AFTER = 20
 
 
-BASH_PRELUDE = (
-    b"PS1=; export -n PS1; PS2=; unset PROMPT_COMMAND HISTFILE; set +o history +H;"
-    b' __status=0; __set_status() { return "$1"; }\n'
-)
-
-
 class Shell:
-    """A live bash on a raw pty, or a live Python on a pipe: one input at a time, its end told by a marker.
+    """One program, one input at a time. A kind of shell adds how it starts (`_start`), how it is given an input
+    (`_give`), what its output means (`_take`), whom an interrupt is for (`_victims`), and may add to `_interrupted`.
 
-    The marker is ``\\x1e TOKEN SEQ : STATUS \\x1e`` in the output stream, so that all output is known to have come.
+    What it prints between two inputs is shown with the next.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
         self.calls = calls
         self.args = args
         self.number = number
-        self.token = posix.urandom(8).hex().encode()
         self.sequence = 0
         self.call = 0
         self.cap = 0
         self.capture = Capture(1)
-        self.pending = bytearray()
         self.unsent = bytearray()
+        self.blocked = False
         self.ticks = 0
         self.note = b""
+        self.shown = b""
         self.dead = False
+        self.pid = self.output = self.input = -1
         self._open()
 
     def _open(self) -> None:
-        self.bash = self.args["kind"] == "bash"
         env = self.calls.environment({}, -self.number)
-        self.pid, self.output, self.input = (self._bash if self.bash else self._python)(env)
-        for fd in {self.output, self.input}:
+        env.setdefault("TERM", "dumb")
+        self._start(env)
+        for fd in self._descriptors():
             posix.set_blocking(fd, False)
-        loop = self.calls.loop
-        loop.watch(self.output, POLL_READ, self._ready)
-        loop.exits[self.pid] = self._exited
-        if self.bash:
-            self._send(BASH_PRELUDE)
+        self.calls.loop.watch(self.output, POLL_READ, self._ready)
+        self.calls.loop.exits[self.pid] = self._exited
 
-    def _bash(self, env: dict[str, str]) -> tuple[int, int, int]:
-        master, slave = posix.openpty()
-        raw_terminal(slave)
-        argv = ["bash", "--norc", "--noprofile", "--noediting"]
-        try:
-            env.setdefault("TERM", "dumb")
-            env["PS1"] = ""
-            pid = spawn(argv, env, self.args["cwd"], {0: slave, 1: slave, 2: slave}, tty=True)
-        finally:
-            posix.close(slave)
-        return pid, master, master
+    def _start(self, env: dict[str, str]) -> None:
+        """Sets `pid`, `output` and `input`."""
+        raise NotImplementedError
 
-    def _python(self, env: dict[str, str]) -> tuple[int, int, int]:
-        input_read, input_write = posix.pipe()
-        output_read, output_write = posix.pipe()
-        null = posix.open("/dev/null", posix.O_RDONLY)
-        found = any(posix.access(d + "/python3", posix.X_OK) for d in env.get("PATH", DEFAULT_PATH).split(":"))
-        argv = ["python3" if found else sys.executable, "-c", self.args["program"], self.token.decode()]
-        try:
-            pid = spawn(argv, env, self.args["cwd"], {0: null, 1: output_write, 2: output_write, 3: input_read})
-        finally:
-            for fd in (null, input_read, output_write):
-                posix.close(fd)
-        return pid, output_read, input_write
+    def _give(self, text: bytes) -> None:
+        raise NotImplementedError
+
+    def _take(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def _victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
+        """The process group that is interrupted, and the processes that are killed if that does not help."""
+        raise NotImplementedError
+
+    def _interrupted(self) -> None:
+        pass
+
+    def _descriptors(self) -> set[int]:
+        return {self.output, self.input}
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
         if self.dead or self.call:
             self.calls.fail(call, "failed", "the shell is gone" if self.dead else "the shell is busy")
             return
-        self.call, self.cap, self.capture, self.ticks = call, cap, Capture(cap), 0
-        self.note = b""
+        if cap != self.cap:
+            self.cap, self.capture = cap, Capture(cap)
+        self.call, self.ticks, self.note, self.shown = call, 0, b"", b""
         self.sequence += 1
         self.calls.running[call] = self.cancel
         self.calls.loop.at(self, milliseconds / 1000, self.cancel)
-        if self.bash:
-            raw_terminal(self.output)
-            quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
-            line = b"__set_status $__status; eval '" + quoted + b"\n' </dev/null; __status=$?; "
-            self._send(line + self._report() + b"\n")
-        else:
-            self._send(len(text).to_bytes(4, "big") + self.sequence.to_bytes(4, "big") + text)
-
-    def _report(self) -> bytes:
-        return b"printf '\\036%s:%d\\036' " + self.token + b".%d $__status" % self.sequence
+        self._give(text)
 
     def _send(self, data: bytes) -> None:
         self.unsent += data
@@ -128,57 +107,43 @@ class Shell:
             pass
         except OSError:
             self.unsent.clear()
-        writes = select.POLLOUT if self.unsent else 0
-        if self.input == self.output:
-            self.calls.loop.watch(self.output, POLL_READ | writes, self._ready)
-        elif writes:
-            self.calls.loop.watch(self.input, writes, lambda events: self._flush())
+        if self.blocked == bool(self.unsent):
+            return
+        self.blocked = not self.blocked
+        if self.blocked:
+            self.calls.loop.watch(self.input, select.POLLOUT, lambda events: self._flush())
         else:
             self.calls.loop.forget(self.input)
 
     def _ready(self, events: int) -> None:
-        if events & select.POLLOUT:
-            self._flush()
-        if events & POLL_READ:
-            data = read_ready(self.output)
-            if data is None:
-                self.calls.loop.forget(self.output)
-            elif data:
-                self._take(data)
+        data = read_ready(self.output)
+        if data is None:
+            self.calls.loop.forget(self.output)
+        elif data:
+            self._take(data)
 
-    def _take(self, data: bytes) -> None:
-        self.pending += data
-        marker = b"\x1e%s.%d:" % (self.token, self.sequence)
-        start = self.pending.find(marker)
-        end = self.pending.find(b"\x1e", start + len(marker)) if start >= 0 else -1
-        if end >= 0:
-            status = int(self.pending[start + len(marker) : end])
-            self.capture.add(bytes(self.pending[:start]))
-            del self.pending[: end + 1]
-            if self.call:
-                self._finish(status)
-        elif start < 0:
-            keep = self.pending.rfind(b"\x1e", -len(marker))
-            keep = len(self.pending) if keep < 0 else keep
-            self.capture.add(bytes(self.pending[:keep]))
-            del self.pending[:keep]
+    def _drain(self) -> None:
+        """All that was printed up to now. A pipe holds at most 1 MiB, so later writers cannot keep us here."""
+        for _ in range(16):
+            data = read_ready(self.output)
+            if not data:
+                break
+            self._take(data)
 
     def _finish(self, code: int | None) -> None:
         call, self.call = self.call, 0
         self.calls.running.pop(call, None)
         self.calls.loop.timers.pop(self, None)
         late = self.ticks > 0
-        out = self._clean(self.capture.take()) + self.note
-        self.capture = Capture(self.cap)  # what background jobs print before the next input is shown with it
-        self.calls.reply(call, {"out": out, "code": None if late else code, "timed_out": late})
+        fields = {"out": self._clean(self.capture.take()) + self.note, "code": None if late else code}
+        if late:
+            fields["timed_out"] = True
+        if self.shown:
+            fields["shown"] = self.shown
+        self.capture = Capture(self.cap)
+        self.calls.reply(call, fields)
 
     def _clean(self, out: bytes) -> bytes:
-        """Without the markers that an interrupted line printed after all."""
-        marker = b"\x1e" + self.token
-        while marker in out:
-            start = out.index(marker)
-            end = out.find(b"\x1e", start + 1)
-            out = out[:start] + (out[end + 1 :] if end >= 0 else b"")
         return out
 
     def cancel(self) -> None:
@@ -188,45 +153,28 @@ class Shell:
         self.ticks += 1
         self.calls.loop.at(self, INTERRUPT_EVERY, self.cancel)
         if self.ticks > RESTART_AFTER:
-            self._restart()
+            self._restart(b"the shell did not answer to an interrupt")
             return
         table = processes()
-        group = self._foreground()
-        members = {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.pid}
-        if not self.bash:
-            members = descendants(table, {self.pid}) - {self.pid}
+        group, members = self._victims(table)
         strays = {pid for pid in descendants(table, members) if table[pid].group != group}
         for pid in members | strays if self.ticks >= KILL_AFTER else strays:
             send_signal(pid, _signal.SIGKILL)
         send_signal(-group, _signal.SIGINT)
-        if self.bash:
-            self.sequence += self.ticks == 1
-            self._send(b"\n" + self._report() + b"\n")
+        self._interrupted()
 
-    def _foreground(self) -> int:
-        if self.bash:
-            try:
-                return posix.tcgetpgrp(self.output)
-            except OSError:
-                pass
-        return self.pid
-
-    def _restart(self) -> None:
+    def _restart(self, reason: bytes) -> None:
         self._kill()
-        self.note = b"\n[the shell did not answer to an interrupt and was started anew: its state is lost]\n"
+        self.note = b"\n[" + reason + b" and was started anew: its state is lost]\n"
         self._open()
-        self._finish(None)
+        if self.call:
+            self._finish(None)
 
     def _exited(self, code: int) -> None:
-        for _ in range(16):
-            data = read_ready(self.output)
-            if not data:
-                break
-            self._take(data)
+        self._drain()
         self.dead = True
         self._release()
         if self.call:
-            self.capture.add(bytes(self.pending))
             self._finish(code)
 
     def _kill(self) -> None:
@@ -235,9 +183,9 @@ class Shell:
         self._release()
 
     def _release(self) -> None:
-        self.pending.clear()
         self.unsent.clear()
-        for fd in {self.output, self.input}:
+        self.blocked = False
+        for fd in self._descriptors():
             self.calls.loop.forget(fd)
             posix.close(fd)
 
@@ -249,12 +197,3 @@ class Shell:
         if self.call:
             self.note = b"\n[the shell was closed]\n"
             self._finish(None)
-
-
-def raw_terminal(fd: int) -> None:
-    import termios
-
-    mode = termios.tcgetattr(fd)
-    mode[0] = mode[1] = 0
-    mode[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
-    termios.tcsetattr(fd, termios.TCSANOW, mode)

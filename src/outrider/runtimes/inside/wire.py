@@ -12,35 +12,32 @@ if TYPE_CHECKING:
     from typing import Any, ClassVar
 
 
-def pack(value: object, out: bytearray) -> None:
-    if value is None:
-        out.append(0xC0)
-    elif value is True or value is False:
-        out.append(0xC3 if value else 0xC2)
-    elif isinstance(value, int):
+def pack(value: Any, out: bytearray) -> None:
+    kind = type(value)
+    if kind is str:
+        data = value.encode("utf-8", "surrogateescape")
+        out += b"\xdb" + len(data).to_bytes(4, "big") + data
+    elif kind is int:
         out.append(0xD3)
         out += value.to_bytes(8, "big", signed=True)
-    elif isinstance(value, str):
-        data = value.encode("utf-8", "surrogateescape")
-        out.append(0xDB)
-        out += len(data).to_bytes(4, "big") + data
-    elif isinstance(value, (bytes, bytearray)):
-        out.append(0xC6)
-        out += len(value).to_bytes(4, "big")
+    elif kind is bytes or kind is bytearray:
+        out += b"\xc6" + len(value).to_bytes(4, "big")
         out += value
-    elif isinstance(value, (list, tuple)):
-        out.append(0xDD)
-        out += len(value).to_bytes(4, "big")
-        for item in value:
-            pack(item, out)
-    elif isinstance(value, dict):
-        out.append(0xDF)
-        out += len(value).to_bytes(4, "big")
+    elif kind is dict:
+        out += b"\xdf" + len(value).to_bytes(4, "big")
         for key, item in value.items():
             pack(key, out)
             pack(item, out)
+    elif kind is list or kind is tuple:
+        out += b"\xdd" + len(value).to_bytes(4, "big")
+        for item in value:
+            pack(item, out)
+    elif value is None:
+        out.append(0xC0)
+    elif kind is bool:
+        out.append(0xC3 if value else 0xC2)
     else:
-        raise TypeError("cannot pack " + type(value).__name__)
+        raise TypeError("cannot pack " + kind.__name__)
 
 
 class Unpacker:
@@ -62,11 +59,11 @@ class Unpacker:
         self.at = 0
 
     def take(self, count: int) -> bytes:
-        piece = self.data[self.at : self.at + count]
-        if len(piece) != count:
+        start = self.at
+        self.at = end = start + count
+        if end > len(self.data):
             raise ValueError("frame ends early")
-        self.at += count
-        return piece
+        return self.data[start:end]
 
     def number(self, count: int, signed: bool = False) -> int:
         return int.from_bytes(self.take(count), "big", signed=signed)
@@ -77,34 +74,31 @@ class Unpacker:
         return call, method, args
 
     def value(self) -> Any:
-        tag = self.number(1)
+        tag = self.take(1)[0]
         if tag < 0x80:
             return tag
+        if 0xA0 <= tag < 0xC0:
+            return str(self.take(tag & 0x1F), "utf-8", "surrogateescape")
         if tag >= 0xE0:
             return tag - 0x100
         if tag < 0x90:
             return self.group("m", tag & 0x0F)
         if tag < 0xA0:
             return self.group("a", tag & 0x0F)
-        if tag < 0xC0:
-            return self.text(tag & 0x1F)
-        if tag in self.PLAIN:
-            return self.PLAIN[tag]
         if tag in self.SIZED:
             kind, width = self.SIZED[tag]
-            size = self.number(width)
-            return self.text(size) if kind == "s" else self.take(size)
+            data = self.take(self.number(width))
+            return str(data, "utf-8", "surrogateescape") if kind == "s" else data
+        if 0xCC <= tag <= 0xCF:
+            return self.number(1 << (tag - 0xCC))
+        if tag in self.PLAIN:
+            return self.PLAIN[tag]
         if tag in self.GROUPED:
             kind, width = self.GROUPED[tag]
             return self.group(kind, self.number(width))
-        if 0xCC <= tag <= 0xCF:
-            return self.number(1 << (tag - 0xCC))
         if 0xD0 <= tag <= 0xD3:
             return self.number(1 << (tag - 0xD0), signed=True)
         raise ValueError(f"unknown msgpack tag {tag:#x}")
-
-    def text(self, size: int) -> str:
-        return self.take(size).decode("utf-8", "surrogateescape")
 
     def group(self, kind: str, size: int) -> Any:
         if kind == "a":

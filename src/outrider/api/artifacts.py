@@ -1,0 +1,48 @@
+"""Control routes for the files that agents left.
+
+What they hold is not trusted: it is served as bytes, so that no browser runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from fastapi.responses import FileResponse
+
+from outrider.api.images import SAFE, UNKNOWN
+from outrider.api.openapi import answers
+from outrider.api.replies import json_reply
+from outrider.errors import ErrorRecord
+from outrider.service.service import Service
+from outrider.wire import ArtifactList
+
+DOWNLOAD = SAFE | {"Content-Disposition": "attachment"}
+
+Attempt = Annotated[int | None, Query(ge=1, description="of this attempt; default: the newest that has ended its run")]
+
+
+def artifact_routes(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/v1/sessions/{session_id}")
+
+    @routes.get("/artifacts", **answers(ArtifactList))
+    async def artifacts(session_id: str, attempt: Attempt = None) -> Response:
+        """What the session's agent left of what its task wants kept, and what of that was left out."""
+        session = await service.reader.session(session_id)
+        return json_reply(await asyncio.to_thread(service.artifacts.listed, session.id, attempt))
+
+    @routes.get("/artifacts/{path:path}", response_class=FileResponse, responses=_answers())
+    async def artifact(session_id: str, path: str, attempt: Attempt = None) -> Response:
+        """The bytes of one of them, by its path in the sandbox, without the first slash."""
+        session = await service.reader.session(session_id)
+        file = await asyncio.to_thread(service.artifacts.file, session.id, f"/{path}", attempt)
+        return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
+
+    return routes
+
+
+def _answers() -> dict[int | str, dict[str, Any]]:
+    content = {UNKNOWN: {"schema": {"type": "string", "format": "binary"}}}
+    refused: dict[str, Any] = answers(ErrorRecord)["responses"]["default"]
+    return {200: {"description": "The file.", "content": content}, "default": refused}

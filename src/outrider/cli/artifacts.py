@@ -1,0 +1,87 @@
+"""`outrider artifacts`: the files that a session's agent left, listed, or one of them fetched."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.tables import table
+from outrider.cli.terminal import Terminal, printable, terminal_of
+from outrider.errors import InvalidField, ServiceError
+from outrider.wire import ArtifactList
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """What `outrider artifacts SESSION PATH --json` writes."""
+
+    path: str
+    size: int
+    output: str
+
+
+def artifacts(
+    ctx: typer.Context,
+    session: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
+    path: Annotated[
+        str | None,
+        typer.Argument(metavar="[PATH]", help="A file of it, by its path in the sandbox.", show_default="all"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to.", show_default="standard output")
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of this attempt.", show_default="the newest")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """List the files that a session's agent left and its task wanted kept, or get one.
+
+    Examples:
+
+        outrider artifacts s-0019a4e2b6c1f3d2-0
+
+        outrider artifacts s-0019a4e2b6c1f3d2-0 /work/out.log -o out.log
+    """
+    terminal = terminal_of(ctx)
+    if path is None and output is not None:
+        raise InvalidField("-o is for one file", field="output", hint="name its PATH too")
+    if path is not None and output is None and json:
+        raise InvalidField("--json needs a file to write to", field="output", hint="name one: -o FILE")
+    with client(url, token) as service:
+        if path is None:
+            _list(terminal, service.artifacts(session, attempt=attempt))
+        else:
+            _give(terminal, path, service.artifact(session, path, attempt=attempt), output)
+
+
+def _list(terminal: Terminal, listed: ArtifactList) -> None:
+    if terminal.json:
+        terminal.document(listed)
+        return
+    rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
+    terminal.out.print(table(("bytes>", "sha256", "path"), rows))
+    if listed.left_out:
+        left_out = [(printable(each.path), printable(each.reason)) for each in listed.left_out]
+        terminal.out.print(table(("left out", "reason"), left_out))
+
+
+def _give(terminal: Terminal, path: str, data: bytes, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        output.write_bytes(data)
+    except OSError as error:
+        raise ServiceError(f"cannot write {output}: {error.strerror}") from error
+    if terminal.json:
+        terminal.document(Fetched(path, len(data), str(output)))
+    else:
+        terminal.note(f"{path}: {len(data):,} bytes in {output}")

@@ -1,0 +1,182 @@
+"""An interpreter that runs in any root of this machine's architecture: one without Python, without libraries, empty.
+
+It is the interpreter that runs Outrider, with its dynamic loader, every shared library it may need, and the standard
+library, in one folder that is shown at PORTABLE_AT. Started through its own loader it looks at nothing else, and what
+it starts in turn is given nothing of it. Invariant: what is at `python/DIGEST` in the cache is whole, has been tried,
+and never changes.
+"""
+
+from __future__ import annotations
+
+import compileall
+import functools
+import hashlib
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from outrider.config import cache_home
+from outrider.errors import RuntimeUnavailable
+from outrider.pythons.publish import published
+
+PORTABLE_AT = "/run/outrider-python"
+RECIPE = "1"
+"""Part of the digest: another one makes everybody build anew."""
+LEFT_OUT = frozenset(
+    [
+        "test",
+        "tests",
+        "idlelib",
+        "tkinter",
+        "turtledemo",
+        "ensurepip",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "dist-packages",
+        "lib-dynload",
+    ]
+)
+MODULES_LEFT_OUT = ("_tkinter", "_test", "_ctypes_test", "xx")
+BESIDE_LIBC = ("libgcc_s.so.1",)
+"""What no program names but libc itself opens, to end a thread."""
+PT_INTERP = 3
+TRY_SECONDS = 60
+
+
+def portable_python() -> Path:
+    """The folder to show at PORTABLE_AT. Made once for each interpreter, by one of however many ask; that blocks for a
+    few seconds. Raises RuntimeUnavailable."""
+    return _python(cache_home().absolute() / "python")
+
+
+def portable_command(at: str = PORTABLE_AT) -> list[str]:
+    """How to start the interpreter when the folder is at `at`; options of Python follow."""
+    loader = _loader()
+    program = f"{at}/bin/python3"
+    if loader is None:
+        return [program]
+    return [f"{at}/lib/{loader.name}", "--library-path", f"{at}/lib", program]
+
+
+@functools.lru_cache(maxsize=8)  # what is published never changes
+def _python(home: Path) -> Path:
+    return published(home / portable_digest(), _build)
+
+
+def _executable() -> Path:
+    """The program itself, not a virtual environment's link to it."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    base = Path(getattr(sys, "_base_executable", None) or Path(sys.base_prefix, "bin", name))
+    return base.resolve()
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_path("stdlib")).resolve()
+
+
+def _extensions() -> Path:
+    """The folder of the standard library's compiled modules."""
+    beside = _stdlib() / "lib-dynload"
+    return beside if beside.is_dir() else Path(sysconfig.get_config_var("DESTSHARED") or beside)
+
+
+def portable_digest() -> str:
+    """Tells one interpreter from another. Raises RuntimeUnavailable."""
+    parts = [RECIPE, sys.version, sys.platlibdir]
+    for path in (_executable(), _stdlib(), _extensions()):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise RuntimeUnavailable(f"cannot copy the interpreter for sandboxes without one: {error}") from error
+        parts.append(f"{path}:{status.st_size if path.is_file() else ''}:{status.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _build(folder: Path) -> None:
+    """Fill an empty folder, and try what came of it."""
+    if sys.platform != "linux":
+        raise RuntimeUnavailable("an interpreter for sandboxes can only be made on Linux")
+    executable, extensions = _executable(), _extensions()
+    place = folder / sys.platlibdir / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    shutil.copytree(_stdlib(), place, ignore=_left_out)
+    compileall.compile_dir(place, quiet=2)  # nothing, where the copied files are compiled
+    modules = [path for path in extensions.glob("*.so") if not path.name.startswith(MODULES_LEFT_OUT)]
+    (folder / "bin").mkdir()
+    (folder / "lib").mkdir(exist_ok=True)
+    shutil.copy2(executable, folder / "bin" / "python3")
+    (place / "lib-dynload").mkdir()
+    for path in modules:
+        shutil.copy2(path, place / "lib-dynload" / path.name)
+    if (loader := _loader()) is not None:
+        shutil.copy2(loader, folder / "lib" / loader.name)
+        for name, path in _libraries(loader, [executable, *modules]).items():
+            shutil.copy2(path, folder / "lib" / name)
+    _try(folder)
+
+
+def _left_out(folder: str, names: list[str]) -> list[str]:
+    return [n for n in names if n in LEFT_OUT or n.startswith("config-") or ".opt-" in n or n.endswith(".a")]
+
+
+def _loader() -> Path | None:
+    """The dynamic loader that the interpreter names; None when it is a static program."""
+    named = _interpreter_of(_executable())
+    return Path(named) if named else None
+
+
+@functools.lru_cache(maxsize=8)
+def _interpreter_of(program: Path) -> str | None:
+    """The PT_INTERP entry of a 64-bit ELF file in this machine's byte order."""
+    with program.open("rb") as file:
+        header = file.read(64)
+        if header[:5] != b"\x7fELF\x02":
+            raise RuntimeUnavailable(f"{program} is no 64-bit ELF program")
+        (table,) = struct.unpack_from("=Q", header, 32)
+        size, count = struct.unpack_from("=HH", header, 54)
+        for number in range(count):
+            file.seek(table + number * size)
+            entry = file.read(size)
+            (kind,) = struct.unpack_from("=I", entry, 0)
+            if kind == PT_INTERP:
+                offset, _, _, length = struct.unpack_from("=QQQQ", entry, 8)
+                file.seek(offset)
+                return file.read(length).rstrip(b"\0").decode()
+    return None
+
+
+def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
+    """All that the programs load, by the name they ask for it. What this host lacks is left out: the module that
+    wants it cannot be imported here either."""
+    found: dict[str, Path] = {}
+    for program in programs:
+        found.update(_loaded(loader, program))
+    found.pop(loader.name, None)
+    for libc in [path for name, path in found.items() if name.startswith("libc.")]:
+        found.update({name: libc.parent / name for name in BESIDE_LIBC if (libc.parent / name).exists()})
+    return found
+
+
+def _loaded(loader: Path, program: Path) -> Iterator[tuple[str, Path]]:
+    """Lines are `NAME => PATH (ADDRESS)`; what has no path comes from the kernel."""
+    done = subprocess.run([str(loader), "--list", str(program)], capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        name, arrow, rest = line.strip().partition(" => ")
+        path = Path(rest.rpartition(" (")[0])
+        if arrow and path.is_absolute():
+            yield Path(name).name, path
+
+
+def _try(folder: Path) -> None:
+    command = [*portable_command(str(folder)), "-I", "-c", "import ctypes, json, socket, sys; print(sys.prefix)"]
+    done = subprocess.run(command, capture_output=True, text=True, env={}, timeout=TRY_SECONDS, check=False)
+    if done.returncode != 0 or done.stdout.strip() != str(folder):
+        raise RuntimeUnavailable(
+            f"a copy of {_executable()} does not run",
+            hint="run Outrider with a Python that was not moved after it was installed, or use images that have one",
+            log_tail=(done.stdout + done.stderr)[-2000:],
+        )

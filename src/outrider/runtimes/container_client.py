@@ -1,0 +1,101 @@
+"""The few calls of the Docker Engine API that sandboxes need, over a daemon's Unix socket, by aiodocker.
+
+It knows no sandbox, and neither repeats nor undoes anything. Invariant: whatever goes wrong is a `DaemonError`, with
+the daemon's own words and status, or with status 0 when nobody can tell whether the call was carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiodocker
+import aiohttp
+import msgspec
+
+CALL_SECONDS = 120.0
+CONNECT_SECONDS = 5.0
+NO_CONNECTION = 900
+"""The status that aiodocker makes up."""
+
+
+class DaemonError(Exception):
+    """`status` is the daemon's HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class LocalImage(msgspec.Struct, frozen=True):
+    """An image that the daemon has: its content's id, and the variables it sets."""
+
+    id: str
+    env: dict[str, str]
+
+
+class Listed(msgspec.Struct, frozen=True):
+    name: str
+    labels: dict[str, str]
+
+
+class DaemonClient:
+    """Close it after use. Any number of calls may be under way."""
+
+    def __init__(self, socket: Path) -> None:
+        # An idle connection that the daemon is just closing would cost a call: each call has its own.
+        connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        self._docker = aiodocker.Docker(url="http://localhost", connector=connector, session=self._session)
+
+    async def close(self) -> None:
+        await self._docker.close()
+        await self._session.close()
+
+    async def image(self, name: str) -> LocalImage:
+        async with translated():
+            found = await self._docker.images.inspect(name)
+        entries = (found.get("Config") or {}).get("Env") or []
+        pairs = (entry.partition("=") for entry in entries)
+        return LocalImage(found["Id"], {name: value for name, _, value in pairs})
+
+    async def create(self, name: str, body: Mapping[str, Any]) -> None:
+        async with translated():
+            await self._docker.containers.create(dict(body), name=name)
+
+    async def start(self, name: str) -> None:
+        async with translated():
+            await self._docker.containers.container(name).start()
+
+    async def runs(self, name: str) -> bool:
+        async with translated():
+            found = await self._docker.containers.get(name)
+        return bool(found["State"]["Running"])
+
+    async def remove(self, name: str) -> None:
+        """Kill and remove. Status 404 when there is none, 409 while somebody else removes it."""
+        async with translated():
+            await self._docker.containers.container(name).delete(force=True, v=True)
+
+    async def labelled(self, label: str) -> list[Listed]:
+        """All containers that have the label, running or not."""
+        filters = msgspec.json.encode({"label": [label]}).decode()
+        async with translated():
+            found = await self._docker.containers.list(all=True, filters=filters)
+        return [Listed(one["Names"][0].lstrip("/"), one["Labels"]) for one in found]
+
+
+@asynccontextmanager
+async def translated() -> AsyncIterator[None]:
+    try:
+        yield
+    except aiodocker.DockerError as error:
+        status = 0 if error.status == NO_CONNECTION else error.status
+        raise DaemonError(status, str(error.message).strip()) from error
+    except TimeoutError as error:
+        raise DaemonError(0, f"no answer within {CALL_SECONDS:.0f} s") from error
+    except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
+        raise DaemonError(0, f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,207 @@
+"""The docker and podman runtimes: a container per sandbox, by the daemon's API, with our tool server as its first
+process.
+
+The two differ in the daemon only; `gvisor` is docker with the runtime runsc. It does not know who uses it. Invariant:
+what `start` asked a daemon for is gone, by that daemon's own word, when `stop` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import posixpath
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.pythons.portable import PORTABLE_AT
+from outrider.runtimes import container_server
+from outrider.runtimes.base import Availability, SandboxContext
+from outrider.runtimes.container_body import MEBIBYTE, ContainerPlan, Shown
+from outrider.runtimes.container_daemon import (
+    NODE_LABEL,
+    SESSION_LABEL,
+    ContainerDaemon,
+    DockerDaemon,
+    PodmanDaemon,
+)
+from outrider.runtimes.container_server import TOOLS_AT, ContainedServer
+from outrider.runtimes.hosted import Setup, clean_environment, shielded
+from outrider.runtimes.marks import mark_of
+from outrider.runtimes.namespace import BRIDGE_PORT
+from outrider.runtimes.served import ServedRuntime
+from outrider.runtimes.toolclient import ToolClient
+from outrider.spec import RuntimeSpec
+
+if TYPE_CHECKING:
+    from outrider.runtimes.container_client import LocalImage
+
+HOME = "/root"
+BRIDGE_SOCKET = "/run/outrider/gateway.sock"
+log = logging.getLogger("outrider.runtime")
+
+
+class ContainerRuntime(ServedRuntime):
+    """Paths are the container's own. What is written anywhere is gone with `stop`."""
+
+    endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
+    daemon: ClassVar[type[ContainerDaemon]]
+    oci_runtime: ClassVar[str | None] = None
+
+    def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
+        self._spec = spec
+        self._context = context
+        self._name = f"{context.host.name}-{context.directory.name}"
+        self._daemon: ContainerDaemon | None = None
+        self._server: ContainedServer | None = None
+        self._tools: ToolClient | None = None
+        self._stopped = False
+        self._stopping = asyncio.Lock()
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
+        return cls(spec, context)
+
+    @classmethod
+    def available(cls) -> Availability:
+        return cls.daemon.available()
+
+    @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        if spec.rootfs is not None:
+            raise InvalidField(
+                f"{spec.kind!r} sandboxes are made of images",
+                field="task.runtime.rootfs",
+                hint="name one in task.runtime.image, or use runtime kind 'namespace'",
+            )
+        if spec.image is None:
+            raise InvalidField(
+                f"{spec.kind!r} sandboxes need an image",
+                field="task.runtime.image",
+                hint=f"name one that `{cls.daemon.name} images` lists",
+            )
+
+    @property
+    def tools(self) -> ToolClient:
+        if self._tools is None or self._stopped:
+            raise RuntimeFailure("the sandbox does not run")
+        return self._tools
+
+    def place(self, path: str) -> str:
+        return posixpath.join(self._spec.workdir, path)
+
+    def member(self, path: str) -> str:
+        return posixpath.normpath(self.place(path)).lstrip("/")
+
+    async def start(self) -> None:
+        if self._server is not None or self._stopped:
+            raise RuntimeFailure("a sandbox starts once")
+        image = self._image()
+        daemon = await self._context.host.part(self.daemon)
+        found = await daemon.image(image)
+        folder, bytecode = await asyncio.to_thread(container_server.interpreter)
+        try:
+            server = ContainedServer(self._context.directory / "tools")
+        except OSError as error:
+            raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
+        setup = self._setup(found)
+        plan = self._plan(found, setup, [Shown(folder, PORTABLE_AT), Shown(server.folder, TOOLS_AT)], daemon.limits)
+        self._daemon, self._server = daemon, server
+        try:
+            if self._stopped:
+                raise RuntimeFailure("the sandbox was stopped while it started")
+            await daemon.run(self._name, plan.body)
+            self._tools = await server.connect(bytecode, setup, lambda: daemon.runs(self._name))
+        except BaseException:
+            self._daemon, self._server = daemon, server  # also where a `stop` came while this was under way
+            await self.stop()
+            raise
+
+    def _image(self) -> str:
+        if self._spec.rootfs is not None:
+            raise RuntimeUnavailable(
+                f"the {self.daemon.name} runtime has images, no root folders", hint="use runtime kind 'namespace'"
+            )
+        if self._spec.image is None:
+            raise RuntimeUnavailable(
+                f"the {self.daemon.name} runtime needs an image",
+                field="task.runtime.image",
+                hint=f"name one that `{self.daemon.name} images` lists",
+            )
+        return self._spec.image
+
+    def _setup(self, image: LocalImage) -> Setup:
+        return Setup(
+            env=clean_environment({**image.env, **self._spec.env}, HOME),
+            workdir=self._spec.workdir,
+            folders=[HOME, "/tmp", "/var/tmp", self._spec.workdir],
+            bridge_port=BRIDGE_PORT,
+            bridge_socket=BRIDGE_SOCKET,
+            lifetime=self._spec.lifetime_seconds,
+            mark=mark_of(self._context.directory),
+        )
+
+    def _plan(self, image: LocalImage, setup: Setup, ours: list[Shown], limits: bool) -> ContainerPlan:
+        context = self._context
+        with contextlib.suppress(PermissionError):  # its folder is private, and root inside may be another user
+            context.gateway_socket.chmod(0o666)
+        shown = [
+            *(Shown(path, str(path)) for path in context.mounts),
+            *(Shown(Path(one.source), one.target or one.source) for one in self._spec.mounts),
+            Shown(context.gateway_socket, BRIDGE_SOCKET),
+            *ours,
+        ]
+        return ContainerPlan(
+            image=image.id,
+            command=container_server.command(self._spec.resources.disk_mb * MEBIBYTE),
+            env=setup.marking(),
+            labels={NODE_LABEL: context.host.name, SESSION_LABEL: context.session_id},
+            shown=tuple({one.target: one for one in shown}.values()),
+            resources=self._spec.resources,
+            limits=limits,
+            users=self._spec.users,
+            oci_runtime=self.oci_runtime,
+        )
+
+    async def stop(self) -> None:
+        await shielded(self._stop)
+
+    async def _stop(self) -> None:
+        async with self._stopping:
+            self._stopped = True
+            server, self._server = self._server, None
+            daemon, self._daemon = self._daemon, None
+            if daemon is not None:
+                try:
+                    await daemon.remove(self._name)
+                except RuntimeFailure as failure:
+                    log.error("%s; its server ends with its connection, and a sweep tries again", failure)
+            if server is not None:
+                await server.close()
+
+
+class DockerRuntime(ContainerRuntime):
+    daemon = DockerDaemon
+
+
+class PodmanRuntime(ContainerRuntime):
+    daemon = PodmanDaemon
+
+
+class GvisorRuntime(ContainerRuntime):
+    """A kernel of its own, written in Go, between the sandbox and the host's."""
+
+    daemon = DockerDaemon
+    oci_runtime = "runsc"
+
+    @classmethod
+    def available(cls) -> Availability:
+        can = super().available()
+        if not can.ok or cls.oci_runtime in cls.daemon.oci_runtimes():
+            return can
+        return Availability(
+            ok=False,
+            detail=f"no runtime {cls.oci_runtime} in {can.detail}",
+            hint="install gVisor and name it in dockerd's daemon.json, with runtimeArgs --host-uds=open",
+        )

@@ -1,0 +1,163 @@
+"""A process that has just been cloned becomes the first one of a sandbox: its root, its limits, its confinement.
+
+It knows no tool server and no session. What it builds is told by a plan (see runtimes/plans.py), a mapping of plain
+values. Invariants: whatever is named by a path of the sandbox is resolved with the sandbox's root as `/`, so that
+nothing in an image can lead out of it; nothing of the host is shown but what the plan names, and that read-only; and
+once `enter` has returned, nothing that this process does or starts can undo any of it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from typing import TYPE_CHECKING
+
+from outrider.runtimes.inside import kernel, seccomp
+from outrider.runtimes.inside.paths import folder_of, make_folders
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    Plan = dict[str, Any]
+
+UNSHARED = kernel.NEWNS | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWNET | kernel.NEWCGROUP
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+LINKS = {
+    "ptmx": "pts/ptmx",
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
+USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
+"""For a sandbox of several users, over these alone: to change owners, to be another, to pass modes over (chown,
+dac_override, fowner, fsetid, kill, setgid, setuid, setpcap), to listen on low ports, to change the root."""
+GUARDED = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+"""Below /proc: what the host's root could change with no capability at all. Shown read-only."""
+HIDDEN = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
+PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
+SHOWN = kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV
+PTS = "newinstance,ptmxmode=0666,mode=620"
+
+
+def identify(plan: Plan) -> None:
+    """Be root of the user namespace, which is one user outside. More users, only others can give us."""
+    if len(plan["uids"]) == 1:
+        write("/proc/self/setgroups", "deny")
+        write("/proc/self/uid_map", mapping(plan["uids"]))
+        write("/proc/self/gid_map", mapping(plan["gids"]))
+    else:
+        os.setgroups([])
+        os.setresgid(0, 0, 0)
+        os.setresuid(0, 0, 0)
+
+
+def mapping(ids: list[list[int]]) -> str:
+    """As /proc/PID/uid_map takes it: lines of the first id inside, the first outside, and how many."""
+    return "".join(f"{inside} {outside} {count}\n" for inside, outside, count in ids)
+
+
+def enter(plan: Plan) -> list[int]:
+    """The whole of it; descriptors of the layers' upper folders, in the plan's order, which no path leads to."""
+    for group in plan["cgroups"]:
+        write(group, "0")
+    kernel.unshare(UNSHARED)
+    identify(plan)
+    uppers = change_root(plan)
+    kernel.set_host_name(b"sandbox")
+    kernel.raise_loopback()
+    for name, value in plan["rlimits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    kernel.keep_capabilities(USER_CAPABILITIES if len(plan["uids"]) > 1 else frozenset())
+    seccomp.confine()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    return uppers
+
+
+def change_root(plan: Plan) -> list[int]:
+    """All that is wanted of the host is taken hold of first; then the root is changed; then what was held is shown."""
+    base = plan["base"]
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    shown = [(kernel.clone_tree(source, SHOWN), target) for source, target in plan["shown"]]
+    devices = [(kernel.clone_tree(f"/dev/{name}"), f"/dev/{name}") for name in DEVICES]
+    saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
+    kernel.mount("none", base, "tmpfs", PLAIN, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
+    os.mkdir(f"{base}/root")
+    for number in range(len(plan["layers"])):
+        os.mkdir(f"{base}/upper{number}")
+        os.mkdir(f"{base}/work{number}")
+    if saved >= 0:
+        from outrider.runtimes.inside.layers import restore_layers  # which is slow to load, and rarely used
+
+        restore_layers(saved, [f"{base}/upper{number}" for number in range(len(plan["layers"]))])
+    uppers = [put_up(base, number, lower, target) for number, (lower, target) in enumerate(plan["layers"])]
+    old = os.open("/", os.O_PATH | os.O_DIRECTORY)
+    os.chdir(f"{base}/root")
+    kernel.pivot_root(".", ".")
+    os.chdir("/")
+    make_dev(devices, plan["bytes"])
+    make_proc()
+    for tree, target in shown:
+        show(tree, target)
+    os.fchdir(old)
+    kernel.detach(".")
+    os.chdir("/")
+    os.close(old)
+    return uppers
+
+
+def put_up(base: str, number: int, lower: str, target: str) -> int:
+    """A throw-away writable folder over one of the host's. All targets but the first, `/`, are plain folders of the
+    first's lower one. Paths are relative, or of /proc: a mount's options can be read inside."""
+    os.chdir(base)
+    held = os.open(lower, os.O_PATH | os.O_DIRECTORY)
+    os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)
+    where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
+    kernel.mount("overlay", f"root{target}", "overlay", PLAIN, where)
+    os.close(held)
+    return os.open(f"upper{number}", os.O_RDONLY | os.O_DIRECTORY)
+
+
+def make_proc() -> None:
+    make_folders("/proc")
+    kernel.mount("proc", "/proc", "proc", PLAIN | kernel.MS_NOEXEC)
+    for name in GUARDED:
+        if os.path.exists(f"/proc/{name}"):
+            kernel.attach(kernel.clone_tree(f"/proc/{name}", kernel.ATTR_RDONLY), f"/proc/{name}")
+    for name in HIDDEN:
+        if os.path.isdir(f"/proc/{name}"):
+            kernel.mount("none", f"/proc/{name}", "tmpfs", PLAIN | kernel.MS_RDONLY, "size=0")
+        elif os.path.exists(f"/proc/{name}"):
+            kernel.attach(kernel.clone_tree("/dev/null"), f"/proc/{name}")
+
+
+def make_dev(devices: list[tuple[int, str]], size: int) -> None:
+    make_folders("/dev")
+    kernel.mount("none", "/dev", "tmpfs", kernel.MS_NOSUID | kernel.MS_NOEXEC, "mode=755,size=64k")
+    for tree, target in devices:
+        show(tree, target)
+    for name in ("pts", "shm"):
+        os.mkdir(f"/dev/{name}")
+    kernel.mount("none", "/dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, PTS)
+    kernel.mount("none", "/dev/shm", "tmpfs", PLAIN, f"mode=1777,size={size}")
+    for name, aim in LINKS.items():
+        os.symlink(aim, f"/dev/{name}")
+
+
+def show(tree: int, target: str) -> None:
+    """Attach mounts at a path that is made if it is missing."""
+    if stat.S_ISDIR(os.fstat(tree).st_mode):
+        make_folders(target)
+    else:
+        make_folders(folder_of(target))
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+    kernel.attach(tree, target)
+
+
+def write(path: str, text: str) -> None:
+    file = os.open(path, os.O_WRONLY)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)

@@ -1,0 +1,21 @@
+"""The last steps in a container that an engine has made, before the tool server in it hears of anybody.
+
+Engines differ in what they leave to a container's programs; with this they have what a namespace sandbox's have. It
+knows no session. Invariant: once `enter` has returned, nothing that this process does or starts can undo any of it. It
+is not joined with the tool server's modules, but loaded before them.
+"""
+
+from __future__ import annotations
+
+import resource
+
+from outrider.runtimes.inside import kernel, seccomp
+
+
+def enter(arguments: list[str]) -> None:
+    """`arguments` are limits such as `RLIMIT_CORE=0`."""
+    for limit in arguments:
+        name, _, value = limit.partition("=")
+        resource.setrlimit(getattr(resource, name), (int(value), int(value)))
+    seccomp.confine()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)

@@ -1,0 +1,368 @@
+"""Unified diffs: read, and applied to the contents of files. Pure.
+
+What git writes is understood (new, deleted, renamed and copied files, modes, symbolic links, quoted names, a missing
+last newline) and what plain `diff -u` writes; binary patches and submodules are not. As with `git apply`, lines must
+match byte for byte, a hunk may have moved, and one at a file's beginning or end must still be there. Invariant: what
+is given back is all that the diff asks for; else there is a Conflict.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PLAIN_MODE = 0o100644
+
+
+LINK_MODE = 0o120000
+
+
+PATCH_MODES = (0o100644, 0o100755, LINK_MODE)
+
+
+OLD_PREFIXES = ("a/", "i/", "w/", "c/", "o/", "1/")
+
+
+NEW_PREFIXES = ("b/", "w/", "i/", "c/", "o/", "2/")
+
+
+ESCAPES = {b"a": 7, b"b": 8, b"t": 9, b"n": 10, b"v": 11, b"f": 12, b"r": 13}
+
+
+LINE_SHOWN = 80
+
+
+class Conflict(Exception):
+    """Why a patch cannot be applied, with the file and the hunk."""
+
+
+class Entry:
+    """A file or symbolic link: its mode as git tells it, and its content or target."""
+
+    def __init__(self, mode: int, data: bytes) -> None:
+        self.mode = mode
+        self.data = data
+
+
+class Hunk:
+    """`old` and `new` are its lines with their ends; `leading` and `trailing` say how many it only repeats there."""
+
+    def __init__(self, old_start: int, new_start: int) -> None:
+        self.old_start = old_start
+        self.new_start = new_start
+        self.old: list[bytes] = []
+        self.new: list[bytes] = []
+        self.leading = 0
+        self.trailing = 0
+
+
+class FilePatch:
+    """What a diff says of one file. A name is None where there is no file before, or after."""
+
+    def __init__(self) -> None:
+        self.old: str | None = None
+        self.new: str | None = None
+        self.mode = 0
+        self.created = False
+        self.maybe_created = False
+        self.copied = False
+        self.hunks: list[Hunk] = []
+
+
+def plan_patch(text: bytes, look: Callable[[str], Entry | None]) -> dict[str, Entry | None]:
+    """What to put at which path, None for what is to go. `look` gives what is there. Raises Conflict."""
+    patches = read_patch(text)
+    if not patches:
+        raise Conflict("no change of a file in the patch: it needs lines that begin with ---, +++ and @@")
+    return Planner(patches, look).after
+
+
+class Planner:
+    """A file that is renamed or copied is what it was before the whole diff: renames may go round in a circle."""
+
+    def __init__(self, patches: list[FilePatch], look: Callable[[str], Entry | None]) -> None:
+        self.look = look
+        self.after: dict[str, Entry | None] = {}
+        self.leaving = {one.old for one in patches if one.old != one.new and not one.copied}
+        for one in patches:
+            self.apply(one)
+
+    def now(self, path: str) -> Entry | None:
+        return self.after[path] if path in self.after else self.look(path)
+
+    def apply(self, one: FilePatch) -> None:
+        moved = one.old is not None and one.new is not None and one.old != one.new
+        before = None if one.old is None else self.look(one.old) if moved else self.now(one.old)
+        created = one.created or (one.maybe_created and before is None)
+        if before is None and not created:
+            raise Conflict(f"{one.old}: there is no such file")
+        if one.new is not None and (created or moved) and self.taken(one.new):
+            raise Conflict(f"{one.new}: there is such a file already")
+        data = patched(one.new or one.old or "", before.data if before else b"", one.hunks)
+        if one.new is None and data:
+            raise Conflict(f"{one.old}: the patch deletes the file, but not all that is in it")
+        if one.old is not None and one.old != one.new and not one.copied and self.after.get(one.old) is None:
+            self.after[one.old] = None
+        if one.new is not None:
+            self.after[one.new] = Entry(one.mode or (before.mode if before else PLAIN_MODE), data)
+
+    def taken(self, path: str) -> bool:
+        """By a file that does not make room for it later on."""
+        return self.now(path) is not None and (path in self.after or path not in self.leaving)
+
+
+def lines_of(data: bytes) -> list[bytes]:
+    """With their ends; only a newline ends one."""
+    lines = data.split(b"\n")
+    last = lines.pop()
+    return [line + b"\n" for line in lines] + ([last] if last else [])
+
+
+def patched(name: str, data: bytes, hunks: list[Hunk]) -> bytes:
+    """The content of a file after its hunks. Raises Conflict."""
+    lines = lines_of(data)
+    fresh = [False] * len(lines)
+    """Which of them an earlier hunk has put there."""
+    for number, hunk in enumerate(hunks, 1):
+        at = hunk_place(hunk, lines, fresh)
+        if at < 0:
+            raise Conflict(
+                f"{name}: hunk {number} (@@ -{hunk.old_start} +{hunk.new_start} @@) does not apply: "
+                + why_not_there(hunk, lines)
+            )
+        lines[at : at + len(hunk.old)] = hunk.new
+        fresh[at : at + len(hunk.old)] = [True] * len(hunk.new)
+    return b"".join(lines)
+
+
+def hunk_place(hunk: Hunk, lines: list[bytes], fresh: list[bool]) -> int:
+    """The index nearest to where the hunk says it is, at which its lines are; -1 when there is none."""
+    size = len(hunk.old)
+    last = len(lines) - size
+    expected = max(0, hunk.new_start - 1)
+    at_start, at_end = hunk.old_start <= 1, not hunk.trailing
+    bare = not at_start and not hunk.leading and not hunk.trailing  # of a diff without context: it cannot be looked for
+
+    def fits(at: int) -> bool:
+        if not 0 <= at <= last or (at_start and at) or (at_end and at != last and not bare):
+            return False
+        return lines[at : at + size] == hunk.old and not any(fresh[at : at + size])
+
+    if bare:
+        at = expected if hunk.new else hunk.new_start
+        return at if fits(at) else -1
+    if at_start or at_end:
+        at = 0 if at_start else last
+        return at if fits(at) else -1
+    for distance in range(len(lines) + 1):
+        for at in (expected - distance, expected + distance) if distance else (expected,):
+            if fits(at):
+                return at
+    return -1
+
+
+def why_not_there(hunk: Hunk, lines: list[bytes]) -> str:
+    """The first difference at the place where the hunk should be."""
+    at = 0 if hunk.old_start <= 1 else max(0, hunk.new_start - 1)
+    for offset, wanted in enumerate(hunk.old):
+        if at + offset >= len(lines):
+            return f"the file ends before line {at + offset + 1}, where the patch has {shown_line(wanted)}"
+        if lines[at + offset] != wanted:
+            there = shown_line(lines[at + offset])
+            return f"line {at + offset + 1} is {there}, where the patch has {shown_line(wanted)}"
+    if not hunk.trailing and at + len(hunk.old) < len(lines):
+        return "the file goes on where the patch has its end"
+    return "its lines are not where it must be"
+
+
+def shown_line(line: bytes) -> str:
+    text = line[:LINE_SHOWN].decode("utf-8", "backslashreplace")
+    return repr(text) + ("..." if len(line) > LINE_SHOWN else "")
+
+
+def read_patch(text: bytes) -> list[FilePatch]:
+    """The files of a diff, in its order. Text around them is skipped: mails and logs have some. Raises Conflict."""
+    reader = PatchReader(lines_of(text if text.endswith(b"\n") else text + b"\n"))
+    found = []
+    while reader.at < len(reader.lines):
+        if reader.here(b"diff --git "):
+            found.append(reader.git_file())
+        elif reader.here(b"--- ") and reader.here(b"+++ ", 1) and reader.here(b"@@ -", 2):
+            one = FilePatch()
+            reader.names(one)
+            reader.hunks(one)
+            found.append(one)
+        elif reader.here(b"@@ -") and hunk_header(reader.lines[reader.at]):
+            raise Conflict(f"line {reader.at + 1} of the patch: a hunk without lines --- and +++ that name its file")
+        else:
+            reader.at += 1
+    return found
+
+
+class PatchReader:
+    """The lines of a diff, and how far they are read."""
+
+    def __init__(self, lines: list[bytes]) -> None:
+        self.lines = lines
+        self.at = 0
+
+    def here(self, start: bytes, ahead: int = 0) -> bool:
+        return self.at + ahead < len(self.lines) and self.lines[self.at + ahead].startswith(start)
+
+    def broken(self, what: str) -> Conflict:
+        return Conflict(f"line {self.at + 1} of the patch: {what}")
+
+    def git_file(self) -> FilePatch:
+        one = FilePatch()
+        one.old, one.new = names_of_header(self.lines[self.at][11:].rstrip(b"\r\n"))
+        deleted = False
+        self.at += 1
+        while self.at < len(self.lines):
+            word, _, value = self.lines[self.at].rstrip(b"\r\n").partition(b" ")
+            rest = value.rpartition(b" ")[2]
+            if word in (b"old", b"new", b"deleted") and b"mode " in value:
+                one.mode = 0 if word == b"old" else self.mode(rest)
+                one.created = one.created or (word == b"new" and value.startswith(b"file"))
+                deleted = deleted or word == b"deleted"
+            elif word in (b"rename", b"copy") and value.startswith((b"from ", b"to ")):
+                side, _, name = value.partition(b" ")
+                one.copied = word == b"copy"
+                setattr(one, "old" if side == b"from" else "new", safe_name(plain_name(name)))
+            elif word == b"---" and self.here(b"+++ ", 1):
+                self.names(one)
+                break
+            elif word in (b"GIT", b"Binary"):
+                raise self.broken(f"{one.new or one.old}: a binary patch cannot be applied; write the file instead")
+            elif word not in (b"index", b"similarity", b"dissimilarity"):
+                break
+            self.at += 1
+        one.old = None if one.created else one.old
+        one.new = None if deleted else one.new
+        if one.old is None and one.new is None:
+            raise self.broken("the names of the file cannot be read")
+        self.hunks(one)
+        return one
+
+    def mode(self, digits: bytes) -> int:
+        try:
+            mode = int(digits, 8)
+        except ValueError:
+            mode = 0
+        if mode not in PATCH_MODES:
+            raise self.broken(f"the mode {digits.decode('ascii', 'replace')} is none of a file or symbolic link")
+        return mode
+
+    def names(self, one: FilePatch) -> None:
+        """The lines --- and +++."""
+        old, new = (plain_name(self.lines[self.at + ahead][4:].rstrip(b"\r\n")) for ahead in (0, 1))
+        one.created = one.created or old == "/dev/null"
+        sides = stripped_names(None if old == "/dev/null" else old, None if new == "/dev/null" else new)
+        if one.old is None or one.old == one.new:
+            one.old, one.new = sides
+        one.maybe_created = True
+        self.at += 2
+
+    def hunks(self, one: FilePatch) -> None:
+        while self.here(b"@@ -"):
+            header = hunk_header(self.lines[self.at])
+            if header is None:
+                raise self.broken(
+                    f"{one.new or one.old}: this is no header of a hunk: {shown_line(self.lines[self.at])}"
+                )
+            self.at += 1
+            one.hunks.append(self.hunk(one, len(one.hunks) + 1, *header))
+        one.maybe_created = one.maybe_created and len(one.hunks) == 1 and not one.hunks[0].old
+
+    def hunk(self, one: FilePatch, number: int, old_start: int, olds: int, new_start: int, news: int) -> Hunk:
+        hunk = Hunk(old_start, new_start)
+        changed = False
+        while len(hunk.old) < olds or len(hunk.new) < news or self.here(b"\\"):
+            line = self.lines[self.at] if self.at < len(self.lines) else b""
+            sign, rest = (b" ", line) if line == b"\n" else (line[:1], line[1:])
+            if sign == b"\\" and (hunk.old or hunk.new):
+                self.cut_newline(hunk)
+            elif sign in (b" ", b"-", b"+") and sign:
+                hunk.old += [rest] if sign != b"+" else []
+                hunk.new += [rest] if sign != b"-" else []
+                changed = changed or sign != b" "
+                hunk.leading += not changed
+                hunk.trailing = hunk.trailing + 1 if sign == b" " else 0
+                self.last = sign
+            else:
+                raise self.broken(f"{one.new or one.old}: hunk {number} is cut short or its header counts wrong")
+            self.at += 1
+        if len(hunk.old) != olds or len(hunk.new) != news:
+            raise self.broken(f"{one.new or one.old}: hunk {number} has other numbers of lines than its header says")
+        return hunk
+
+    def cut_newline(self, hunk: Hunk) -> None:
+        for lines, other in ((hunk.old, b"+"), (hunk.new, b"-")):
+            if self.last != other and lines[-1].endswith(b"\n"):
+                lines[-1] = lines[-1][:-1]
+
+
+def hunk_header(line: bytes) -> tuple[int, int, int, int] | None:
+    """Where it begins before, with how many lines, and after."""
+    words = line.split(b" ", 3)
+    if len(words) < 4 or words[0] != b"@@" or words[1][:1] != b"-" or words[2][:1] != b"+" or words[3][:2] != b"@@":
+        return None
+    numbers = []
+    for word in words[1:3]:
+        start, comma, count = word[1:].partition(b",")
+        if not start.isdigit() or (comma and not count.isdigit()):
+            return None
+        numbers += [int(start), int(count) if comma else 1]
+    return numbers[0], numbers[1], numbers[2], numbers[3]
+
+
+def plain_name(field: bytes) -> str:
+    """A name as it stands in a diff: in quotes with backslashes, or up to a tab."""
+    if not field.startswith(b'"'):
+        return field.partition(b"\t")[0].decode("utf-8", "surrogateescape")
+    return unquoted(field)[0]
+
+
+def unquoted(field: bytes) -> tuple[str, bytes]:
+    """The name in quotes at the beginning, and what follows."""
+    out = bytearray()
+    at = 1
+    while at < len(field) and field[at : at + 1] != b'"':
+        char, step = field[at], 1
+        if field[at : at + 1] == b"\\":
+            octal = field[at + 1 : at + 4]
+            if len(octal) == 3 and octal.isdigit():
+                char, step = int(octal, 8) & 0xFF, 4
+            else:
+                char, step = ESCAPES.get(octal[:1], (octal or b"\\")[0]), 2
+        out.append(char)
+        at += step
+    return bytes(out).decode("utf-8", "surrogateescape"), field[at + 1 :]
+
+
+def names_of_header(field: bytes) -> tuple[str | None, str | None]:
+    """What follows `diff --git`: two names, the same when there are no further lines that tell them."""
+    if field.startswith(b'"'):
+        old, rest = unquoted(field)
+        return stripped_names(old, plain_name(rest.lstrip(b" ")))
+    if field.endswith(b'"') and b' "' in field:
+        first, _, second = field.partition(b' "')
+        return stripped_names(plain_name(first), unquoted(b'"' + second)[0])
+    half = len(field) // 2
+    left, right = (side.decode("utf-8", "surrogateescape") for side in (field[:half], field[half + 1 :]))
+    same = field[half : half + 1] == b" " and (left == right or left[2:] == right[2:])
+    return stripped_names(left, right) if same else (None, None)
+
+
+def stripped_names(old: str | None, new: str | None) -> tuple[str | None, str | None]:
+    """Without the a/ and b/ in front of them, if they have such. Raises Conflict for names that lead elsewhere."""
+    if (old is None or old.startswith(OLD_PREFIXES)) and (new is None or new.startswith(NEW_PREFIXES)):
+        old, new = old and old[2:], new and new[2:]
+    return (old and safe_name(old), new and safe_name(new))
+
+
+def safe_name(name: str) -> str:
+    if not name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
+        raise Conflict(f"{name}: a patch may only name files below its folder")
+    return name

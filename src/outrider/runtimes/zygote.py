@@ -1,0 +1,179 @@
+"""The node's zygote: the process that namespace sandboxes are forked from (see inside/zygote.py), from outside.
+
+It knows plans and nothing of what runs in a sandbox. Invariant: a fork that was asked for is either given to the caller
+or, if the caller has gone meanwhile, killed.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.child import Child, readable
+from outrider.runtimes.host import Host
+from outrider.runtimes.marks import VARIABLE
+from outrider.runtimes.plans import Plan, host_root, make_skeleton
+
+ANSWER_MAX = 1 << 16
+STOP_SECONDS = 5.0
+BOOT = """
+import sys, types
+for name in ("outrider", "outrider.runtimes"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
+from outrider.runtimes.inside.zygote import main
+main()
+"""
+"""The packages are stood in for: their own modules import what a bare interpreter does not have."""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    pid: int
+    error: str
+
+
+class Zygote:
+    """A part of a node's host: `async with` it, then `fork`. `host_root` is the root of the host's own system folders,
+    `base` a folder for sandboxes to mount theirs at. A zygote that died is started anew by the next fork; the
+    sandboxes that came from it have died with it."""
+
+    def __init__(self, host: Host) -> None:
+        self._folder = host.folder
+        self.base = host.folder / "base"
+        self._child: Child | None = None
+        self._lost: list[Child] = []
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._spares: list[int] = []
+        """Descriptors held for the answers to come: one that found no room would be lost."""
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> Self:
+        self.base.mkdir(exist_ok=True)
+        skeleton = self._folder / "skeleton"
+        if not skeleton.exists():
+            await asyncio.to_thread(make_skeleton, skeleton)
+        self.host_root = host_root(skeleton)
+        self._spawn()
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._lose()
+        await self._bury()
+
+    async def _bury(self) -> None:
+        """Wait for the death of those that lost their connection, and so for that of all that came from them."""
+        while self._lost:
+            child = self._lost.pop()
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await readable(child.pidfd)
+            except TimeoutError:
+                child.kill()
+            await child.gone()
+            child.close()
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-I", "-S", "-c", BOOT, str(Path(__file__).parents[2])]
+            try:
+                self._child = Child.spawn(command, {VARIABLE: f"{self._folder.name}/"}, theirs)
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        self._control = ours
+        self._loop.add_reader(ours.fileno(), self._ready)
+
+    async def fork(self, plan: Plan, connection: socket.socket) -> Child:
+        """A new sandbox whose tool server speaks on `connection`. Raises RuntimeFailure, and OSError when there are no
+        descriptors left."""
+        if self._child is None:
+            await self._bury()
+            self._spawn()
+        with contextlib.ExitStack() as undo:
+            log = os.memfd_create("stderr")
+            undo.callback(os.close, log)
+            self._spares.append(os.dup(log))
+            pid, pidfd = await self._ask(plan, connection, log)
+            undo.pop_all()
+        return Child(pid, pidfd, log)
+
+    async def _ask(self, plan: Plan, connection: socket.socket, log: int) -> tuple[int, int]:
+        self._number += 1
+        number = self._number
+        message = msgspec.msgpack.encode({"number": number, **msgspec.to_builtins(plan)})
+        answer: asyncio.Future[tuple[int, int]] = self._loop.create_future()
+        self._waiting[number] = answer
+        try:
+            await self._send(message, connection.fileno(), log)
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(_discard)
+            raise
+
+    async def _send(self, message: bytes, *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        while True:
+            try:
+                self._control.sendmsg([message], rights)
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+            except OSError:
+                self._lose()
+                return
+            else:
+                return
+
+    def _ready(self) -> None:
+        if self._spares:
+            os.close(self._spares.pop())
+        try:
+            message, fds, _, _ = socket.recv_fds(self._control, ANSWER_MAX, 1)
+        except OSError:
+            message, fds = b"", []
+        if not message:
+            self._lose()
+            return
+        told = msgspec.msgpack.decode(message, type=Answer)
+        answer = self._waiting.pop(told.number)
+        if told.error:
+            answer.set_exception(RuntimeFailure(f"the sandbox cannot be forked: {told.error}"))
+        else:
+            answer.set_result((told.pid, fds[0]))
+
+    def _lose(self) -> None:
+        """Give up the connection, and with it the zygote and all that came from it."""
+        if self._child is None:
+            return
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        tail = self._child.log_tail() or None
+        self._lost.append(self._child)
+        self._child = None
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            answer.set_exception(RuntimeFailure("the process that makes sandboxes is gone", log_tail=tail))
+        while self._spares:
+            os.close(self._spares.pop())
+
+
+def _discard(answer: asyncio.Future[tuple[int, int]]) -> None:
+    """The fork that nobody waits for any more."""
+    if answer.exception() is None:
+        _, pidfd = answer.result()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)

@@ -1,0 +1,96 @@
+"""The verdict of the sub-agent's row, on evidence made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.certify.actor import Call
+from outrider.certify.judge import Evidence, judge
+from outrider.certify.prompt import Scene
+from outrider.certify.rows import Step, row_named
+from outrider.harnesses.presets import Certify
+from outrider.lifecycle import StopReason
+from outrider.trajectory import BranchKind, SessionResult, TurnTimings, Verdict
+from outrider.wire import TurnView
+
+
+def tool(name: str, *arguments: str) -> dict[str, Any]:
+    properties = {argument: {"type": "string"} for argument in arguments}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+BASH, TASK = tool("bash", "command"), tool("task", "prompt")
+
+
+def call(*, helper: bool, tools: Sequence[dict[str, Any]]) -> Call:
+    scene = Scene(row="sub-agent", helper=helper, tools=tuple(tools))
+    return Call(session_key="s-1", scene=scene, step=Step(), prompt=np.array([1], dtype=np.int32), output=[])
+
+
+def turn(index: int, kind: str) -> TurnView:
+    return TurnView(
+        index=index,
+        parent=None,
+        join="root",
+        cause=None,
+        forked_from=None,
+        kind=kind,
+        prompt_tokens=1,
+        output_tokens=0,
+        context="",
+        sampled="",
+        finish="stop",
+        mode="tokens",
+        dialect="chat",
+        engine="script",
+        tool_calls=0,
+        malformed_calls=0,
+        cached_tokens=None,
+        drift_tokens=0,
+        versions=(),
+        sampling={},
+        timings=TurnTimings(received=0.0, first_token=None, finished=0.0),
+    )
+
+
+DONE = SessionResult(
+    session_id="s",
+    group_id="g",
+    sample_index=0,
+    attempt=1,
+    stop_reason=StopReason.COMPLETED,
+    verdict=Verdict(reward=1.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("tools", "helper", "kind", "expected"),
+    [
+        ([BASH, TASK], True, BranchKind.SUBAGENT, ("ok", "")),
+        ([BASH], False, BranchKind.MAIN, ("not applicable", "it shows the model no tool that starts a sub-agent")),
+        ([BASH, TASK], False, BranchKind.MAIN, ("failed", "no sub-agent asked the model")),
+        (
+            [BASH, TASK],
+            True,
+            BranchKind.AUXILIARY,
+            ("failed", "its sub-agent's calls were taken for auxiliary, main"),
+        ),
+    ],
+)
+def test_the_sub_agents_row(tools: Any, helper: bool, kind: BranchKind, expected: tuple[str, str]) -> None:
+    row = row_named("sub-agent")
+    assert row is not None
+    evidence = Evidence(
+        result=DONE,
+        samples=[],
+        turns=[turn(0, "main"), turn(1, kind.value)],
+        calls=[call(helper=False, tools=tools), call(helper=helper, tools=tools)],
+        streams=False,
+        in_time=False,
+    )
+    verdict = judge(row, evidence, hint=Certify(), dialect="chat")
+    assert (verdict.verdict, verdict.reason) == expected

@@ -1,0 +1,52 @@
+"""The built-in agent's IPython, and what agents ask to be shown in the sandbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.harnesses.factory import make_harness
+from outrider.harnesses.inprocess import InProcessHarness
+from outrider.runtimes.base import Runtime
+from outrider.spec import HarnessSpec
+
+from .conftest import calls, context, results, says
+
+
+def test_only_an_agent_with_ipython_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("IPython")
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    shown = make_harness(HarnessSpec(agent="tools", options={"tools": ["ipython"]})).mounts()
+    assert [path.is_relative_to(tmp_path) and (path / "bin/python3").exists() for path in shown] == [True]
+    assert make_harness(HarnessSpec(agent="tools")).mounts() == ()
+
+
+def test_an_agent_may_ask_for_mounts() -> None:
+    class Agent:
+        def __init__(self, options: dict[str, Any]) -> None: ...
+        async def init(self, context: HarnessContext) -> None: ...
+        async def run(self, context: HarnessContext) -> HarnessOutcome:
+            return HarnessOutcome()
+
+    class Mounting(Agent):
+        def mounts(self) -> tuple[Path, ...]:
+            return (Path("/opt/tools"),)
+
+    assert InProcessHarness(Agent({})).mounts() == ()
+    assert InProcessHarness(Mounting({})).mounts() == (Path("/opt/tools"),)
+
+
+async def test_the_model_calls_ipython(sandbox: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    spec = HarnessSpec(agent="tools", options={"tools": ["ipython"]})
+    given = context(sandbox, spec, calls(("ipython", json.dumps({"code": "x = 6\nx * 7"}))), says("42"))
+    harness = make_harness(spec)
+    assert harness.mounts()
+    await harness.install(given)
+    await harness.run(given)
+    assert results(given.model.asked[1]) == ["42"]
+    assert given.model.tools == [["ipython"]] * 2

@@ -1,0 +1,250 @@
+"""A storm on real sandboxes, whose node is killed again and again: no session is lost, and nothing of it is left.
+
+STORM_SESSIONS in the environment: how many sessions, if not all 5,000. The shares of the fates stay the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from outrider.client import AsyncClient
+from outrider.errors import ServiceError
+from outrider.runtimes.inside import kernel
+from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.spec import GroupSpec
+from outrider.wire import GroupView
+from service.sandboxed import ENDINGS, FATES, MARK, NAP
+from service.storm import RULES, assert_over, draw
+from service.traces import Traces, traces
+from service.world import RENDERER, World, a_world, result_of
+from support.tokenizer import write_tokenizer
+
+from .storm_node import COUNTED
+
+TESTS = Path(__file__).parent.parent
+SESSIONS = int(os.environ.get("STORM_SESSIONS", "5000"))
+KILLS = 20
+WAVE = 8
+"""Groups that are submitted at once, as soon as no more than so many are not done."""
+CANCELLED = 0.2
+END_SECONDS = 60.0
+"""What a dead node had dies with it, but not in its last moment."""
+
+T = TypeVar("T")
+
+
+class Nodes:
+    """One node after another on the same data: `start`, `kill`, start the next, and `ask` the one that is there."""
+
+    def __init__(self, folder: Path, tasks: asyncio.TaskGroup, held: AsyncExitStack) -> None:
+        self.folder = folder
+        self.tally = folder / "tally"
+        self.log = folder / "log"
+        self.pids: list[int] = []
+        self.kills = 0
+        self._tasks = tasks
+        self._held = held
+        self._up = asyncio.Event()
+
+    async def start(self) -> None:
+        tokenizer, data = self.folder / "tokenizer", self.folder / "data"
+        flags = f"--port 0 --data {data} --tokenizer {tokenizer} --renderer {RENDERER} --files {self.folder}"
+        lanes = "--init-lane 4 --run-lane 12 --eval-lane 4"
+        command = [sys.executable, "-m", "real.storm_node", self.tally, *flags.split(), *lanes.split()]
+        engine = {"kind": "scripted", "options": {"replies": [*RULES]}}
+        env = {**os.environ, "TMPDIR": tempfile.gettempdir(), "OUTRIDER_ENGINES": json.dumps([engine])}
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, cwd=TESTS, env=env, stdout=asyncio.subprocess.PIPE, stderr=log
+            )
+        self.pids.append(self._process.pid)
+        self._tasks.create_task(self._ready(self._process))
+
+    async def _ready(self, process: asyncio.subprocess.Process) -> None:
+        """Unless it is killed before it is."""
+        kills = self.kills
+        assert process.stdout is not None
+        said = re.search(r"ready at (\S+)", (await process.stdout.readline()).decode())
+        if self.kills == kills:
+            assert said, self.log.read_text()[-4000:]
+            self._client = await self._held.enter_async_context(AsyncClient(said[1]))
+            self._up.set()
+
+    async def kill(self) -> None:
+        self.kills += 1
+        self._up.clear()
+        self._process.kill()
+        await self._process.wait()
+
+    async def ask(self, call: Callable[[AsyncClient], Awaitable[T]]) -> T:
+        """The answer of the first node that is not killed before it gives one."""
+        while True:
+            await self._up.wait()
+            kills = self.kills
+            try:
+                return await call(self._client)
+            except ServiceError:
+                if self.kills == kills:
+                    raise
+
+
+class Progress:
+    """How many groups are done."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self._changed = asyncio.Condition()
+
+    async def add(self, count: int) -> None:
+        async with self._changed:
+            self.done += count
+            self._changed.notify_all()
+
+    async def until(self, count: float) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.done >= count)
+
+
+class Storm:
+    """What a client sees of its groups while their nodes are killed."""
+
+    def __init__(self, nodes: Nodes, groups: Sequence[GroupSpec], rng: random.Random) -> None:
+        self.groups = groups
+        self.accepted: list[str] = []
+        self.told: list[GroupView] = []
+        self._nodes = nodes
+        self._rng = rng
+        self._progress = Progress()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._submit(tasks))
+            tasks.create_task(self._follow())
+            tasks.create_task(self._kill())
+
+    async def _submit(self, tasks: asyncio.TaskGroup) -> None:
+        """In waves. Whoever does not know whether a group was accepted submits it again, by its key."""
+        for number, group in enumerate(self.groups):
+            if number % WAVE == 0:
+                await self._progress.until(number - WAVE)
+            spec = group.model_copy(update={"idempotency_key": f"{MARK}-{number}"})
+            view = await self._nodes.ask(lambda client, spec=spec: client.submit(spec))  # type: ignore[misc]
+            self.accepted.append(view.id)
+            if number >= len(FATES) and self._rng.random() < CANCELLED:
+                tasks.create_task(self._cancel(view.id, self._rng.uniform(0, 10)))
+
+    async def _cancel(self, group: str, after: float) -> None:
+        await asyncio.sleep(after)
+        await self._nodes.ask(lambda client: client.cancel(group))
+
+    async def _follow(self) -> None:
+        while len(self.told) < len(self.groups):
+            after = len(self.told)
+            page = await self._nodes.ask(lambda client, after=after: client.results(after=after, wait=10))  # type: ignore[misc]
+            assert [view.cursor for view in page.groups] == list(range(after + 1, after + 1 + len(page.groups)))
+            self.told += page.groups
+            await self._progress.add(len(page.groups))
+
+    async def _kill(self) -> None:
+        """At random moments of the run, some of them while a node starts; one kill is left for the end."""
+        for moment in sorted(self._rng.uniform(0, len(self.groups)) for _ in range(KILLS - 1)):
+            await self._progress.until(moment)
+            await asyncio.sleep(self._rng.uniform(0, 2))
+            await self._nodes.kill()
+            await self._nodes.start()
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files, empty: a short path, for a Unix socket's is at most 107 bytes long."""
+    with tempfile.TemporaryDirectory(prefix="or-") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+@pytest.fixture
+def adopting() -> Iterator[None]:
+    """Whose parents were killed become children of this process: so it knows all that is left of a node."""
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    yield
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 0)
+
+
+def reap() -> None:
+    """The adopted. Not to be called while there are children that others wait for."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            """There may be more."""
+
+
+async def dead(before: Traces, look: Callable[[], Traces]) -> None:
+    """Wait until no process of a killed node is left."""
+    async with asyncio.timeout(END_SECONDS):
+        while (await asyncio.to_thread(look)).processes != before.processes:
+            reap()
+
+
+async def all_results(world: World) -> list[GroupView]:
+    views: list[GroupView] = []
+    while groups := (await world.service.results(after=len(views), wait=0, limit=50, samples=True)).groups:
+        views += groups
+    return views
+
+
+def counted(group: GroupSpec) -> GroupSpec:
+    runtime = group.task.runtime.model_copy(update={"kind": COUNTED})
+    return group.model_copy(update={"task": group.task.model_copy(update={"runtime": runtime})})
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("adopting")
+async def test_sessions_of_mixed_fates_on_a_node_that_is_killed(tmp_path: Path, temporary: Path) -> None:
+    if not (can := NamespaceRuntime.available()).ok:
+        pytest.skip(f"namespace: {can.detail}")
+    rng = random.Random(20)
+    groups = [counted(group) for group in draw(rng, FATES, SESSIONS)]
+    write_tokenizer(tmp_path / "tokenizer")
+    before = traces(temporary, MARK, NAP)
+    begun = time.monotonic()
+    async with asyncio.TaskGroup() as tasks, AsyncExitStack() as held:
+        nodes = Nodes(tmp_path, tasks, held)
+        await nodes.start()
+        storm = Storm(nodes, groups, rng)
+        await storm.run()
+        seconds = time.monotonic() - begun
+        await nodes.kill()
+    assert nodes.kills == KILLS
+    assert not re.findall(r"^.* ERROR .*$|^Traceback.*$", nodes.log.read_text(), re.MULTILINE)
+    assert len(set(storm.accepted)) == len(groups)
+    assert {view.id for view in storm.told} == set(storm.accepted)
+
+    def look() -> Traces:
+        return traces(temporary, MARK, NAP, nodes=nodes.pids)
+
+    await dead(before, look)
+    async with a_world(tmp_path, tmp_path / "tokenizer") as w:
+        views = await all_results(w)
+        endings = await assert_over(w, groups, views)
+    assert look() == before
+    attempts = sum(result_of(session).attempt for view in views for session in view.sessions)
+    started = nodes.tally.stat().st_size
+    print(
+        f"{SESSIONS} sessions in {len(groups)} groups, {KILLS} kills, {seconds:.0f} s, {started} sandboxes started "
+        f"for {attempts} attempts: {dict(endings)}"
+    )
+    assert endings.keys() >= ENDINGS

@@ -1,0 +1,168 @@
+"""The container engines that `.ci/sandboxes` starts, and images for them, made of this machine's own files.
+
+Nothing is fetched. An image is made once for each engine and test run, and removed at the end of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import re
+import socket
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from outrider.runtimes.container_daemon import DockerDaemon, PodmanDaemon
+from outrider.runtimes.containers import DockerRuntime, GvisorRuntime, PodmanRuntime
+
+PYTHON = "/usr/bin/python3"
+PROGRAMS = (
+    *("bash", "cat", "chmod", "cp", "cut", "dd", "echo", "env", "false", "grep", "head", "hostname", "id", "kill"),
+    *("ln", "ls", "mkdir", "mkfifo", "mount", "mv", "nohup", "ps", "rm", "sed", "seq", "setsid", "sleep", "stat"),
+    *("tail", "touch", "true", "unshare", "wc", "yes"),
+)
+CACHE = "SANDBOX_CACHE"
+"""A folder that every user of this machine may read."""
+
+
+class Docker(DockerDaemon):
+    variable = "SANDBOX_DOCKER"
+
+
+class Podman(PodmanDaemon):
+    variable = "SANDBOX_PODMAN"
+
+
+class RootlessPodman(PodmanDaemon):
+    variable = "SANDBOX_PODMAN_ROOTLESS"
+
+
+class DockerHere(DockerRuntime):
+    daemon = Docker
+
+
+class GvisorHere(GvisorRuntime):
+    daemon = Docker
+
+
+class PodmanHere(PodmanRuntime):
+    daemon = Podman
+
+
+class RootlessPodmanHere(PodmanRuntime):
+    daemon = RootlessPodman
+
+
+RUNTIMES = {
+    "docker": DockerHere,
+    "gvisor": GvisorHere,
+    "podman": PodmanHere,
+    "podman-rootless": RootlessPodmanHere,
+}
+MADE: set[tuple[Path, str]] = set()
+
+
+def engine(kind: str) -> Path:
+    """The socket; without an engine the test is skipped."""
+    variable = RUNTIMES[kind].daemon.variable
+    if variable not in os.environ:
+        pytest.skip(f"{kind}: {variable} is not set: .ci/sandboxes FILE starts an engine and writes it to FILE")
+    if not (can := RUNTIMES[kind].available()).ok:
+        pytest.skip(f"{kind}: {can.detail}")
+    return RUNTIMES[kind].daemon.find()
+
+
+def image(kind: str, content: str = "python") -> str:
+    """The name of an image with Python, bash and the usual tools (`python`), or with nothing but a static busybox."""
+    return imported(engine(kind), content)
+
+
+def prepared(kind: str, environment: pytest.MonkeyPatch) -> str:
+    """The image for most tests; from now on, the interpreter for containers is where every engine may read it."""
+    if CACHE in os.environ:
+        environment.setenv("OUTRIDER_HOME", os.environ[CACHE])
+    return image(kind)
+
+
+@functools.cache
+def imported(path: Path, content: str) -> str:
+    name = f"outrider-test-{content}-{os.getpid()}"
+    query = f"/images/create?fromSrc=-&repo={name}&tag=latest&changes=ENV%20GREETING%3Dhello"
+    request(path, "POST", query, tar({"python": python_root, "busybox": busybox_root}[content]()))
+    MADE.add((path, name))
+    return name
+
+
+def remove_images() -> None:
+    for path, name in MADE:
+        request(path, "DELETE", f"/images/{name}:latest?force=true", b"")
+
+
+def request(path: Path, method: str, target: str, body: bytes) -> bytes:
+    connection = HTTPConnection("localhost", timeout=120)
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(str(path))
+    connection.request(method, target, body, {"Content-Type": "application/x-tar"})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    assert answer.status < 300, content.decode()
+    return content
+
+
+def tar(members: Iterable[tuple[str, Path | None]]) -> bytes:
+    """A root of (path inside, file of the host or None for a folder)."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, source in dict(members).items():
+            if source is None:
+                info = tarfile.TarInfo(name.lstrip("/"))
+                info.type, info.mode = tarfile.DIRTYPE, 0o1777 if name.endswith("tmp") else 0o755
+                archive.addfile(info)
+            else:
+                archive.add(source.resolve(), name.lstrip("/"), filter=of_root)
+    return out.getvalue()
+
+
+def of_root(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    info.uid = info.gid = 0
+    info.uname = info.gname = "root"
+    return None if info.name.endswith("__pycache__") else info
+
+
+FOLDERS = ("/dev", "/proc", "/sys", "/tmp", "/var/tmp", "/root", "/etc", "/run")
+
+
+def busybox_root() -> Iterator[tuple[str, Path | None]]:
+    """Not even a shell by the usual name."""
+    if "SANDBOX_BUSYBOX" not in os.environ:
+        pytest.skip("SANDBOX_BUSYBOX is not set: .ci/sandboxes installs a static busybox and writes it to its FILE")
+    yield from ((name, None) for name in FOLDERS)
+    yield "/bin/busybox", Path(os.environ["SANDBOX_BUSYBOX"])
+
+
+def python_root() -> Iterator[tuple[str, Path | None]]:
+    yield from ((name, None) for name in FOLDERS)
+    programs = [Path(folder, name) for name in PROGRAMS for folder in ("/usr/bin", "/bin")]
+    stdlib = Path(said(PYTHON, "-c", "import os; print(os.__file__)")).parent
+    loaded = [Path(PYTHON), *(path for path in programs if path.exists())]
+    for path in loaded:
+        yield f"/usr/bin/{path.name}", path
+    for path in stdlib.rglob("*"):
+        if path.is_file() and not re.search(r"/(test|__pycache__|dist-packages|config-[^/]*)/", str(path)):
+            yield str(path), path
+    for path in [*loaded, *stdlib.glob("lib-dynload/*.so")]:
+        for library in re.findall(r"(/\S+) \(0x", said("ldd", str(path), check=False)):
+            yield library, Path(library)
+    yield "/bin/sh", Path("/bin/sh")
+    yield "/bin/bash", Path("/bin/bash")
+
+
+def said(*command: str, check: bool = True) -> str:
+    return subprocess.run(command, check=check, capture_output=True, text=True).stdout.strip()

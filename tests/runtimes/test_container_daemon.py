@@ -1,0 +1,250 @@
+"""What a node makes of a daemon's answers, on a daemon of ours: none of a real one's need be installed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.runtimes.container_body import ContainerPlan, Shown
+from outrider.runtimes.container_daemon import NODE_LABEL, DockerDaemon, PodmanDaemon
+from outrider.runtimes.containers import DockerRuntime, GvisorRuntime
+from outrider.runtimes.host import Host
+from outrider.spec import Resources
+
+from .world import World
+
+IMAGE = "sha256:feed"
+
+
+class FakeDaemon:
+    """Containers by name. `loses` are replies that never come, `refuses` the sizes it cannot bound, `slow` what waits
+    for `go`."""
+
+    def __init__(self) -> None:
+        self.containers: dict[str, dict[str, Any]] = {}
+        self.busy = 0
+        self.loses: set[str] = set()
+        self.refuses = False
+        self.slow: set[str] = set()
+        self.arrived = asyncio.Event()
+        self.go = asyncio.Event()
+        self.bodies: list[dict[str, Any]] = []
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/_ping", self.ping),
+                web.get("/version", self.version),
+                web.get("/v1.41/info", self.info),
+                web.get("/info", self.info),
+                web.get("/v1.41/images/{name:.+}/json", self.image),
+                web.get("/v1.41/containers/json", self.listed),
+                web.post("/v1.41/containers/create", self.create),
+                web.post("/v1.41/containers/{name}/start", self.start),
+                web.delete("/v1.41/containers/{name}", self.remove),
+            ]
+        )
+        return app
+
+    async def ping(self, request: web.Request) -> web.Response:
+        return web.Response(text="OK", headers={"Server": "Fake/1.0 (linux)"})
+
+    async def version(self, request: web.Request) -> web.Response:
+        return web.json_response({"ApiVersion": "1.41"})
+
+    async def info(self, request: web.Request) -> web.Response:
+        return web.json_response({"Runtimes": {"runc": {}}})
+
+    async def image(self, request: web.Request) -> web.Response:
+        if request.match_info["name"] != "good":
+            return refusal(404, "no such image")
+        return web.json_response({"Id": IMAGE, "Config": {"Env": ["A=b=c", "EMPTY="]}})
+
+    async def listed(self, request: web.Request) -> web.Response:
+        found = [
+            {"Id": name, "Names": [f"/{name}"], "Labels": body["Labels"]} for name, body in self.containers.items()
+        ]
+        return web.json_response(found)
+
+    async def create(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.refuses and "StorageOpt" in body["HostConfig"]:
+            return refusal(500, "--storage-opt is supported only for overlay over xfs with 'pquota' mount option")
+        await self._meet("create", request)
+        self.containers[request.query["name"]] = body
+        self._lose("create", request)
+        return web.json_response({"Id": "1"}, status=201)
+
+    async def start(self, request: web.Request) -> web.Response:
+        await self._meet("start", request)
+        self._lose("start", request)
+        return web.Response(status=204)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if self.busy:
+            self.busy -= 1
+            return refusal(409, "removal is already in progress")
+        if self.containers.pop(name, None) is None:
+            return refusal(404, "no such container")
+        return web.Response(status=204)
+
+    async def _meet(self, what: str, request: web.Request) -> None:
+        if what in self.slow:
+            self.arrived.set()
+            await self.go.wait()
+
+    def _lose(self, what: str, request: web.Request) -> None:
+        if what in self.loses:
+            assert request.transport is not None
+            request.transport.abort()
+
+
+def refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"message": message}, status=status)
+
+
+@pytest.fixture
+async def fake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeDaemon]:
+    made = FakeDaemon()
+    runner = web.AppRunner(made.app())
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "daemon.sock")).start()
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/daemon.sock")
+    yield made
+    await runner.cleanup()
+
+
+def body(daemon: DockerDaemon) -> Any:
+    plan = ContainerPlan(
+        image=IMAGE,
+        command=["/p", "-c", "x"],
+        env={"A": "1"},
+        labels={NODE_LABEL: daemon.node},
+        shown=[Shown(Path("/a:b"), "/c")],
+        resources=Resources(memory_mb=64, cpus=0.5, pids=32, disk_mb=16),
+        limits=True,
+    )
+    return plan.body
+
+
+async def test_what_a_container_is_asked_to_be(world: World, fake: FakeDaemon) -> None:
+    daemon = await world.host.part(DockerDaemon)
+    await daemon.run("name", body(daemon))
+    (asked,) = fake.bodies
+    host = asked["HostConfig"]
+    assert (asked["Image"], asked["Entrypoint"], asked["Cmd"]) == (IMAGE, ["/p"], ["-c", "x"])
+    assert (host["NetworkMode"], host["CapDrop"], host["AutoRemove"]) == ("none", ["ALL"], True)
+    assert "no-new-privileges" in host["SecurityOpt"]
+    assert host["Mounts"] == [{"Type": "bind", "Source": "/a:b", "Target": "/c", "ReadOnly": True}]
+    assert host["Memory"] == host["MemorySwap"] == 64 << 20
+    assert (host["NanoCpus"], host["PidsLimit"], host["StorageOpt"]) == (500_000_000, 32, {"size": "16m"})
+    assert {limit["Name"] for limit in host["Ulimits"]} == {"nofile", "nproc"}
+
+
+async def test_a_daemon_that_cannot_bound_disks_is_asked_once(world: World, fake: FakeDaemon) -> None:
+    fake.refuses = True
+    daemon = await world.host.part(DockerDaemon)
+    async with asyncio.TaskGroup() as group:
+        for number in range(4):
+            group.create_task(daemon.run(f"n{number}", body(daemon)))
+    assert len(fake.containers) == 4
+    tries = len(fake.bodies)
+    await daemon.run("one more", body(daemon))
+    assert len(fake.bodies) == tries + 1
+    assert "StorageOpt" not in fake.bodies[-1]["HostConfig"]
+
+
+async def test_removal_by_somebody_else_is_waited_for(world: World, fake: FakeDaemon) -> None:
+    daemon = await world.host.part(DockerDaemon)
+    await daemon.run("name", body(daemon))
+    fake.busy = 3
+    await daemon.remove("name")
+    assert fake.containers == {}
+    await daemon.remove("name")
+
+
+@pytest.mark.parametrize("lost", ["create", "start"])
+async def test_a_lost_reply_leaves_no_container(world: World, fake: FakeDaemon, lost: str) -> None:
+    daemon = await world.host.part(DockerDaemon)
+    fake.loses = {lost}
+    with pytest.raises(RuntimeFailure):
+        await daemon.run("name", body(daemon))
+    assert "name" in fake.containers
+    await daemon.remove("name")
+    assert fake.containers == {}
+
+
+@pytest.mark.parametrize("slow", ["create", "start"])
+async def test_a_cancellation_waits_for_what_was_asked(world: World, fake: FakeDaemon, slow: str) -> None:
+    daemon = await world.host.part(DockerDaemon)
+    fake.slow = {slow}
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(daemon.run("name", body(daemon)))
+        await fake.arrived.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        fake.go.set()
+    assert task.cancelled()
+    assert "name" in fake.containers  # and known to be there
+
+
+async def test_what_was_lost_sight_of_is_swept(fake: FakeDaemon, folder: Path) -> None:
+    async with Host(folder) as host, Host(folder) as living:
+        dead = living.name.split("-")
+        dead[3] = "1"
+        for node in ("-".join(dead), living.name, host.name, "not-a-node"):
+            fake.containers[f"x-{node}"] = {"Labels": {NODE_LABEL: node}}
+        daemon = await host.part(DockerDaemon)
+        assert set(fake.containers) == {f"x-{living.name}", "x-not-a-node"}
+        await daemon.run("ours", body(daemon))
+        fake.containers["lost"] = {"Labels": {NODE_LABEL: host.name}}
+        assert await daemon.sweep() == 1
+        assert "ours" in fake.containers
+        fake.containers["late"] = {"Labels": {NODE_LABEL: host.name}}
+        await daemon.remove("ours")
+    assert set(fake.containers) == {f"x-{living.name}", "x-not-a-node"}
+
+
+async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = world.create_with(DockerRuntime, image="good")
+    await world.host.part(DockerDaemon)
+    (world.folder / "daemon.sock").unlink()
+    with pytest.raises(RuntimeFailure, match="docker cannot"):
+        await sandbox.start()
+    await sandbox.stop()
+
+
+async def test_image_and_its_variables(world: World, fake: FakeDaemon) -> None:
+    daemon = await world.host.part(DockerDaemon)
+    image = await daemon.image("good")
+    assert (image.id, image.env) == (IMAGE, {"A": "b=c", "EMPTY": ""})
+    with pytest.raises(RuntimeUnavailable) as raised:
+        await daemon.image("else:1")
+    assert raised.value.hint == "docker pull else:1, on this machine"
+
+
+async def test_available(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    can = await asyncio.to_thread(DockerRuntime.available)
+    assert can.ok
+    assert can.detail.startswith("Fake/1.0 at ")
+    can = await asyncio.to_thread(GvisorRuntime.available)
+    assert "no runtime runsc" in can.detail
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/other.sock")
+    assert not DockerRuntime.available().ok
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2375")
+    assert "this machine" in DockerRuntime.available().detail
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    assert (folder / "podman/podman.sock") in PodmanDaemon.places()
+    assert os.getuid() or PodmanDaemon.places()[0] == Path("/run/podman/podman.sock")

@@ -1,0 +1,242 @@
+"""Ways out of a sandbox, tried. None leads anywhere.
+
+Each program runs inside with all that an agent has there; it exits with 0 when it got what it wanted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import socket
+import struct
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from outrider.runtimes.base import Runtime
+from outrider.runtimes.inside import seccomp
+
+from .world import ISOLATING, World
+
+DAC_OVERRIDE = 1 << 1
+"""Containers keep it: their images have files of other users."""
+
+
+@pytest.fixture(params=ISOLATING)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def succeeds(sandbox: Runtime, program: str) -> bool:
+    result = await sandbox.exec(["python3", "-c", textwrap.dedent(program)], seconds=20)
+    assert not result.timed_out
+    assert result.exit_code in (0, 1), result.stderr.decode()
+    return result.exit_code == 0
+
+
+async def test_the_hosts_files(world: World, folder: Path, kind: str) -> None:
+    (folder / "secret").write_text("s3cret")
+    sandbox = await world.start(kind)
+    for path in (folder / "secret", Path.home() / ".bashrc", "/etc/shadow", "/var/lib/dpkg/status"):
+        for way in ("{}", "/proc/1/root{}", "/proc/self/root{}", "/../..{}", "/proc/1/cwd/../../../..{}"):
+            assert not await succeeds(sandbox, f"open({way.format(path)!r})"), (path, way)
+    assert not await succeeds(sandbox, f"import os; assert any({str(folder)!r} in n for n, _, _ in os.walk('/'))")
+
+
+async def test_open_by_handle_and_old_roots(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    handle = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        root = os.open('/usr', os.O_RDONLY)
+        handle = (ctypes.c_uint * 4)(8, 1, 2, 0)
+        assert libc.open_by_handle_at(root, handle, 0) >= 0
+    """
+    chroot = (
+        "import os; os.mkdir('/tmp/c'); f = os.open('/', 0); os.chroot('/tmp/c'); os.fchdir(f); open('../etc/shadow')"
+    )
+    for program in (handle, chroot):
+        assert not await succeeds(sandbox, program)
+
+
+async def test_the_hosts_environment_and_the_tool_servers(
+    world: World, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOST_SECRET", "s3cret")
+    sandbox = await world.start(kind)
+    program = """
+        import glob, os
+        seen = ''
+        for path in glob.glob('/proc/[0-9]*/*') + glob.glob('/proc/[0-9]*/fd/*'):
+            try: seen += os.read(os.open(path, os.O_NONBLOCK), 100_000).decode(errors='replace')
+            except OSError: pass
+        assert 's3cret'[:] in seen.replace("'s3cret'[:]", '') or %r[::-1] in seen
+    """
+    folder = world.folder if kind == "namespace" else "no-such-folder"  # elsewhere the mounts tell where they are from
+    assert not await succeeds(sandbox, program % str(folder)[::-1])
+    assert (await sandbox.exec("cat /proc/1/environ", seconds=10)).stdout == b""
+
+
+async def test_other_sessions(world: World, kind: str) -> None:
+    one, two = await world.start(kind), await world.start(kind)
+    await one.write("/work/mine", b"s3cret")
+    await one.exec("(setsid sleep 6001 &)", seconds=10)
+    listen = (
+        "import socket, time; s = socket.socket(socket.AF_UNIX); s.bind('\\0mine'); s.listen(); print(1, flush=True)"
+    )
+    server = await one.open_shell("python")
+    assert (await server.run(listen, seconds=20)).output == "1\n"
+    assert (await server.run("t = socket.create_server(('127.0.0.1', 7001))", seconds=20)).exit_code == 0
+    assert not await succeeds(two, "import socket; socket.socket(socket.AF_UNIX).connect('\\0mine')")
+    assert not await succeeds(two, "import socket; socket.create_connection(('127.0.0.1', 7001), 2)")
+    assert not await succeeds(two, "open('/work/mine')")
+    search = "import glob; assert any('1006'[::-1] in open(p).read() for p in glob.glob('/proc/[0-9]*/cmdline'))"
+    assert not await succeeds(two, search)
+
+
+async def test_the_hosts_network_and_abstract_sockets(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    with socket.create_server(("127.0.0.1", 0)) as control, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(f"\0outrider-{os.getpid()}")
+        abstract.listen()
+        port = control.getsockname()[1]
+        for program in (
+            f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
+            f"import socket; socket.socket(socket.AF_UNIX).connect('\\0outrider-{os.getpid()}')",
+            "import socket; socket.create_connection(('192.0.2.1', 80), 2)",
+            "import socket; socket.getaddrinfo('example.org', 80)",
+            "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+            "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+        ):
+            assert not await succeeds(sandbox, program), program
+
+
+async def test_the_control_api(world: World, kind: str) -> None:
+    """The way to the model is the only one, and what is behind it is the gateway, not the control API."""
+    sandbox = await world.start(kind)
+    listening = "import glob; n = sum(l.split()[3] == '0A' for l in open('/proc/net/tcp')); assert n != 1"
+    assert not await succeeds(sandbox, listening)
+    names = "(d + '/' + n for d, _, f in os.walk('/') for n in f if not d.startswith('/proc'))"
+    assert not await succeeds(
+        sandbox, f"import os, stat; assert any(stat.S_ISSOCK(os.lstat(n).st_mode) for n in {names})"
+    )
+
+
+async def test_ptrace_and_the_memory_of_the_tool_server(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    attach = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        assert libc.ptrace(16, 1, 0, 0) == 0 or libc.ptrace(0x4206, 1, 0, 0) == 0
+    """
+    for program in (
+        attach,
+        "open('/proc/1/mem', 'rb')",
+        "open('/proc/1/maps').read(1)",
+        "import os; os.kill(1, 0) or os.open('/proc/1/ns/net', 0)",
+    ):
+        assert not await succeeds(sandbox, program), program
+    assert not await succeeds(
+        sandbox, "import os; os.kill(1, 9)\nimport time; time.sleep(0.2)\nassert not os.path.exists('/proc/1')"
+    )
+    own = """
+        import ctypes, signal, os
+        p = os.fork() or signal.pause()
+        assert ctypes.CDLL(None).ptrace(16, p, 0, 0) == 0
+    """
+    assert await succeeds(sandbox, own), "a debugger works on the sandbox's own programs"
+
+
+MOUNTS = """
+    import ctypes
+    libc = ctypes.CDLL(None)
+    assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0 or libc.umount2(b'/proc/sys', 2) == 0 \\
+        or libc.mount(b'none', b'/proc/sys', None, 32 | 4096, None) == 0 or libc.unshare(0x10000000) == 0 \\
+        or libc.unshare(0x20000) == 0 or libc.syscall(428, -100, b'/', 1) >= 0 or libc.syscall(430, b'tmpfs', 0) >= 0
+"""
+
+
+async def test_mounts_and_namespaces(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    assert not await succeeds(sandbox, MOUNTS)
+    clone = "import ctypes; assert ctypes.CDLL(None).syscall({}, 0x10000000 | 17, 0, 0, 0, 0) >= 0"
+    number = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+    assert not await succeeds(sandbox, clone.format(number))
+    assert (await sandbox.exec("unshare -Ur true || unshare -r true", seconds=10)).exit_code != 0
+
+
+async def test_the_kernels_switches(world: World, kind: str) -> None:
+    before = Path("/proc/sys/kernel/core_pattern").read_text()  # noqa: ASYNC240
+    sandbox = await world.start(kind)
+    for path in (
+        "sys/kernel/core_pattern",
+        "sys/vm/drop_caches",
+        "sysrq-trigger",
+        "sys/kernel/hostname",
+        "irq/0/smp_affinity",
+    ):
+        assert not await succeeds(sandbox, f"open('/proc/{path}', 'w').write('|/tmp/x')"), path
+    assert Path("/proc/sys/kernel/core_pattern").read_text() == before  # noqa: ASYNC240
+    for program in (
+        "import os; os.mknod('/tmp/disk', 0o60600, os.makedev(254, 0))",
+        "open('/proc/kcore', 'rb').read(4).decode() or 1/0",
+        "open('/dev/kmsg')",
+    ):
+        assert not await succeeds(sandbox, program), program
+
+
+async def test_privileges(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    status = (await sandbox.exec("cat /proc/self/status", seconds=10)).stdout.decode()
+    fields = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
+    assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
+    held = {int(fields[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")}
+    assert held <= ({0} if kind in ("namespace", "apptainer") else {0, DAC_OVERRIDE})
+    assert not await succeeds(sandbox, "import resource as r; r.setrlimit(r.RLIMIT_CORE, (1, 1))")
+
+
+async def test_system_calls_that_are_denied(world: World) -> None:
+    sandbox = await world.start("namespace")
+    numbers = {**seccomp.DENIED_EVERYWHERE, **seccomp.DENIED[platform.machine()], "clone3": seccomp.CLONE3}
+    program = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        f"for name, number in {numbers!r}.items():\n"
+        "  if libc.syscall(number, -1, -1, -1, -1, -1) >= 0 or ctypes.get_errno() not in (1, 38): print(name)\n"
+    )
+    result = await sandbox.exec(["python3", "-c", program], seconds=20)
+    assert (result.stdout, result.stderr) == (b"", b"")
+
+
+def test_the_filter_is_a_program_that_ends() -> None:
+    """Every jump lands in it, and its last step returns."""
+    for machine in seccomp.MACHINES:
+        code = seccomp.program(machine)
+        steps = list(struct.iter_unpack("HBBI", code))
+        for at, (operation, then, otherwise, _) in enumerate(steps):
+            if operation in (seccomp.EQUAL, seccomp.AT_LEAST, seccomp.ANY_BIT):
+                assert at + 1 + max(then, otherwise) < len(steps)
+        assert steps[-1] == (seccomp.RETURN, 0, 0, seccomp.ALLOW)
+        assert len(steps) < 4096
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the other numbering is x86-64's")
+async def test_the_other_numbering_of_the_same_machine(world: World) -> None:
+    sandbox = await world.start("namespace")
+    assert not await succeeds(sandbox, f"import ctypes; assert ctypes.CDLL(None).syscall({seccomp.X32 | 39}) >= 0")
+
+
+def test_confine_holds_in_this_thread() -> None:
+    """Filters bind the thread that asks for them: so this one ends with the thread, and the next test is free."""
+    refused: list[bool] = []
+
+    def confined() -> None:
+        seccomp.confine()
+        refused.append(ctypes.CDLL(None).unshare(0x20000) != 0)
+
+    thread = threading.Thread(target=confined)
+    thread.start()
+    thread.join()
+    assert refused == [True]

@@ -1,0 +1,103 @@
+"""What a sandbox may use, and that the kernel keeps it to that. Every runtime that isolates passes them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from outrider.runtimes import cgroups
+from outrider.runtimes.apptainer import OWN_PIDS
+from outrider.runtimes.base import ExecResult, Runtime
+from outrider.spec import Resources
+
+from .world import ISOLATING, World
+
+HOG = "x = bytearray(1 << 20)\nwhile True: x += bytes(1 << 20)"
+BOMB = "f() { f | f & }; f; sleep 20"
+SPIN = "import time; t = time.time() + 1.5\nwhile time.time() < t: pass\nprint(time.process_time())"
+
+
+@pytest.fixture(params=ISOLATING)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def python(sandbox: Runtime, program: str) -> ExecResult:
+    return await sandbox.exec(["python3", "-c", program], seconds=30)
+
+
+def needs(controller: str) -> None:
+    if controller not in cgroups.find().folders:
+        pytest.skip(f"this process can set no {controller} limits by control groups")
+
+
+async def test_memory(world: World, kind: str) -> None:
+    needs("memory")
+    sandbox = await world.start(kind, resources=Resources(memory_mb=64))
+    result = await python(sandbox, HOG)
+    assert result.exit_code == 128 + 9
+    assert (await sandbox.exec("echo fine", seconds=10)).stdout == b"fine\n"
+
+
+async def test_files_take_a_part_of_the_memory(world: World) -> None:
+    sandbox = await world.start("namespace", resources=Resources(memory_mb=64))
+    result = await sandbox.exec("head -c 200000000 /dev/zero > /work/large", seconds=30)
+    assert b"No space left" in result.stderr
+    assert (await sandbox.exec("rm /work/large; echo fine", seconds=10)).stdout == b"fine\n"
+
+
+async def test_processes(world: World, kind: str) -> None:
+    if os.geteuid() == 0:
+        needs("pids")
+    sandbox = await world.start(kind, resources=Resources(pids=32))
+    program = "import os, time\nn = 0\ntry:\n  while os.fork(): n += 1\n  time.sleep(9)\nexcept OSError: print(n)"
+    forked = int((await python(sandbox, program)).stdout)
+    assert 8 < forked < 32 + (OWN_PIDS if kind == "apptainer" else 0)
+
+
+async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:
+    if os.geteuid() == 0:
+        needs("pids")
+    sandbox = await world.start(kind, resources=Resources(pids=64))
+    result = await sandbox.exec(BOMB, seconds=1)
+    assert result.timed_out
+    assert (await sandbox.exec("echo fine", seconds=20)).stdout == b"fine\n"
+    started = time.monotonic()
+    await sandbox.exec(BOMB.replace("sleep 20", "true"), seconds=5)
+    await sandbox.stop()
+    assert time.monotonic() - started < 15
+
+
+async def test_cpu(world: World, kind: str) -> None:
+    needs("cpu")
+    sandbox = await world.start(kind, resources=Resources(cpus=0.2))
+    assert float((await python(sandbox, SPIN)).stdout) < 0.8
+
+
+async def test_a_full_disk_is_an_error_inside_and_nothing_more(world: World, kind: str) -> None:
+    sandbox = await world.start(kind, resources=Resources(disk_mb=16))
+    for folder in ("/work", "/tmp", "/root", "/var/tmp"):
+        result = await sandbox.exec(f"head -c 40000000 /dev/zero > {folder}/large", seconds=30)
+        if kind == "namespace":
+            assert (result.exit_code, b"No space left" in result.stderr) == (1, True), folder
+        assert result.exit_code not in (0, None), folder
+        size = int((await sandbox.exec(["stat", "-c", "%s", f"{folder}/large"], seconds=10)).stdout)
+        assert size <= 16 << 20, folder
+        await sandbox.exec(["rm", f"{folder}/large"], seconds=10)
+    await sandbox.write("/work/small", b"x" * 1000)
+    assert len(await sandbox.read("/work/small")) == 1000
+
+
+async def test_files_are_counted_too(world: World) -> None:
+    sandbox = await world.start("namespace", resources=Resources(disk_mb=16))
+    result = await python(sandbox, "for n in range(100_000): open(f'/work/{n}', 'w').close()")
+    assert b"No space left" in result.stderr
+
+
+async def test_without_control_groups_each_process_is_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "find", lambda: cgroups.NONE)
+    sandbox = await world.start("namespace", resources=Resources(memory_mb=256))
+    result = await python(sandbox, HOG)
+    assert (result.exit_code, b"MemoryError" in result.stderr) == (1, True)

@@ -1,0 +1,137 @@
+"""The tool server itself: its memory, its end, and the program that it is put together from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import MAX_OUTPUT, Runtime
+from outrider.runtimes.bundle import compiled, server_command
+from outrider.runtimes.child import readable
+from outrider.runtimes.hosted import HostedServer, Setup
+from outrider.runtimes.inside.capture import Capture
+from outrider.runtimes.inside.terminal import Terminal
+from outrider.runtimes.toolclient import ExecDone
+
+from .world import World
+
+pytestmark = pytest.mark.timeout(180)
+
+GIGABYTE = 1 << 30
+FLOOD = "echo first; head -c {} /dev/zero; echo last"
+ROOM = 7 * MAX_OUTPUT
+"""What is kept, while it is put together and sent."""
+
+
+@pytest.fixture(params=["process", "namespace"])
+async def sandbox(request: pytest.FixtureRequest, world: World) -> Runtime:
+    return await world.start(request.param)
+
+
+async def peak(sandbox: Runtime) -> int:
+    """The most memory that the tool server has had, in bytes: it is the parent of what it starts."""
+    status = (await sandbox.exec("cat /proc/$PPID/status", seconds=30)).stdout.decode()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return int(fields["VmHWM"].split()[0]) << 10
+
+
+async def test_a_gigabyte_of_output_takes_no_more_memory_than_is_kept(sandbox: Runtime) -> None:
+    before = await peak(sandbox)
+    out = (await sandbox.exec(FLOOD.format(GIGABYTE), seconds=120)).stdout
+    assert (out[:6], out[-5:]) == (b"first\n", b"last\n")
+    assert b"\n[... %d bytes cut ...]\n" % (GIGABYTE + 11 - MAX_OUTPUT) in out
+    assert await peak(sandbox) - before < ROOM
+    shell = await sandbox.open_shell()
+    shown = (await shell.run(FLOOD.format(GIGABYTE // 8), seconds=120)).output
+    assert (shown[:6], shown[-5:]) == ("first\n", "last\n")
+    assert f"[... {GIGABYTE // 8 + 11 - MAX_OUTPUT} bytes cut ...]" in shown
+    assert await peak(sandbox) - before < ROOM
+    assert (await shell.run("echo fine", seconds=30)).output == "fine\n"
+
+
+async def test_a_flood_ends_at_its_time_limit(sandbox: Runtime) -> None:
+    for kind, text in (("bash", "cat /dev/zero"), ("python", "while True: print('x' * 1000)")):
+        shell = await sandbox.open_shell(kind)  # type: ignore[arg-type]
+        late = await shell.run(text, seconds=0.5)
+        assert late.timed_out
+        assert len(late.output) < MAX_OUTPUT + 10_000
+        assert (await shell.run("1" if kind == "python" else "echo 1", seconds=30)).output == "1\n"
+
+
+async def test_binary_output(sandbox: Runtime) -> None:
+    every = bytes(range(256))
+    await sandbox.write("every", every)
+    result = await sandbox.exec("cat every; cat every >&2", seconds=30)
+    assert (result.stdout, result.stderr) == (every, every)
+
+
+async def hosted(folder: Path, **fields: object) -> HostedServer:
+    bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
+    setup = Setup(env={"PATH": os.defpath}, workdir=str(folder), subreaper=True, **fields)  # type: ignore[arg-type]
+    return await HostedServer.start(server_command(sys.executable), bytecode, setup)
+
+
+def dead(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_path: Path) -> None:
+    server = await hosted(tmp_path, lifetime=0.7)
+    try:
+        args = {"argv": [], "script": "echo $$ > pid; setsid sleep 3030 & echo $! > child; wait", "env": {}}
+        args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
+        started = time.monotonic()
+        with pytest.raises(RuntimeFailure, match="end of its lifetime"):
+            await server.tools.call("exec", args, ExecDone)
+        assert time.monotonic() - started < 30
+        async with asyncio.timeout(30):
+            await readable(server._child.pidfd)
+        assert all(dead((tmp_path / name).read_text().strip()) for name in ("pid", "child"))
+    finally:
+        await server.stop()
+
+
+async def test_without_a_python_there_is_no_live_one(world: World) -> None:
+    sandbox = await world.start("process", env={"PATH": "/nowhere"})
+    shell = await sandbox.open_shell("python")  # by the interpreter that runs the server
+    assert (await shell.run("1 + 1", seconds=30)).output == "2\n"
+
+
+class Listening(Terminal):
+    """A terminal without a shell."""
+
+    def __init__(self) -> None:
+        self.token, self.sequence, self.begun, self.pending = b"tok", 3, True, bytearray()
+        self.capture, self.call, self.ended = Capture(1 << 20), 1, list[int | None]()
+
+    def _finish(self, code: int | None) -> None:
+        self.ended.append(code)
+
+
+ODD = st.lists(
+    st.sampled_from([b"\x1e", b"\x1etok.", b"\x1etok.3:", b"\x1etok.3:x\x1e", b"\x1etok.2:1\x1e", b"text" * 9])
+)
+
+
+@given(ODD, st.integers(1, 50), st.booleans())
+def test_whatever_looks_like_the_end_of_an_input_the_real_one_is_found(odd: list[bytes], step: int, far: bool) -> None:
+    """An input can read what its end looks like, and print half of it."""
+    terminal = Listening()
+    out = b"".join(odd) + b"." * (100 if far else 0)
+    whole = out + b"\x1etok.3:17\x1e"
+    for at in range(0, len(whole), step):
+        terminal._take(whole[at : at + step])
+        assert len(terminal.pending) < 64 + step
+    if not out.endswith(b"\x1etok.3:"):
+        assert (terminal.ended, terminal.capture.take()) == ([17], out)

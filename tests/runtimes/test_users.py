@@ -1,0 +1,75 @@
+"""Sandboxes with more than one user id."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.runtimes import users
+
+from .world import World
+
+ME = pwd.getpwuid(os.geteuid()).pw_name
+
+
+@pytest.fixture
+def set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that stands for /etc/subuid and /etc/subgid."""
+    file = tmp_path / "subuid"
+    file.write_text(f"other:1000:5\n{ME}:300000:10\n{ME}:400000:65536\n")
+    monkeypatch.setattr(users, "FILES", {"uid": file, "gid": file})
+    return file
+
+
+def test_a_range_of_this_user_that_is_large_enough(set_aside: Path) -> None:
+    assert users.users(1) is None
+    few, many = users._range("uid", 10), users._range("gid", 11)
+    assert (few, many) == (300000, 400000)
+
+
+def test_what_is_missing_is_told(set_aside: Path) -> None:
+    set_aside.write_text("other:1000:70000\n")
+    with pytest.raises(RuntimeUnavailable, match="sets no 9 ids aside") as raised:
+        users.users(10)
+    assert ME in (raised.value.hint or "")
+    set_aside.unlink()
+    with pytest.raises(RuntimeUnavailable):
+        users.users(10)
+
+
+@pytest.fixture
+def several(request: pytest.FixtureRequest) -> int:
+    """So many as can be had. Root needs nobody's leave; others newuidmap, and what is really set aside for them."""
+    if os.geteuid() == 0:
+        request.getfixturevalue("set_aside")
+    try:
+        users.users(60_000)
+    except RuntimeUnavailable as error:
+        pytest.skip(error.message)
+    return 60_000
+
+
+async def test_owners_can_be_changed_and_others_be_become(world: World, several: int) -> None:
+    sandbox = await world.start("namespace", users=several)
+    program = (
+        "import os\n"
+        "open('mine', 'w').write('x'); os.chown('mine', 33, 33); print(os.stat('mine').st_uid)\n"
+        "os.setgroups([44]); os.setresgid(33, 33, 33); os.setresuid(33, 33, 33); print(os.getuid(), os.getgroups())\n"
+        "open('/proc/self/uid_map').read(); open('mine', 'a')\n"
+        "try: os.setuid(0)\nexcept PermissionError: print('no way back')\n"
+    )
+    result = await sandbox.exec(["python3", "-c", program], seconds=20)
+    assert (result.stdout, result.stderr) == (b"33\n33 [44]\nno way back\n", b"")
+    status = (await sandbox.exec("grep CapEff /proc/self/status; mount -t tmpfs none /mnt", seconds=10)).stdout
+    assert int(status.split()[1], 16) == sum(1 << n for n in (0, 1, 3, 4, 5, 6, 7, 8, 10, 18))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others need newuidmap and a line in /etc/subuid")
+async def test_users_that_cannot_be_given_are_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users, "_range", lambda kind, count: 4294967290)  # more than there are
+    with pytest.raises(RuntimeFailure):
+        await world.start("namespace", users=65536)

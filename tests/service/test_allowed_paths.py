@@ -1,0 +1,91 @@
+"""What tasks may name of the host: nothing, but what its operator allows, wherever links lead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.config import SandboxesConfig
+from outrider.errors import InvalidField
+from outrider.service.admission import check_group
+from outrider.spec import GroupSpec
+
+from .conftest import MakeWorld
+from .world import group
+
+ASKS: list[tuple[str, Any]] = [
+    ("task.runtime.rootfs", lambda path: {"rootfs": path}),
+    ("task.runtime.image", lambda path: {"image": path}),
+    ("task.runtime.mounts.1.source", lambda path: {"mounts": [{"source": "@/in/a"}, {"source": path, "target": "/b"}]}),
+]
+REFUSED = ["@/out", "@", "@/inner", "@/in/link", "@/in/link/x", "@/nothing", "/", "/proc/self/root/etc"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """`in` and, behind the link `aside`, `out/b` are allowed; `in/link` leads out."""
+    for path in ("in/a", "inner", "out/b"):
+        (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "in/file").touch()
+    (tmp_path / "in/link").symlink_to(tmp_path / "out")
+    (tmp_path / "aside").symlink_to(tmp_path / "out/b")
+    return tmp_path
+
+
+def filled(value: Any, folder: Path) -> Any:
+    """With the folder's path for each @."""
+    if isinstance(value, Mapping):
+        return {name: filled(inner, folder) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [filled(inner, folder) for inner in value]
+    return value.replace("@", str(folder))
+
+
+def checked(folder: Path, runtime: dict[str, Any]) -> GroupSpec:
+    spec = group("ask", runtime=filled(runtime, folder))
+    check_group(spec, files=folder, allow=[folder / "in", folder / "aside"])
+    return spec
+
+
+@pytest.mark.parametrize("path", REFUSED)
+@pytest.mark.parametrize(("field", "ask"), ASKS, ids=[field for field, _ in ASKS])
+def test_what_is_not_allowed_is_refused_by_its_field(folder: Path, field: str, ask: Any, path: str) -> None:
+    with pytest.raises(InvalidField, match="not among the host's paths") as refused:
+        checked(folder, ask(path))
+    assert refused.value.field == field
+    assert "--allow-path" in str(refused.value.hint)
+
+
+def test_the_way_back_up_leads_nowhere(folder: Path) -> None:
+    with pytest.raises(InvalidField, match="not among the host's paths"):
+        checked(folder, {"image": "@/in/../out"})
+
+
+@pytest.mark.parametrize("path", ["@/in", "@/in/a", "@/out/b", "@/aside"])
+@pytest.mark.parametrize(("field", "ask"), ASKS, ids=[field for field, _ in ASKS])
+def test_what_is_allowed_may_be_named(folder: Path, field: str, ask: Any, path: str) -> None:
+    assert checked(folder, ask(path))
+
+
+def test_a_file_may_be_allowed_and_mounted(folder: Path) -> None:
+    assert checked(folder, {"mounts": [{"source": "@/in/file"}]})
+
+
+@pytest.mark.parametrize(("field", "ask"), ASKS, ids=[field for field, _ in ASKS])
+def test_what_is_allowed_must_be_there(folder: Path, field: str, ask: Any) -> None:
+    with pytest.raises(InvalidField, match="on this node") as refused:
+        checked(folder, ask("@/in/nothing"))
+    assert refused.value.field == field
+
+
+async def test_a_service_allows_what_its_settings_say(folder: Path, world: MakeWorld) -> None:
+    mounted = {"mounts": [{"source": str(folder / "in/a")}]}
+    async with world() as w:
+        with pytest.raises(InvalidField):
+            await w.submit("ask", runtime=mounted)
+    async with world(sandboxes=SandboxesConfig(allow=(folder / "in",))) as w:
+        view = await w.submit("ask", runtime=mounted)
+        assert (await w.done(view.id)).sessions[0].result

@@ -1,0 +1,141 @@
+"""Files that agents leave are kept: however the run ended, as they were, within bounds, and with what was left out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.lifecycle import StopReason
+from outrider.wire import Artifact, ArtifactList, LeftOut
+
+from .conftest import MakeWorld
+from .stage import StagedRuntime
+from .world import World, result_of
+
+LEAVE = "run mkdir -p logs/deep; echo one > logs/a; echo two > logs/deep/b; echo three > other"
+
+
+def kept(w: World, session_id: str, attempt: int | None = None) -> ArtifactList:
+    return w.service.artifacts.listed(session_id, attempt)
+
+
+def artifact(path: str, data: bytes) -> Artifact:
+    return Artifact(path=path, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["service.stage:StagedRuntime", "process", "namespace"])
+async def test_what_patterns_match_is_kept(world: MakeWorld, temporary: Path, kind: str) -> None:
+    async with world(http=True) as w:
+        patterns = ["logs/**", "/work/logs/a", "none/*", "other"]
+        session = await w.run("ask", LEAVE, artifacts=patterns, runtime={"kind": kind})
+        assert result_of(session).verdict is not None
+        listed = kept(w, session.id)
+        assert listed.attempt == 1
+        assert listed.artifacts == (
+            artifact("/work/logs/a", b"one\n"),
+            artifact("/work/logs/deep/b", b"two\n"),
+            artifact("/work/other", b"three\n"),
+        )
+        folders = [left.path for left in listed.left_out if left.reason.startswith("a folder")]
+        assert set(folders) <= {"/work/logs", "/work/logs/deep"}
+        assert [left for left in listed.left_out if left.path not in folders] == [
+            LeftOut(path="none/*", reason="matches nothing")
+        ]
+        file = w.service.artifacts.file(session.id, "/work/logs/deep/b")
+        assert await asyncio.to_thread(file.read_bytes) == b"two\n"
+
+
+@pytest.mark.parametrize(
+    ("do", "limits", "ending"),
+    [
+        (("crash",), {}, StopReason.ERROR),
+        (("wait forever",), {"agent_seconds": 0.3}, StopReason.AGENT_TIMEOUT),
+        (("wait forever",), {"session_seconds": 0.5}, StopReason.SESSION_TIMEOUT),
+        (("ask", "ask"), {"turns": 2}, StopReason.MAX_TURNS),
+    ],
+)
+async def test_they_are_kept_however_the_run_ended(
+    world: MakeWorld, do: tuple[str, ...], limits: dict[str, Any], ending: StopReason
+) -> None:
+    async with world() as w:
+        session = await w.run("ask", LEAVE, *do, artifacts=["logs/a"], limits=limits, max_attempts=1)
+        assert result_of(session).stop_reason is ending
+        assert kept(w, session.id).artifacts == (artifact("/work/logs/a", b"one\n"),)
+        w.assert_quiet()
+
+
+async def test_each_attempt_has_its_own(world: MakeWorld) -> None:
+    async with world() as w:
+        session = await w.run("ask", LEAVE, "crash at 2", "run echo done > end", artifacts=["logs/a", "end"])
+        assert session.attempt == 3
+        listed = [kept(w, session.id, attempt) for attempt in (1, 2, 3)]
+        assert [len(each.artifacts) for each in listed] == [1, 1, 2]
+        assert kept(w, session.id) == listed[2]
+        assert kept(w, session.id, 4) == ArtifactList(session_id=session.id, attempt=4, artifacts=(), left_out=())
+
+
+async def test_they_are_the_agents_and_not_the_graders(world: MakeWorld) -> None:
+    async with world() as w:
+        evaluator = {"run": "echo graded > logs/a", "carry": ["logs"]}
+        session = await w.run("ask", LEAVE, artifacts=["logs/a"], evaluator=evaluator)
+        assert result_of(session).error is None
+        assert kept(w, session.id).artifacts == (artifact("/work/logs/a", b"one\n"),)
+
+
+async def test_links_and_special_files_are_left_out(world: MakeWorld) -> None:
+    async with world() as w:
+        leave = "run ln -s /etc/passwd link; mkfifo pipe; ln -s /etc folder; echo x > 'a b%?#'; echo y > plain"
+        session = await w.run("ask", leave, artifacts=["*"], runtime={"kind": "process"})
+        listed = kept(w, session.id)
+        assert listed.artifacts == (artifact("/work/a b%?#", b"x\n"), artifact("/work/plain", b"y\n"))
+        assert {left.path for left in listed.left_out} == {"/work/link", "/work/pipe", "/work/folder"}
+
+
+class Unreadable(StagedRuntime):
+    """Breaks when files are looked for, in one way or the other."""
+
+    async def glob(self, pattern: str, *, limit: int = 0) -> list[str]:
+        if "break" in self._spec.env:
+            raise ZeroDivisionError
+        await self.stop()
+        return ["a", "../../b", "not-\udcff-utf-8"]
+
+
+async def test_a_failure_to_collect_is_recorded_and_fails_nothing(
+    world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = "service.test_artifacts:Unreadable"
+    async with world() as w:
+        gone = await w.run("ask", artifacts=["*"], runtime={"kind": kind})
+        broken = await w.run("ask", artifacts=["*"], runtime={"kind": kind, "env": {"break": ""}})
+        for session in (gone, broken):
+            assert result_of(session).stop_reason is StopReason.COMPLETED
+        assert [(left.path, left.reason) for left in kept(w, gone.id).left_out] == [
+            ("/work/a", "the sandbox does not run"),
+            ("/b", "the sandbox does not run"),
+            ("/work/not-\\udcff-utf-8", "its name is not UTF-8"),
+        ]
+        assert kept(w, broken.id).attempt is None
+        assert f"the artifacts of session {broken.id} attempt 1 are not kept" in caplog.text
+
+
+async def test_a_service_that_cannot_write_says_so(world: MakeWorld, tmp_path: Path) -> None:
+    async with world() as w:
+        (tmp_path / "data/artifacts").write_text("in the way")
+        session = await w.run("ask", LEAVE, artifacts=["logs/a"])
+        assert result_of(session).stop_reason is StopReason.COMPLETED
+
+
+async def test_none_are_kept_of_a_cancelled_session(world: MakeWorld) -> None:
+    async with world() as w:
+        view = await w.submit("ask", LEAVE, "wait here", artifacts=["logs/a"])
+        await w.stage.arrived["here"].wait()
+        await w.service.cancel(view.id)
+        (session,) = (await w.done(view.id)).sessions
+        assert kept(w, session.id).attempt is None
+        w.assert_quiet()

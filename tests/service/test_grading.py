@@ -1,0 +1,240 @@
+"""Grading in a new sandbox: what is carried there, when the agent's own ends, and that none is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import Boundary, InvalidField, RuntimeFailure
+from outrider.evaluators.base import Outcome
+from outrider.lifecycle import SessionState, StopReason
+from outrider.trajectory import SessionResult, Verdict
+from outrider.wire import SessionView
+
+from .conftest import MakeWorld
+from .stage import StagedRuntime, _stage
+from .test_failures import failed
+from .world import World, group, result_of
+
+PREPARE = [{"write": "expected", "to": "expected"}, {"run": "mkdir out"}]
+TAMPER = "run echo mine > out/answer; echo easy > expected; echo x > left"
+
+
+class Unsteady(StagedRuntime):
+    """Its sandboxes for grading fail to start so many times: the first `FAILS` of all."""
+
+    async def start(self) -> None:
+        fails = int(self._spec.env.get("FAILS", "0"))
+        if "-g" in self._key[0]:
+            _stage.get().count["fresh"] += 1
+            if _stage.get().count["fresh"] <= fails:
+                raise RuntimeFailure("no room for another sandbox")
+        await super().start()
+        if "-g" in self._key[0]:
+            _stage.get().arrived["fresh"].set()
+
+
+async def look(outcome: Outcome) -> Any:
+    """Notes what there is to be graded, and which sandboxes still stand."""
+    stage = _stage.get()
+    stage.count["graded"] += 1
+    if stage.count["graded"] <= outcome.task.evaluator.options.get("fails", 0):
+        raise ValueError("graded badly")
+    if place := outcome.task.evaluator.options.get("wait"):
+        await stage.wait_at(place)
+    listing = await outcome.runtime.exec("ls; cat expected out/answer", seconds=5)
+    stage.order.append(listing.stdout.decode())
+    stage.order += [name for name, _ in stage.ledger.started.keys() - stage.ledger.stopped.keys()]
+    return 0.5
+
+
+def carried(*do: str, carry: Any = ("out",), runtime: Any = None, options: Any = None, **fields: Any) -> Any:
+    """A group whose outcome is graded in a new sandbox."""
+    evaluator = {"kind": "callable", "path": "service.test_grading:look", "options": options or {}}
+    return {
+        "do": do or ("ask", TAMPER),
+        "evaluator": {**evaluator, "carry": carry if isinstance(carry, str) else list(carry)},
+        "runtime": {"kind": "service.test_grading:Unsteady", "prepare": PREPARE, **(runtime or {})},
+        **fields,
+    }
+
+
+async def run(w: World, **given: Any) -> SessionView:
+    do = given.pop("do")
+    return await w.run(*do, **given)
+
+
+async def graded(w: World, **given: Any) -> SessionResult:
+    result = result_of(await run(w, **given))
+    assert result.error is None, result.error
+    assert result.verdict == Verdict(reward=0.5)
+    return result
+
+
+async def test_only_the_carried_paths_come_from_the_agent(world: MakeWorld) -> None:
+    async with world() as w:
+        result = await graded(w, **carried())
+        assert w.stage.order == ["expected\nout\nexpectedmine\n", f"{result.session_id}-g0"]
+        assert result.seconds.eval > 0
+        w.assert_quiet()
+
+
+async def test_nothing_is_carried_where_nothing_is_named(world: MakeWorld) -> None:
+    async with world() as w:
+        await graded(w, **carried(carry=()))
+        assert w.stage.order[0].startswith("expected\nout\nexpected")
+        assert "mine" not in w.stage.order[0]
+
+
+async def test_everything_is_carried(world: MakeWorld) -> None:
+    async with world() as w:
+        result = await graded(w, **carried(carry="all"))
+        assert w.stage.order == ["expected\nleft\nout\neasy\nmine\n", f"{result.session_id}-g0"]
+        w.assert_quiet()
+
+
+async def test_a_runtime_that_cannot_carry_everything_is_refused(world: MakeWorld) -> None:
+    async with world() as w:
+        with pytest.raises(InvalidField, match="cannot carry all") as refused:
+            await w.submit(evaluator={"run": "true", "carry": "all"}, runtime={"kind": "process"})
+        assert refused.value.field == "task.evaluator.carry"
+        with pytest.raises(InvalidField, match="root"):
+            group(evaluator={"run": "true", "carry": ["."]}, runtime={"workdir": "/"})
+
+
+async def test_the_new_sandbox_is_started_while_the_agent_runs(world: MakeWorld) -> None:
+    async with world() as w:
+        given = carried("ask", TAMPER, "wait here")
+        view = await w.submit(*given.pop("do"), **given)
+        await w.stage.arrived["here"].wait()
+        await w.stage.arrived["fresh"].wait()
+        assert (f"{view.sessions[0].id}-g0", 1) in w.stage.ledger.started
+        assert not w.stage.ledger.stopped
+        w.stage.open["here"].set()
+        assert result_of((await w.done(view.id)).sessions[0]).verdict is not None
+        w.assert_quiet()
+
+
+@pytest.mark.parametrize("place", ["here", "there"])
+async def test_a_cancel_stops_both_sandboxes(world: MakeWorld, place: str) -> None:
+    async with world() as w:
+        given = carried("ask", *(["wait here"] if place == "here" else []), options={"wait": "there"})
+        view = await w.submit(*given.pop("do"), **given)
+        await w.stage.arrived[place].wait()
+        await w.service.cancel(view.id)
+        assert result_of((await w.done(view.id)).sessions[0]).stop_reason is StopReason.CANCELLED
+        assert w.stage.ledger.started.keys() == {(f"{view.sessions[0].id}{end}", 1) for end in ("", "-g0")}
+        w.assert_quiet()
+
+
+async def test_a_cancel_while_the_new_sandbox_hangs(world: MakeWorld) -> None:
+    async with world() as w:
+        given = carried("ask", runtime={"kind": "service.test_grading:HangingFresh"})
+        view = await w.submit(*given.pop("do"), **given)
+        await w.stage.arrived["fresh"].wait()
+        await w.state(view.sessions[0].id, SessionState.EVALUATING)
+        await w.service.cancel(view.id)
+        assert result_of((await w.done(view.id)).sessions[0]).stop_reason is StopReason.CANCELLED
+        w.assert_quiet()
+
+
+class HangingFresh(StagedRuntime):
+    async def start(self) -> None:
+        await super().start()
+        if "-g" in self._key[0]:
+            await _stage.get().wait_at("fresh")
+
+
+async def test_a_new_sandbox_that_is_never_ready_is_no_verdict(world: MakeWorld) -> None:
+    async with world() as w:
+        given = carried("ask", runtime={"kind": "service.test_grading:HangingFresh"}, max_attempts=1)
+        result = failed(await run(w, **given, limits={"session_seconds": 0.5}), Boundary.RUNTIME, "runtime_failure")
+        assert "not ready within 0.5 s" in str(result.error)
+        w.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    ("do", "limits", "ending"),
+    [
+        (("ask", "crash"), {}, StopReason.ERROR),
+        (("ask", "wait forever"), {"agent_seconds": 0.2}, StopReason.AGENT_TIMEOUT),
+        (("ask", "wait forever"), {"session_seconds": 0.3}, StopReason.SESSION_TIMEOUT),
+        (("ask", "ask", "ask"), {"turns": 2}, StopReason.MAX_TURNS),
+        (("ask", "break"), {}, StopReason.ERROR),
+    ],
+)
+async def test_every_fate_stops_both_sandboxes(
+    world: MakeWorld, do: tuple[str, ...], limits: dict[str, Any], ending: StopReason
+) -> None:
+    async with world() as w:
+        result = result_of(await run(w, **carried(*do), limits=limits, max_attempts=1))
+        assert result.stop_reason is ending
+        assert (result.verdict is not None) == (ending in (StopReason.AGENT_TIMEOUT, StopReason.MAX_TURNS))
+        w.assert_quiet()
+
+
+async def test_a_new_sandbox_that_fails_ahead_is_started_again(world: MakeWorld) -> None:
+    async with world() as w:
+        result = await graded(w, **carried(runtime={"env": {"FAILS": "1"}}, max_attempts=1))
+        assert w.stage.order[1:] == [f"{result.session_id}-g1"]
+        w.assert_quiet()
+
+
+async def test_new_sandboxes_that_keep_failing_are_an_error_of_the_runtime(world: MakeWorld) -> None:
+    async with world() as w:
+        given = carried(runtime={"env": {"FAILS": "100"}}, max_attempts=2)
+        failed(await run(w, **given), Boundary.RUNTIME, "runtime_failure")
+        assert w.stage.count["fresh"] == 6  # of each attempt one ahead, and one for each try
+        assert w.stage.count["graded"] == 0
+        w.assert_quiet()
+
+
+async def test_each_try_has_a_sandbox_of_its_own(world: MakeWorld) -> None:
+    async with world() as w:
+        result = await graded(w, **carried(options={"fails": 2}, max_attempts=3))
+        assert w.stage.order == ["expected\nout\nexpectedmine\n", f"{result.session_id}-g2"]
+        assert result.attempt == 1
+        assert len(w.stage.ledger.started) == 4
+        w.assert_quiet()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["process", "namespace"])
+async def test_nothing_of_the_agent_lives_when_its_work_is_graded(world: MakeWorld, temporary: Path, kind: str) -> None:
+    """It leaves a process that changes its answer for ever, and a link to what it is told to be compared with."""
+    left = "(while sleep 0.01; do echo cheat > out/answer; done) > /dev/null 2>&1 &"
+    tamper = f"run mkdir out; ln -s ../expected out/link; {left} echo done > out/done; echo evil > shadow"
+    check = "echo secret > expected; test -f out/done && ! test -e out/link && ! test -e shadow"
+    steady = "rm -f out/answer; sleep 0.2; test ! -e out/answer"
+    async with world(http=True) as w:
+        result = result_of(
+            await w.run(
+                "ask",
+                tamper,
+                runtime={"kind": kind},
+                evaluator={"run": f"{check} && {steady}", "carry": ["out"]},
+                max_attempts=1,
+            )
+        )
+        assert result.error is None, result.error
+        assert result.verdict == Verdict(reward=1.0)
+
+
+@pytest.mark.timeout(60)
+async def test_everything_that_was_written_is_carried_between_real_sandboxes(world: MakeWorld, temporary: Path) -> None:
+    write = "run echo 1 > /root/a; rm given; mkdir /work/d; echo 2 > /work/d/b; (sleep 3010 &) > /dev/null 2>&1"
+    check = "test $(cat /root/a)$(cat d/b) = 12 && test ! -e given && ! grep -aq [3]010 /proc/[0-9]*/cmdline"
+    async with world(http=True) as w:
+        result = result_of(
+            await w.run(
+                "ask",
+                write,
+                runtime={"kind": "namespace", "prepare": [{"write": "x", "to": "given"}]},
+                evaluator={"run": check, "carry": "all"},
+                max_attempts=1,
+            )
+        )
+        assert result.error is None, result.error
+        assert result.verdict == Verdict(reward=1.0)

@@ -1,0 +1,87 @@
+"""Sessions on sandboxes that were made ahead: ready at once, of one session each, and all stopped in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.config import LanesConfig, SandboxesConfig
+from outrider.spec import GroupSpec
+
+from .conftest import MakeWorld
+from .world import World, group, result_of
+
+WARM = SandboxesConfig(warm=3, warm_memory_mb=1024)
+UNTOUCHED = ("run test -f prepared", "run test ! -e /tmp/used", "run echo x > /tmp/used")
+PREPARE = [{"run": "echo x > prepared"}]
+
+
+async def full(w: World, ready: int) -> None:
+    """Once so many stand ready, which the service is asked for until it says so."""
+    async with asyncio.timeout(10):
+        while (status := await w.service.status()).nodes[0].warm.ready != ready:
+            assert status.nodes[0].warm.ready <= 9
+
+
+async def test_the_next_session_finds_its_sandbox_ready(world: MakeWorld) -> None:
+    async with world(sandboxes=WARM) as w:
+        # A sandbox that would take its time to be started is not started for the second session at all.
+        slow = {"prepare": [*PREPARE, {"run": "sleep 0.2"}]}
+        first = await w.run("ask", init=UNTOUCHED, runtime=slow)
+        await full(w, 3)
+        second = await w.run("ask", init=UNTOUCHED, runtime=slow)
+        assert result_of(first).error is result_of(second).error is None
+        assert result_of(first).seconds.init > 0.2 > result_of(second).seconds.init
+        stats = w.service.node.stats().warm
+        assert (stats.taken, stats.misses) == (1, 1)
+        assert {name for name, _ in w.stage.ledger.stopped} == {first.id, "warm-0"}
+        await full(w, 3)
+
+
+async def test_an_upload_that_has_changed_is_uploaded_anew(world: MakeWorld, tmp_path: Path) -> None:
+    async with world(sandboxes=WARM) as w:
+        runtime = {"prepare": [{"upload": "data", "to": "data"}]}
+        for text in ("one", "two"):
+            (tmp_path / "files/data").write_text(text)
+            session = await w.run("ask", f"run test $(cat data) = {text}", runtime=runtime, max_attempts=1)
+            await full(w, 3 if text == "one" else 6)
+            assert result_of(session).stop_reason is not None
+        assert w.service.node.stats().warm.misses == 2
+
+
+def any_fate(rng: random.Random) -> GroupSpec:
+    fields: dict[str, Any] = rng.choice(
+        (
+            {},
+            {"limits": {"agent_seconds": 0.05}},
+            {"limits": {"session_seconds": 0.05}},
+            {"evaluator": {"run": "test -f prepared", "carry": ["prepared"]}},
+        )
+    )
+    do = ["ask", *rng.choice(([], ["crash"], ["break"], ["sleep 0.1"], ["crash at 20"]))]
+    runtime = {"prepare": PREPARE, "env": {"KIND": str(rng.randrange(3))}}
+    return group(*do, init=UNTOUCHED, runtime=runtime, n=rng.randint(1, 5), max_attempts=2, **fields)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_a_storm(world: MakeWorld, seed: int) -> None:
+    rng = random.Random(seed)
+    async with world(sandboxes=WARM, lanes=LanesConfig(init=4, run=8, eval=2)) as w:
+        groups = []
+        for _ in range(60):
+            groups.append((await w.service.submit(any_fate(rng))).id)
+            if rng.random() < 0.3:
+                await w.service.cancel(rng.choice(groups))
+            await asyncio.sleep(rng.uniform(0, 0.03))
+        ended = [session for id in groups for session in (await w.done(id)).sessions]
+        faults = [
+            str(error) for session in ended if (error := result_of(session).error) and "AssertionError" in str(error)
+        ]
+        assert faults == []  # of a sandbox that somebody had used, or nobody had prepared
+        assert w.service.node.stats().warm.taken > 20
+        assert sum(name.startswith("warm") for name, _ in w.stage.ledger.started) > 20

@@ -1,0 +1,87 @@
+"""The bounds of what is kept of a sandbox, and how it lies in the service's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.host import Host
+from outrider.runtimes.memory import MemoryRuntime
+from outrider.sessions.artifacts import Bounds, Collector
+from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
+from outrider.store.artifacts import INDEX, ArtifactStore
+from outrider.wire import Artifact, ArtifactList
+
+
+class Hanging(MemoryRuntime):
+    """Never says what there is."""
+
+    async def glob(self, pattern: str, *, limit: int = 0) -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+
+async def collected(
+    folder: Path, bounds: Bounds, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
+) -> ArtifactList:
+    """What is kept of a sandbox with a few files."""
+    runtime_spec = RuntimeSpec(kind="memory")
+    task = TaskSpec(
+        instruction="x",
+        harness=HarnessSpec(agent="tools"),
+        runtime=runtime_spec,
+        evaluator=EvaluatorSpec(run="true"),
+        artifacts=list(patterns),
+    )
+    context = SandboxContext(
+        session_id="s",
+        attempt=1,
+        directory=folder,
+        host=Host(folder),
+        gateway_url="",
+        gateway_socket=folder / "g",
+    )
+    runtime = kind.create(runtime_spec, context)
+    await runtime.start()
+    files = {"d/1": b"aaaa", "d/2": b"bbbbbb", "d/3": b"cccc", "e": b"dd", "f1": b"", "f2": b"", "f3": b"", "f4": b""}
+    for name, data in files.items():
+        await runtime.write(name, data)
+    store = ArtifactStore(folder)
+    await Collector(store, bounds).collect(runtime, task, "s", 1)
+    await runtime.stop()
+    return store.listed("s")
+
+
+async def test_bounds_of_files_and_of_all(tmp_path: Path) -> None:
+    listed = await collected(tmp_path, Bounds(file=5, total=10, matches=3), "d/*", "e", "d/1", "f*")
+    assert [file.path for file in listed.artifacts] == ["/work/d/1", "/work/d/3", "/work/e"]
+    assert [(left.path, left.reason) for left in listed.left_out] == [
+        ("/work/d/2", "/work/d/2 is larger than 5 bytes"),
+        ("f*", "more than 3 paths match 'f*'"),
+    ]
+
+
+async def test_what_all_may_take_is_what_is_left_for_each(tmp_path: Path) -> None:
+    listed = await collected(tmp_path, Bounds(file=5, total=6), "d/1", "d/3", "e")
+    assert [file.path for file in listed.artifacts] == ["/work/d/1", "/work/e"]
+    assert [left.reason for left in listed.left_out] == ["/work/d/3 is larger than 2 bytes (6 bytes are kept in all)"]
+
+
+async def test_the_time_is_bounded_too(tmp_path: Path) -> None:
+    listed = await collected(tmp_path, Bounds(seconds=0.1), "*", kind=Hanging)
+    assert [left.reason for left in listed.left_out] == ["what is not listed could not be had within 0.1 s"]
+
+
+def test_what_is_kept_lies_by_its_digest_and_is_listed_last(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    digest = store.put("s", 1, b"x")
+    assert digest == hashlib.sha256(b"x").hexdigest()
+    assert store.listed("s").attempt is None
+    kept = Artifact(path="/../../x", size=1, sha256=digest)
+    listed = ArtifactList(session_id="s", attempt=1, artifacts=(kept,), left_out=())
+    store.index(listed)
+    assert store.listed("s") == listed
+    assert store.file("s", "/../../x") == tmp_path / "s/1" / digest
+    assert sorted(path.name for path in (tmp_path / "s/1").iterdir()) == sorted([digest, INDEX])

@@ -1,0 +1,56 @@
+"""Drift in `tokens` mode: what an engine says of the prompt it was given is compared with what it was given."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
+from outrider.engines.scripted import ScriptedEngine
+
+from .world import a_world
+
+USER = {"role": "user", "content": "hello there"}
+
+
+class Echoing(ScriptedEngine):
+    """With its first chunk it gives the prompt's ids back, `changed` of them others; with its last it says that the
+    prompt had so many `more` tokens."""
+
+    def __init__(self, options: EngineOptions, *, changed: int | None, more: int | None) -> None:
+        super().__init__(options)
+        self._changed = changed
+        self._more = more
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        ids: list[int] | None = None
+        if self._changed is not None:
+            ids = [token + (at < self._changed) for at, token in enumerate(request.input_ids.tolist())]
+        async for chunk in super().generate(request):
+            told = None if chunk.finish is None or self._more is None else len(request.input_ids) + self._more
+            yield msgspec.structs.replace(chunk, prompt_ids=ids, prompt_tokens=told)
+            ids = None
+
+
+@pytest.mark.parametrize(
+    ("changed", "more", "drift"),
+    [
+        (None, None, 0),
+        (None, 0, 0),
+        (None, 2, 2),
+        (None, -1, 1),
+        (0, 0, 0),
+        (3, 0, 3),
+        (3, None, 3),
+        (3, 1, 3),
+        (1, 4, 4),
+    ],
+)
+async def test_the_greatest_difference_counts(tmp_path: Path, changed: int, more: int, drift: int) -> None:
+    async with a_world(tmp_path, ["one two<|im_end|>"], kind=partial(Echoing, changed=changed, more=more)) as world:
+        await world.ask(USER)
+        assert [turn.drift_tokens for turn in world.turns] == [drift]

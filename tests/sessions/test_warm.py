@@ -1,0 +1,274 @@
+"""Sandboxes made ahead: given away once, untouched and alive, within the budget, and none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from outrider.backoff import Backoff
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.host import Host
+from outrider.runtimes.memory import MemoryLedger, MemoryRuntime
+from outrider.sessions.sandboxes import Sandbox, Sandboxes
+from outrider.sessions.warm import ASSUMED_MB, TRIES, Warm, WarmLimits, kind_of
+from outrider.spec import RuntimeSpec
+
+KIND = "sessions.test_warm:Watched"
+AT_ONCE = Backoff(first=0.0, longest=0.0)
+
+
+class Watcher:
+    """What the sandboxes of one test do; `started` is set at each start."""
+
+    def __init__(self) -> None:
+        self.ledger = MemoryLedger()
+        self.started = asyncio.Event()
+        self.tries = 0
+        self.fails = 0
+        self.standing = 0
+        self.most = 0
+
+
+_watcher: ContextVar[Watcher] = ContextVar("watcher")
+
+
+class Watched(MemoryRuntime):
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
+        return cls.with_ledger(_watcher.get().ledger)(spec, context)
+
+    async def start(self) -> None:
+        watcher = _watcher.get()
+        watcher.tries += 1
+        watcher.started.set()
+        if watcher.fails:
+            watcher.fails -= 1
+            raise RuntimeFailure("no more of these")
+        await super().start()
+        watcher.standing += 1
+        watcher.most = max(watcher.most, watcher.standing)
+
+    async def stop(self) -> None:
+        if self._state == "running":
+            _watcher.get().standing -= 1
+        await super().stop()
+
+
+@contextmanager
+def watcher() -> Iterator[Watcher]:
+    made = Watcher()
+    token = _watcher.set(made)
+    try:
+        yield made
+    finally:
+        _watcher.reset(token)
+
+
+@asynccontextmanager
+async def a_shelf(*, each: int = 2, memory_mb: int = 4096) -> AsyncIterator[tuple[Warm, Watcher]]:
+    with tempfile.TemporaryDirectory(prefix="or-") as name, watcher() as seen:
+        folder = Path(name)
+        async with Host(folder) as host, asyncio.TaskGroup() as owner:
+            sandboxes = Sandboxes(
+                host=host, owner=owner, files=folder, gateway_url=lambda: "http://x", gateway_socket=folder / "s"
+            )
+            async with Warm(sandboxes, WarmLimits(each=each, memory_mb=memory_mb), pauses=AT_ONCE) as warm:
+                yield warm, seen
+        assert seen.ledger.balanced
+        assert set(seen.ledger.stopped.values()) <= {1}
+        assert [left for left in os.listdir(folder) if left.startswith("warm")] == []
+
+
+def spec(number: int = 0, **fields: Any) -> RuntimeSpec:
+    return RuntimeSpec.model_validate({"kind": KIND, "env": {"N": str(number)}, **fields})
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """The loop's other tasks are given their turns; none of them waits for anything but its turn."""
+    for _ in range(10_000):
+        if true():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came true")
+
+
+async def taken(warm: Warm, wanted: RuntimeSpec) -> Sandbox:
+    sandbox = await warm.take(wanted, ())
+    assert sandbox is not None
+    return sandbox
+
+
+async def test_the_second_to_want_one_is_given_it_ready(tmp_path: Path) -> None:
+    async with a_shelf() as (warm, seen):
+        wanted = spec(prepare=[{"run": "echo x > prepared"}])
+        assert await warm.take(wanted, ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        first, second = await taken(warm, wanted), await taken(warm, wanted)
+        assert first is not second
+        await first.ready()  # is done already: nothing is started twice
+        assert await first.runtime.read("prepared") == b"x\n"
+        await until(lambda: warm.stats().ready == 2)
+        assert (warm.stats().taken, warm.stats().misses) == (2, 1)
+        assert seen.standing == 4
+        await first.stop()
+        await second.stop()
+        await second.stop()
+
+
+async def test_none_are_made_unless_they_are_asked_for() -> None:
+    async with a_shelf(each=0) as (warm, seen):
+        assert await warm.take(spec(), ()) is None
+        assert (warm.stats().misses, seen.tries) == (0, 0)
+
+
+async def test_another_spec_or_other_mounts_are_another_kind(tmp_path: Path) -> None:
+    async with a_shelf() as (warm, _):
+        assert await warm.take(spec(1), ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        assert await warm.take(spec(2), ()) is None
+        assert await warm.take(spec(1), (tmp_path,)) is None
+        await (await taken(warm, spec(1))).stop()
+
+
+async def test_a_change_of_what_is_uploaded_is_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    file = tmp_path / "tree/file"
+    file.write_text("one")
+    wanted = spec(prepare=[{"upload": "tree", "to": "t"}])
+    first = kind_of(wanted, (), tmp_path)
+    assert first == kind_of(wanted, (), tmp_path)
+    file.write_text("other")
+    second = kind_of(wanted, (), tmp_path)
+    assert second not in (first, None)
+    (tmp_path / "tree/out").symlink_to("/etc/passwd")
+    assert kind_of(wanted, (), tmp_path) is None
+
+
+async def test_the_budget_is_kept_for_the_kinds_wanted_last() -> None:
+    async with a_shelf(memory_mb=4 * ASSUMED_MB) as (warm, seen):
+        for number in range(3):
+            assert await warm.take(spec(number), ()) is None
+            await until(lambda number=number: warm.stats().ready == min(4, 2 + 2 * number))  # type: ignore[misc]
+        await until(lambda: seen.ledger.stopped.keys() == {("warm-0", 1), ("warm-1", 1)})
+        await until(lambda: warm.stats().ready == 4)
+        assert seen.most == 4
+        assert await warm.take(spec(0), ()) is None
+        await (await taken(warm, spec(2))).stop()
+
+
+async def test_declared_memory_counts() -> None:
+    async with a_shelf(each=8, memory_mb=1000) as (warm, _):
+        assert await warm.take(spec(resources={"memory_mb": 300}), ()) is None
+        await until(lambda: warm.stats().ready == 3)
+        assert await warm.take(spec(resources={"memory_mb": 1001}), ()) is None
+        await asyncio.sleep(0)
+        assert warm.stats().ready <= 3
+
+
+async def test_what_has_died_is_not_given_away() -> None:
+    async with a_shelf() as (warm, seen):
+        assert await warm.take(spec(), ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        (shelf,) = warm._shelves.values()
+        await shelf.ready[0].runtime.stop()
+        alive = await taken(warm, spec())
+        assert await alive.runtime.exec("true", seconds=1)
+        assert ("warm-0", 1) in seen.ledger.stopped
+        await alive.stop()
+
+
+async def test_a_failing_kind_is_told_once_and_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with a_shelf() as (warm, seen):
+        seen.fails = 1000
+        assert await warm.take(spec(), ()) is None
+        await until(lambda: not warm._shelves)
+        assert seen.tries in (TRIES, TRIES + 1)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        seen.fails = 0
+        assert await warm.take(spec(), ()) is None
+        await until(lambda: warm.stats().ready == 2)
+
+
+async def test_a_kind_that_fails_for_a_while_is_made_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async with a_shelf() as (warm, seen):
+        seen.fails = 3
+        assert await warm.take(spec(), ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        assert len(caplog.records) == 1
+
+
+async def test_a_hanging_preparation_is_ended_with_the_node() -> None:
+    async with a_shelf() as (warm, seen):
+        assert await warm.take(spec(prepare=[{"run": "sleep 60"}]), ()) is None
+        await seen.started.wait()
+
+
+async def test_a_cancelled_take_keeps_nothing() -> None:
+    async with a_shelf() as (warm, _):
+        assert await warm.take(spec(), ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        (shelf,) = warm._shelves.values()
+        for sandbox in shelf.ready:
+            sandbox.runtime.read = _never  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as group:
+            taking = group.create_task(warm.take(spec(), ()))
+            await until(lambda: warm.stats().ready == 1)
+            taking.cancel()
+
+
+async def _never(path: str, *, limit: int = 0, follow: bool = True) -> bytes:
+    await asyncio.Event().wait()
+    return b""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("seed", "room"), [(0, 2), (1, 5), (2, 100), (3, 100)])
+async def test_a_storm_of_takers(seed: int, room: int) -> None:
+    """However many come and leave, each sandbox is of one of them, and is untouched when it comes."""
+    rng = random.Random(seed)
+    budget = room * ASSUMED_MB
+
+    async def session(warm: Warm, given: set[int], fate: str) -> None:
+        await asyncio.sleep(rng.uniform(0, 0.5))
+        wanted = spec(rng.randrange(4), prepare=[{"run": "false" if fate == "fails" else "true"}])
+        sandbox = await warm.take(wanted, ())
+        if sandbox is None:
+            return
+        try:
+            assert id(sandbox.runtime) not in given
+            given.add(id(sandbox.runtime))
+            kept.append(sandbox)
+            with pytest.raises(FileNotFoundError):
+                await sandbox.runtime.read("used")
+            await sandbox.runtime.write("used", b"")
+            await asyncio.sleep(rng.uniform(0, 0.005))
+        finally:
+            await sandbox.stop()
+
+    kept: list[Sandbox] = []
+    async with a_shelf(each=3, memory_mb=budget) as (warm, seen):
+        given: set[int] = set()
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for _ in range(300):
+                fate = rng.choice(("well", "well", "well", "fails", "cancelled"))
+                tasks.append((fate, group.create_task(session(warm, given, fate))))
+            await asyncio.sleep(0.2)
+            for fate, task in tasks:
+                if fate == "cancelled":
+                    await asyncio.sleep(0)
+                    task.cancel()
+        assert warm.stats().taken == len(given)
+        assert room < 100 or len(given) > 10
+        assert warm._memory_mb <= budget
+    assert seen.standing == 0

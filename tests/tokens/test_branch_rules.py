@@ -1,0 +1,27 @@
+"""The rules that tell what a turn was for, each in use."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.tokens.branches import RULES, TURN_RULES, Lineage
+
+from . import test_branches, test_compactions
+from .harnesses import Harness
+
+
+def test_every_rule_decides_in_some_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sessions of the neighbouring files, once more: a rule that never applied would be one that nobody needs."""
+    seen: set[str] = set()
+    lines = Harness.lines
+
+    def noting(harness: Harness) -> list[Lineage]:
+        found = lines(harness)
+        seen.update(line.rule for line in found)
+        return found
+
+    monkeypatch.setattr(Harness, "lines", noting)
+    for name, session in (vars(test_branches) | vars(test_compactions)).items():
+        if name.startswith("test_"):
+            session()
+    assert seen == {rule.name for rule in (*RULES, *TURN_RULES)}
