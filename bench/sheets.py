@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
+from bench.sandboxes import BARE
 from bench.yardstick import REFERENCE_MS
 
 Results = dict[str, Any]
 CUTS = ("p50", "p95")
+CUTS_MS = ("p50_ms", "p95_ms")
 SCALED = {"ms p50": 1, "ms": 1, "/s": -1}
 """Units that depend on the machine's speed, and how."""
 
@@ -79,6 +81,11 @@ def _tool_call(shell: str, goal: float) -> Target:
     )
 
 
+def _ratio(found: Any) -> float:
+    ours, bare = (found["kinds"][kind]["start"]["1"]["start"]["p50_ms"] for kind in ("namespace", BARE))
+    return float(ours / bare)
+
+
 TARGETS = (
     _added("streamed", "first"),
     _added("streamed", "last"),
@@ -108,6 +115,30 @@ TARGETS = (
         unit="bytes",
         most=True,
         of=lambda found: found["bytes_per_call"],
+    ),
+    Target(
+        name="sandboxes: start, namespace",
+        bench="sandboxes",
+        goal=10,
+        unit="ms p50",
+        most=True,
+        of=lambda found: found["kinds"]["namespace"]["start"]["1"]["start"]["p50_ms"],
+    ),
+    Target(
+        name="sandboxes: started and stopped, 8 at once",
+        bench="sandboxes",
+        goal=200,
+        unit="/s",
+        most=False,
+        of=lambda found: found["kinds"]["namespace"]["start"]["8"]["per_second"],
+    ),
+    Target(
+        name="sandboxes: start beside bwrap true",
+        bench="sandboxes",
+        goal=2.0,
+        unit="x",
+        most=True,
+        of=_ratio,
     ),
     _tool_call("bash", 0.3),
     _tool_call("ipython", 0.5),
@@ -320,37 +351,55 @@ def _sessions(found: Any) -> list[Sheet]:
 
 
 def _sandboxes(found: Any) -> list[Sheet]:
+    kinds = found["kinds"]
     starts = [
         (
             kind,
             lanes,
-            _number(figures["start"]["p50_ms"]),
-            _number(figures["start"]["p95_ms"]),
-            _number(figures["stop"]["p50_ms"]) if "stop" in figures else "-",
+            *(_number(figures[part][cut]) if part in figures else "-" for part in ("start", "stop") for cut in CUTS_MS),
             _number(figures["per_second"]),
             _number(figures["cpu_ms_each"]),
         )
-        for kind, result in found.items()
+        for kind, result in kinds.items()
         for lanes, figures in result["start"].items()
     ]
+    with_calls = {kind: result["calls"] for kind, result in kinds.items() if "calls" in result}
     calls = [
-        (kind, name, *(_number(result["calls"][name][figure]) for figure in ("p50_ms", "p95_ms", "per_second")))
-        for kind, result in found.items()
-        if "calls" in result
+        (kind, name, *(_number(made[name][figure]) for figure in ("p50_ms", "p95_ms", "per_second")))
+        for kind, made in with_calls.items()
         for name in ("exec", "bash", "python")
     ]
     calls += [
-        (kind, "bash, 8 sandboxes at once", "-", "-", _number(result["calls"]["bash_in_8_sandboxes_per_second"]))
-        for kind, result in found.items()
-        if "calls" in result
+        (kind, "bash, 8 sandboxes at once", "-", "-", _number(made["bash_in_8_sandboxes_per_second"]))
+        for kind, made in with_calls.items()
     ]
+    alive = found["alive"]
+    left_out = " ".join(f"Left out: {kind} ({why})." for kind, why in found["left_out"].items())
     return [
         Sheet(
             title="Sandboxes: start and stop",
-            columns=("runtime", "at once", "start ms", "p95 ms", "stop ms", "per s", "CPU ms"),
+            columns=("runtime", "at once", "start ms", "p95 ms", "stop ms", "p95 ms", "per s", "CPU ms"),
             rows=starts,
+            note=f"All kinds take turns. CPU that a daemon spends is not seen. {left_out}".strip(),
         ),
         Sheet(title="Sandboxes: tool calls", columns=("runtime", "call", "p50 ms", "p95 ms", "per second"), rows=calls),
+        Sheet(
+            title=f"Sandboxes: {alive['sandboxes']} namespace sandboxes alive at once",
+            columns=(
+                "MiB each",
+                "with a live bash",
+                "calls per second, all asked at once",
+                "started per s",
+                "stopped per s",
+            ),
+            rows=[
+                (
+                    _number(alive["mib_each"]),
+                    _number(alive["mib_each_with_bash"]),
+                    *(_number(alive[f"{what}_per_second"]) for what in ("calls", "starts", "stops")),
+                )
+            ],
+        ),
     ]
 
 

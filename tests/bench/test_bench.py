@@ -79,9 +79,10 @@ async def test_sessions_end_well_and_are_timed() -> None:
 
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
 async def test_sandboxes_start_and_answer() -> None:
-    found = await sandboxes.measure(sandboxes.Plan(starts=1, calls=4, alive=2))
+    found = await sandboxes.measure(sandboxes.Plan(starts=8, calls=4, alive=2, slow_starts=1))
 
-    assert found["namespace"]["calls"]["bash"]["per_second"] > 0
+    assert found["kinds"]["namespace"]["calls"]["bash"]["per_second"] > 0
+    assert found["alive"]["mib_each"] > 0
     check_shown("sandboxes", found)
 
 

@@ -23,9 +23,9 @@ from outrider.runtimes.containers import DockerRuntime, GvisorRuntime, PodmanRun
 
 PYTHON = "/usr/bin/python3"
 PROGRAMS = (
-    *("bash", "cat", "chmod", "cp", "cut", "dd", "echo", "env", "false", "grep", "head", "hostname", "id", "kill"),
-    *("ln", "ls", "mkdir", "mkfifo", "mount", "mv", "nohup", "ps", "rm", "sed", "seq", "setsid", "sleep", "stat"),
-    *("tail", "touch", "true", "unshare", "wc", "yes"),
+    *("bash", "cat", "chmod", "cp", "cut", "dd", "echo", "env", "false", "find", "grep", "head", "hostname", "id"),
+    *("kill", "ln", "ls", "mkdir", "mkfifo", "mount", "mv", "nohup", "ps", "rm", "sed", "seq", "setsid", "sleep"),
+    *("sort", "stat", "tail", "touch", "true", "unshare", "wc", "yes"),
 )
 CACHE = "SANDBOX_CACHE"
 """A folder that every user of this machine may read."""
