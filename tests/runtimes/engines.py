@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.container_daemon import DockerDaemon, PodmanDaemon
+from outrider.runtimes.container_daemon import DockerDaemon, PodmanDaemon, limits_hold
 from outrider.runtimes.containers import DockerRuntime, GvisorRuntime, PodmanRuntime
 
 PYTHON = "/usr/bin/python3"
@@ -76,6 +76,11 @@ def engine(kind: str) -> Path:
     if not (can := RUNTIMES[kind].available()).ok:
         pytest.skip(f"{kind}: {can.detail}")
     return RUNTIMES[kind].daemon.find()
+
+
+def needs_limits(kind: str) -> None:
+    if not limits_hold(engine(kind)):
+        pytest.skip(f"{kind}: no limits, because it is rootless and control groups are of version 1")
 
 
 def image(kind: str, content: str = "python") -> str:

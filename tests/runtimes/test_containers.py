@@ -73,8 +73,7 @@ async def names(kind: str, node: str) -> list[str]:
 
 
 async def limited(world: World, kind: str, **resources: Any) -> Runtime:
-    if not (await daemon_of(world, kind)).limits:
-        pytest.skip(f"{kind}: no limits, because it is rootless and control groups are of version 1")
+    engines.needs_limits(kind)
     return await world.start(kind, resources=resources)
 
 

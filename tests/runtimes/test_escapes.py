@@ -5,7 +5,9 @@ Each program runs inside with all that an agent has there; it exits with 0 when 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import os
 import platform
 import socket
@@ -16,9 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.inside import seccomp
+from outrider.spec import Mount
 
+from .test_isolation import tiny_root
 from .world import ISOLATING, World
 
 DAC_OVERRIDE = 1 << 1
@@ -188,6 +193,45 @@ async def test_the_kernels_switches(world: World, kind: str) -> None:
         assert not await succeeds(sandbox, program), program
 
 
+async def test_links_on_the_way_to_a_mount(world: World, folder: Path) -> None:
+    """An image's links lead nowhere outside of it, through whatever its first process holds of the host."""
+    outside, root, named = folder / "outside", tiny_root(folder), []
+    outside.mkdir()
+    for number in range(3, 40):
+        (root / f"by{number}").symlink_to(f"/proc/self/fd/{number}{outside}")
+        (root / f"up{number}").symlink_to(f"/proc/self/fd/{number}/../../../../..{outside}")
+        named += [Mount(source="/usr/lib", target=f"/{way}{number}/folder") for way in ("by", "up")]
+    named.append(Mount(source="/etc/hostname", target="/by15/file"))
+    sandbox = world.create("namespace", rootfs=str(root), named=named[:64])
+    with contextlib.suppress(RuntimeFailure):
+        await sandbox.start()
+    assert os.listdir(outside) == []
+
+
+async def test_what_a_link_in_a_layer_does_to_a_mount(world: World, folder: Path) -> None:
+    outside = folder / "outside"
+    outside.mkdir()
+    named = [Mount(source="/usr/lib", target="/data/tests/hidden")]
+    first = await world.start("namespace", named=named)
+    moved = f"mv /data /data2; ln -s /proc/self/fd/15{outside} /data"
+    assert (await first.exec(moved, seconds=10)).exit_code == 0
+    await first.save_layer(folder / "layer.tar")  # type: ignore[attr-defined]  # it is a namespace sandbox
+    second = world.create("namespace", named=named, layer=folder / "layer.tar")
+    with contextlib.suppress(RuntimeFailure):
+        await second.start()
+    assert os.listdir(outside) == []
+
+
+async def test_a_plan_too_large_for_a_message(world: World) -> None:
+    """It fails by itself, if it does, and takes no other sandbox with it."""
+    beside = await world.start("namespace")
+    named = [Mount(source="/usr/lib", target=f"/{'x' * 200}/" * 18 + str(number)) for number in range(64)]
+    sandbox = world.create("namespace", named=named)
+    with contextlib.suppress(RuntimeFailure):
+        await sandbox.start()
+    assert (await beside.exec("echo fine", seconds=10)).stdout == b"fine\n"
+
+
 async def test_privileges(world: World, kind: str) -> None:
     sandbox = await world.start(kind)
     status = (await sandbox.exec("cat /proc/self/status", seconds=10)).stdout.decode()
@@ -212,8 +256,8 @@ async def test_system_calls_that_are_denied(world: World) -> None:
 
 def test_the_filter_is_a_program_that_ends() -> None:
     """Every jump lands in it, and its last step returns."""
-    for machine in seccomp.MACHINES:
-        code = seccomp.program(machine)
+    for machine, tcp_only in itertools.product(seccomp.MACHINES, (False, True)):
+        code = seccomp.program(machine, tcp_only)
         steps = list(struct.iter_unpack("HBBI", code))
         for at, (operation, then, otherwise, _) in enumerate(steps):
             if operation in (seccomp.EQUAL, seccomp.AT_LEAST, seccomp.ANY_BIT):

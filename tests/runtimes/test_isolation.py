@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -212,7 +211,7 @@ def tiny_root(folder: Path) -> Path:
     for name in ("bin", "lib", "lib64", "usr/bin", "etc"):
         (root / name).mkdir(parents=True)
     (root / "etc/release").write_text("tiny")
-    busybox_like(root, ("bash", "touch", "cat", sys.executable))
+    busybox_like(root, ("bash", "touch", "cat"))
     return root
 
 

@@ -71,6 +71,23 @@ async def test_a_signal_to_all_ends_the_sandbox_alone(sandbox: Runtime) -> None:
         await sandbox.exec(["python3", "-c", "import os; os.kill(-1, 9)"], seconds=10)
 
 
+async def test_sockets_of_other_programs_are_not_reached(sandbox: Runtime, folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        other.bind(str(folder / "s0/other.sock"))
+        other.listen()
+        datagrams.bind(("127.0.0.1", 0))
+        port = datagrams.getsockname()[1]
+        for program in (
+            f"import socket; socket.socket(socket.AF_UNIX).connect({str(folder / 's0/other.sock')!r})",
+            f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+            "import socket; socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)",
+            "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+        ):
+            assert not await succeeds(sandbox, program), program
+    assert await succeeds(sandbox, "import socket; a, b = socket.socketpair(); a.send(b'x'); assert b.recv(1)")
+    assert await succeeds(sandbox, "import socket; socket.create_server(('127.0.0.1', 0))")
+
+
 async def test_only_the_gateway_is_reached(world: World) -> None:
     async def hello(request: web.Request) -> web.Response:
         return web.Response(text="hello")

@@ -1,7 +1,7 @@
 """Programs on the host itself, fenced in by Landlock: for machines where user namespaces are off.
 
 Weaker than a sandbox of namespaces: what is on the host's system folders can be seen, and so can its processes, though
-not what is in them; UDP is open; and what is bound is each process, where no control groups are there for all of them.
+not what is in them; and what is bound is each process, where no control groups are there for all of them.
 It does not know what it runs. Invariant: as that of the process runtime, and nothing can be written but in the
 sandbox's own directory.
 """

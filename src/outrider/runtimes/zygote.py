@@ -26,6 +26,7 @@ from outrider.runtimes.plans import Plan, host_root, make_skeleton
 
 ANSWER_MAX = 1 << 16
 STOP_SECONDS = 5.0
+PAUSE_SECONDS = 0.001
 BOOT = """
 import sys, types
 for name in ("outrider", "outrider.runtimes"):
@@ -102,40 +103,47 @@ class Zygote:
         descriptors left."""
         if self._child is None:
             await self._bury()
+        if self._child is None:  # and nobody has started it meanwhile
             self._spawn()
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo, os.fdopen(os.memfd_create("plan"), "wb", buffering=0) as file:
             log = os.memfd_create("stderr")
             undo.callback(os.close, log)
+            file.write(msgspec.msgpack.encode(msgspec.to_builtins(plan)))
             self._spares.append(os.dup(log))
-            pid, pidfd = await self._ask(plan, connection, log)
+            pid, pidfd = await self._ask(file.fileno(), connection.fileno(), log)
             undo.pop_all()
         return Child(pid, pidfd, log)
 
-    async def _ask(self, plan: Plan, connection: socket.socket, log: int) -> tuple[int, int]:
+    async def _ask(self, *fds: int) -> tuple[int, int]:
         self._number += 1
         number = self._number
-        message = msgspec.msgpack.encode({"number": number, **msgspec.to_builtins(plan)})
         answer: asyncio.Future[tuple[int, int]] = self._loop.create_future()
         self._waiting[number] = answer
         try:
-            await self._send(message, connection.fileno(), log)
+            await self._send(number, answer, *fds)
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
             answer.add_done_callback(_discard)
             raise
 
-    async def _send(self, message: bytes, *fds: int) -> None:
+    async def _send(self, number: int, answer: asyncio.Future[tuple[int, int]], *fds: int) -> None:
+        """Until it is sent, or answered otherwise. What is not the zygote's fault is this request's own failure."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-        while True:
-            try:
-                self._control.sendmsg([message], rights)
-            except BlockingIOError:
-                await asyncio.sleep(0.001)
-            except OSError:
-                self._lose()
-                return
-            else:
-                return
+        try:
+            while not answer.done():
+                try:
+                    self._control.sendmsg([number.to_bytes(8, "big")], rights)
+                except BlockingIOError:
+                    await asyncio.sleep(PAUSE_SECONDS)
+                else:
+                    return
+        except (BrokenPipeError, ConnectionResetError):
+            self._lose()
+        except BaseException:
+            self._waiting.pop(number, None)
+            if self._spares:
+                os.close(self._spares.pop())
+            raise
 
     def _ready(self) -> None:
         if self._spares:
@@ -149,8 +157,9 @@ class Zygote:
             return
         told = msgspec.msgpack.decode(message, type=Answer)
         answer = self._waiting.pop(told.number)
-        if told.error:
-            answer.set_exception(RuntimeFailure(f"the sandbox cannot be forked: {told.error}"))
+        if told.error or not fds:
+            fault = told.error or "there is no descriptor left to hold it by"
+            answer.set_exception(RuntimeFailure(f"the sandbox cannot be forked: {fault}"))
         else:
             answer.set_result((told.pid, fds[0]))
 

@@ -84,6 +84,9 @@ def change_root(plan: Plan) -> list[int]:
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
     kernel.mount("none", base, "tmpfs", PLAIN, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
+    os.mkdir(f"{base}/shm")
+    os.chmod(f"{base}/shm", 0o1777)
+    devices.append((kernel.clone_tree(f"{base}/shm"), "/dev/shm"))
     for number in range(len(plan["layers"])):
         os.mkdir(f"{base}/upper{number}")
         os.mkdir(f"{base}/work{number}")
@@ -96,10 +99,10 @@ def change_root(plan: Plan) -> list[int]:
     os.chdir(f"{base}/root")
     kernel.pivot_root(".", ".")
     os.chdir("/")
-    make_dev(devices, plan["bytes"])
-    make_proc()
     for tree, target in shown:
         show(tree, target)
+    make_dev(devices)
+    make_proc()  # the last of it: the links of /proc lead to what is held here of the host
     os.fchdir(old)
     kernel.detach(".")
     os.chdir("/")
@@ -132,15 +135,13 @@ def make_proc() -> None:
             kernel.attach(kernel.clone_tree("/dev/null"), f"/proc/{name}")
 
 
-def make_dev(devices: list[tuple[int, str]], size: int) -> None:
+def make_dev(devices: list[tuple[int, str]]) -> None:
     make_folders("/dev")
-    kernel.mount("none", "/dev", "tmpfs", kernel.MS_NOSUID | kernel.MS_NOEXEC, "mode=755,size=64k")
+    kernel.mount("none", "/dev", "tmpfs", kernel.MS_NOSUID | kernel.MS_NOEXEC, "mode=755,size=64k,nr_inodes=64")
     for tree, target in devices:
         show(tree, target)
-    for name in ("pts", "shm"):
-        os.mkdir(f"/dev/{name}")
+    os.mkdir("/dev/pts")
     kernel.mount("none", "/dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, PTS)
-    kernel.mount("none", "/dev/shm", "tmpfs", PLAIN, f"mode=1777,size={size}")
     for name, aim in LINKS.items():
         os.symlink(aim, f"/dev/{name}")
 

@@ -57,7 +57,7 @@ def enter(arguments: list[str]) -> None:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.syscall("landlock_restrict_self", SYS_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
-    seccomp.confine()
+    seccomp.confine(tcp_only=True)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
 

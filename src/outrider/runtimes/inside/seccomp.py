@@ -17,7 +17,7 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS = 1, 38
 
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE, AT_FIRST, AT_SECOND = 0, 4, 16, 24
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -25,6 +25,8 @@ X32 = 0x40000000
 """From here on the numbers of x86-64 mean the x32 calls."""
 CLONE = {"x86_64": 56, "aarch64": 220}
 IOCTL = {"x86_64": 16, "aarch64": 29}
+SOCKET = {"x86_64": 41, "aarch64": 198}
+NETLINK, INTERNET, STREAM, KIND = 16, (2, 10), 1, 0xF
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -145,9 +147,10 @@ def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
     return struct.pack("HBBI", code, then, otherwise, value)
 
 
-@functools.lru_cache(maxsize=1)
-def program(machine: str) -> bytes:
-    """The filter for a machine by the name that `uname -m` gives it. Raises KeyError for one without a list."""
+@functools.lru_cache(maxsize=2)
+def program(machine: str, tcp_only: bool = False) -> bytes:
+    """The filter for a machine by the name that `uname -m` gives it. With `tcp_only` there are sockets for that and to
+    ask the kernel, and no others. Raises KeyError for a machine without a list."""
     steps = [
         step(LOAD, AT_MACHINE),
         step(EQUAL, MACHINES[machine], 1, 0),
@@ -159,6 +162,10 @@ def program(machine: str) -> bytes:
     steps += [step(EQUAL, CLONE3, 0, 1), step(RETURN, ERRNO | ENOSYS)]
     for number in sorted([*DENIED_EVERYWHERE.values(), *DENIED[machine].values()]):
         steps += [step(EQUAL, number, 0, 1), step(RETURN, ERRNO | EPERM)]
+    if tcp_only:
+        steps += [step(EQUAL, SOCKET[machine], 0, 9), step(LOAD, AT_FIRST), step(EQUAL, NETLINK, 6, 0)]
+        steps += [step(EQUAL, INTERNET[0], 1, 0), step(EQUAL, INTERNET[1], 0, 3), step(LOAD, AT_SECOND)]
+        steps += [step(AND, KIND), step(EQUAL, STREAM, 1, 0), step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)]
     steps += [step(EQUAL, CLONE[machine], 0, 4), step(LOAD, AT_FIRST), step(ANY_BIT, NAMESPACES, 0, 1)]
     steps += [step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)]
     steps += [step(EQUAL, IOCTL[machine], 0, 4), step(LOAD, AT_SECOND), step(EQUAL, TIOCSTI, 1, 0)]
@@ -166,9 +173,9 @@ def program(machine: str) -> bytes:
     return b"".join([*steps, step(RETURN, ALLOW)])
 
 
-def confine() -> None:
+def confine(tcp_only: bool = False) -> None:
     """Put the filter on this process and all that it starts, for good. Raises OSError, and KeyError as `program`."""
-    code = program(os.uname().machine)
+    code = program(os.uname().machine, tcp_only)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)

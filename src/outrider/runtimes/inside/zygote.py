@@ -5,8 +5,9 @@ program of its own, started by `python -I -S -c` with one end of a socket as its
 empty but for its node's mark. It knows no session. Invariants: it has one thread and never runs what a sandbox
 contains; when its socket ends, or it dies, every sandbox that came from it dies with it.
 
-A request is one message: a plan (see cage.py) with two descriptors, the tool server's connection and the file for its
-standard error. The answer is `[number, pid, error]`, with a pidfd unless there is an error.
+A request is one message: its number, with three descriptors: of a file with the plan (see cage.py), of the tool
+server's connection, and of the file for its standard error. The answer is `[number, pid, error]`, with a pidfd unless
+there is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from outrider.runtimes.inside.wire import Unpacker, pack
 if TYPE_CHECKING:
     from typing import Any
 
-MESSAGE_MAX = 1 << 20
 FAILED = 125
 
 
@@ -41,36 +41,41 @@ class Zygote:
         loop.watch(control.fileno(), POLL_READ, self._ready)
 
     def _ready(self, events: int) -> None:
-        message, ancillary, _, _ = self.control.recvmsg(MESSAGE_MAX, _socket.CMSG_SPACE(8), _socket.MSG_CMSG_CLOEXEC)
+        message, ancillary, _, _ = self.control.recvmsg(8, _socket.CMSG_SPACE(12), _socket.MSG_CMSG_CLOEXEC)
         if not message:
             self.loop.stopped = True
             return
         given = array.array("i")
         for _, _, data in ancillary:
             given.frombytes(data)
-        plan = Unpacker(message).value()
+        number = int.from_bytes(message, "big")
         try:
-            self._answer(plan["number"], self._fork(plan, *given))
+            self._answer(number, self._fork(*given))
         except OSError as error:
-            self._say([plan["number"], 0, str(error)])
+            self._say([number, 0, str(error)])
         finally:
             for fd in given:
                 os.close(fd)
 
-    def _fork(self, plan: dict[str, Any], connection: int, log: int) -> int:
-        many = len(plan["uids"]) > 1
-        told, tell = os.pipe() if many else (-1, -1)
+    def _fork(self, file: int, connection: int, log: int) -> int:
+        plan = Unpacker(os.pread(file, os.fstat(file).st_size, 0)).value()
+        if len(plan["uids"]) == 1:
+            return self._clone(plan, connection, log)
+        told, tell = os.pipe()
+        try:
+            pid = self._clone(plan, connection, log, told, tell)
+            give_users(pid, plan)
+            os.write(tell, b"x")
+        finally:
+            os.close(told)
+            os.close(tell)
+        return pid
+
+    def _clone(self, plan: dict[str, Any], connection: int, log: int, told: int = -1, tell: int = -1) -> int:
         pid = kernel.clone(kernel.NEWUSER | kernel.NEWPID)
         if pid == 0:
             become_sandbox(plan, connection, log, told, tell)
         self.loop.exits[pid] = lambda code: None
-        if many:
-            os.close(told)
-            try:
-                give_users(pid, plan)
-                os.write(tell, b"x")
-            finally:
-                os.close(tell)
         return pid
 
     def _answer(self, number: int, pid: int) -> None:

@@ -1,0 +1,18 @@
+"""The namespace runtime as it is meant to be run: by an ordinary user. Its tests again, in that user's name."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ordinary import ordinary_user, run_as
+
+TESTS = ("contract", "isolation", "escapes", "limits", "layers", "leaks", "users", "landlock")
+
+
+@pytest.mark.real
+@pytest.mark.timeout(560)
+def test_all_of_it_as_an_ordinary_user() -> None:
+    files = [f"runtimes/test_{name}.py" for name in TESTS]
+    with ordinary_user() as user:
+        told = run_as(user, files, "-m", "not real", "-k", "not memory", seconds=540)
+    assert " passed" in told

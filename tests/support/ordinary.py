@@ -1,0 +1,57 @@
+"""Tests again as an ordinary user of this machine, where the tests themselves are run by root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from outrider.pythons.portable import portable_command, portable_python
+
+USER = "outrider-test"
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def ordinary_user(*readable: str | Path) -> Iterator[str]:
+    """A user of its own for as long as the block lasts, who can read these files; else the test is skipped."""
+    if os.geteuid() != 0:
+        pytest.skip("this is an ordinary user already")
+    remove = ["userdel", "--remove", USER]
+    subprocess.run(remove, capture_output=True, check=False)  # a run that was killed may have left it
+    subprocess.run(["useradd", "--create-home", USER], check=True, capture_output=True)
+    try:
+        for path in (__file__, *readable):
+            if subprocess.run(["runuser", "-u", USER, "--", "test", "-r", path], check=False).returncode:
+                pytest.skip(f"an ordinary user cannot read {path}")
+        yield USER
+    finally:
+        subprocess.run(remove, check=True, capture_output=True)
+
+
+def run_as(user: str, tests: Sequence[str], *options: str, seconds: float) -> str:
+    """What pytest printed. By the portable interpreter, as ours may be in a folder of root's own."""
+    with tempfile.TemporaryDirectory(prefix="outrider-user-") as shared:
+        os.chmod(shared, 0o755)
+        python = shutil.copytree(portable_python(), Path(shared, "python"), symlinks=True)
+        packages = [path for path in sys.path if path and Path(path).is_dir() and "lib-dynload" not in path]
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": f"/home/{user}",
+            "PYTHONPATH": ":".join(packages),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": f"/home/{user}",
+        }
+        enter = ["runuser", "-u", user, "--", "env", "-i", *(f"{name}={value}" for name, value in environment.items())]
+        pytest_of_theirs = [*portable_command(str(python)), "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
+        command = [*enter, *pytest_of_theirs, *(str(ROOT / "tests" / test) for test in tests)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    return done.stdout
