@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import os
 import platform
 import socket
-import struct
 import textwrap
 import threading
 from pathlib import Path
@@ -35,10 +33,20 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+REFUSALS = (
+    *("AssertionError", "BlockingIOError", "ConnectionRefusedError", "FileNotFoundError", "IsADirectoryError"),
+    *("NotADirectoryError", "OSError", "PermissionError", "ValueError", "ZeroDivisionError", "socket.gaierror"),
+)
+"""How a program ends that was kept from what it wanted: any other end is that of a mistake in it."""
+
+
 async def succeeds(sandbox: Runtime, program: str) -> bool:
     result = await sandbox.exec(["python3", "-c", textwrap.dedent(program)], seconds=20)
     assert not result.timed_out
     assert result.exit_code in (0, 1), result.stderr.decode()
+    if result.exit_code:
+        told = result.stderr.decode().strip().splitlines()[-1]
+        assert told.split(":")[0] in REFUSALS, f"the program is wrong: {told}"
     return result.exit_code == 0
 
 
@@ -114,6 +122,7 @@ async def test_the_hosts_network_and_abstract_sockets(world: World, kind: str) -
             "import socket; socket.create_connection(('192.0.2.1', 80), 2)",
             "import socket; socket.getaddrinfo('example.org', 80)",
             "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+            "import socket; socket.socket(socket.AF_VSOCK).connect((2, 1024))",
             "import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
         ):
             assert not await succeeds(sandbox, program), program
@@ -252,18 +261,6 @@ async def test_system_calls_that_are_denied(world: World) -> None:
     )
     result = await sandbox.exec(["python3", "-c", program], seconds=20)
     assert (result.stdout, result.stderr) == (b"", b"")
-
-
-def test_the_filter_is_a_program_that_ends() -> None:
-    """Every jump lands in it, and its last step returns."""
-    for machine, tcp_only in itertools.product(seccomp.MACHINES, (False, True)):
-        code = seccomp.program(machine, tcp_only)
-        steps = list(struct.iter_unpack("HBBI", code))
-        for at, (operation, then, otherwise, _) in enumerate(steps):
-            if operation in (seccomp.EQUAL, seccomp.AT_LEAST, seccomp.ANY_BIT):
-                assert at + 1 + max(then, otherwise) < len(steps)
-        assert steps[-1] == (seccomp.RETURN, 0, 0, seccomp.ALLOW)
-        assert len(steps) < 4096
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the other numbering is x86-64's")

@@ -26,7 +26,10 @@ X32 = 0x40000000
 CLONE = {"x86_64": 56, "aarch64": 220}
 IOCTL = {"x86_64": 16, "aarch64": 29}
 SOCKET = {"x86_64": 41, "aarch64": 198}
-NETLINK, INTERNET, STREAM, KIND = 16, (2, 10), 1, 0xF
+UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
+"""The families of sockets that there are: others, such as those between a virtual machine and its host, know of no
+network namespace."""
+STREAM, KIND = 1, 0xF
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
@@ -162,10 +165,11 @@ def program(machine: str, tcp_only: bool = False) -> bytes:
     steps += [step(EQUAL, CLONE3, 0, 1), step(RETURN, ERRNO | ENOSYS)]
     for number in sorted([*DENIED_EVERYWHERE.values(), *DENIED[machine].values()]):
         steps += [step(EQUAL, number, 0, 1), step(RETURN, ERRNO | EPERM)]
-    if tcp_only:
-        steps += [step(EQUAL, SOCKET[machine], 0, 9), step(LOAD, AT_FIRST), step(EQUAL, NETLINK, 6, 0)]
-        steps += [step(EQUAL, INTERNET[0], 1, 0), step(EQUAL, INTERNET[1], 0, 3), step(LOAD, AT_SECOND)]
-        steps += [step(AND, KIND), step(EQUAL, STREAM, 1, 0), step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)]
+    sockets = [step(LOAD, AT_FIRST), step(EQUAL, NETLINK, 8, 0), step(EQUAL, INTERNET, 3, 0)]
+    sockets += [step(EQUAL, INTERNET_6, 2, 0), step(EQUAL, UNIX, 4, 0)]
+    sockets += [step(RETURN, ERRNO | EPERM), step(LOAD, AT_SECOND), step(AND, KIND)]
+    sockets += [step(EQUAL, STREAM, 1, 0), step(RETURN, ERRNO | EPERM if tcp_only else ALLOW), step(RETURN, ALLOW)]
+    steps += [step(EQUAL, SOCKET[machine], 0, len(sockets)), *sockets]
     steps += [step(EQUAL, CLONE[machine], 0, 4), step(LOAD, AT_FIRST), step(ANY_BIT, NAMESPACES, 0, 1)]
     steps += [step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)]
     steps += [step(EQUAL, IOCTL[machine], 0, 4), step(LOAD, AT_SECOND), step(EQUAL, TIOCSTI, 1, 0)]
