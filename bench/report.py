@@ -14,7 +14,8 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from bench.sheets import Results, Sheet, sheets
+from bench.sheets import sheets
+from bench.tables import Results, Sheet
 
 FOLDER = Path(__file__).parent / "results"
 PACKAGES = ("outrider", "aiohttp", "httptools", "msgspec", "orjson", "renderers", "tokenizers", "uvicorn", "uvloop")

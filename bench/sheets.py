@@ -2,206 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
+from bench.tables import Results, Sheet, number
+from bench.targets import targets
 
-from bench.sandboxes import BARE
-from bench.yardstick import REFERENCE_MS
-
-Results = dict[str, Any]
 CUTS = ("p50", "p95")
 CUTS_MS = ("p50_ms", "p95_ms")
-SCALED = {"ms p50": 1, "ms": 1, "/s": -1}
-"""Units that depend on the machine's speed, and how."""
-
-
-class Sheet(msgspec.Struct, frozen=True, kw_only=True):
-    """One table."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    note: str = ""
-
-
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What a figure should be on two cores; `of` finds it in all results. `most` says on which side to be."""
-
-    name: str
-    bench: str
-    goal: float
-    unit: str
-    most: bool
-    of: Callable[[Any], float]
-
-
-def _added(kind: str, byte: str) -> Target:
-    return Target(
-        name=f"gateway: added, {byte} byte, {kind}",
-        bench="gateway",
-        goal=1.5,
-        unit="ms p50",
-        most=True,
-        of=lambda found: found["latency"][kind][byte]["added_ms"]["p50"],
-    )
-
-
-def _requests(kind: str) -> Target:
-    return Target(
-        name=f"gateway: 32 at once, {kind}",
-        bench="gateway",
-        goal=600,
-        unit="/s",
-        most=False,
-        of=lambda found: found["rate"][kind]["gateway_per_second"],
-    )
-
-
-def _whole_sessions(kind: str) -> Target:
-    return Target(
-        name=f"sessions: {kind} runtime",
-        bench="sessions",
-        goal=50,
-        unit="/s",
-        most=False,
-        of=lambda found: found["runtimes"].get(kind, {}).get("per_second", 0.0),
-    )
-
-
-def _tool_call(shell: str, goal: float) -> Target:
-    return Target(
-        name=f"tools: one {shell} call",
-        bench="tools",
-        goal=goal,
-        unit="ms p50",
-        most=True,
-        of=lambda found: next(one["p50_ms"] for name, one in found["ways"].items() if name.endswith(f": {shell}")),
-    )
-
-
-def _ratio(found: Any) -> float:
-    ours, bare = (found["kinds"][kind]["start"]["1"]["start"]["p50_ms"] for kind in ("namespace", BARE))
-    return float(ours / bare)
-
-
-TARGETS = (
-    _added("streamed", "first"),
-    _added("streamed", "last"),
-    _added("whole", "last"),
-    _requests("streamed"),
-    _requests("whole"),
-    Target(
-        name="turns: own work at 100k tokens",
-        bench="turns",
-        goal=3.0,
-        unit="ms",
-        most=True,
-        of=lambda found: found["points"][-1]["own_ms"],
-    ),
-    Target(
-        name="turns: growth from 1k to 100k",
-        bench="turns",
-        goal=2.0,
-        unit="x",
-        most=True,
-        of=lambda found: found["growth"],
-    ),
-    Target(
-        name="memory: kept per 2,000-token call",
-        bench="memory",
-        goal=10_000,
-        unit="bytes",
-        most=True,
-        of=lambda found: found["bytes_per_call"],
-    ),
-    Target(
-        name="sandboxes: start, namespace",
-        bench="sandboxes",
-        goal=10,
-        unit="ms p50",
-        most=True,
-        of=lambda found: found["kinds"]["namespace"]["start"]["1"]["start"]["p50_ms"],
-    ),
-    Target(
-        name="sandboxes: started and stopped, 8 at once",
-        bench="sandboxes",
-        goal=200,
-        unit="/s",
-        most=False,
-        of=lambda found: found["kinds"]["namespace"]["start"]["8"]["per_second"],
-    ),
-    Target(
-        name="sandboxes: start beside bwrap true",
-        bench="sandboxes",
-        goal=2.0,
-        unit="x",
-        most=True,
-        of=_ratio,
-    ),
-    _tool_call("bash", 0.3),
-    _tool_call("ipython", 0.5),
-    _whole_sessions("memory"),
-    _whole_sessions("namespace"),
-)
 
 
 def sheets(results: Results) -> list[Sheet]:
     """The targets that these results can speak to, then every result in full."""
     found = [sheet for name, result in results.items() for sheet in SHEETS[name](result)]
-    targets = _targets(results)
-    return [targets, *found] if targets.rows else found
-
-
-def _targets(results: Results) -> Sheet:
-    rows = []
-    for target in TARGETS:
-        if target.bench in results:
-            found = results[target.bench]
-            value, slower = target.of(found), _slowness(found)
-            scaled = None if slower is None or target.unit not in SCALED else value / slower ** SCALED[target.unit]
-            side = "at most" if target.most else "at least"
-            rows.append(
-                (
-                    target.name,
-                    f"{_number(value)} {target.unit}",
-                    "-" if scaled is None else f"{_number(scaled)} {target.unit}",
-                    f"{side} {_number(target.goal)} {target.unit}",
-                    _met(target, value, scaled),
-                )
-            )
-    columns = ("figure", "measured", "at reference speed", "target", "met")
-    note = "\n".join(_yardsticks(results))
-    return Sheet(title="Targets (on 2 cores)", columns=columns, rows=rows, note=note)
-
-
-def _slowness(found: Any) -> float | None:
-    """How many times as long the yardstick took as on the machine of the targets; None if it was not measured."""
-    return found["yardstick_ms"] / REFERENCE_MS if "yardstick_ms" in found else None
-
-
-def _met(target: Target, value: float, scaled: float | None) -> str:
-    def good(figure: float) -> bool:
-        return figure <= target.goal if target.most else figure >= target.goal
-
-    if good(value):
-        return "yes"
-    return "at reference speed" if scaled is not None and good(scaled) else "no"
-
-
-def _yardsticks(results: Results) -> list[str]:
-    return [
-        f"The smallest HTTP call, aiohttp to uvicorn, took {_number(found['yardstick_ms'])} ms beside {name}, "
-        f"{_number(slower)} times the {REFERENCE_MS} ms of the machine that the targets were set on."
-        for name, found in results.items()
-        if (slower := _slowness(found)) is not None
-    ]
+    first = targets(results)
+    return [first, *found] if first.rows else found
 
 
 def _gateway(found: Any) -> list[Sheet]:
     latency = [
-        (kind, f"{byte} byte", what, *(_number(figures[f"{what}_ms"][name]) for name in ("p50", "p95", "p99")))
+        (kind, f"{byte} byte", what, *(number(figures[f"{what}_ms"][name]) for name in ("p50", "p95", "p99")))
         for kind, by_byte in found["latency"].items()
         for byte, figures in by_byte.items()
         for what in ("direct", "gateway", "added")
@@ -209,8 +29,8 @@ def _gateway(found: Any) -> list[Sheet]:
     rates = [
         (
             kind,
-            *(_number(found["rate"][kind][f"{way}_per_second"]) for way in ("direct", "gateway")),
-            *(_number(value) for value in found["rate"][kind]["cpu_ms_per_gateway_request"].values()),
+            *(number(found["rate"][kind][f"{way}_per_second"]) for way in ("direct", "gateway")),
+            *(number(value) for value in found["rate"][kind]["cpu_ms_per_gateway_request"].values()),
         )
         for kind in ("streamed", "whole")
     ]
@@ -233,7 +53,7 @@ def _gateway(found: Any) -> list[Sheet]:
 def _turns(found: Any) -> list[Sheet]:
     names = ("own", "parse", "tokenizer", "engine_body", "direct", "through", "added")
     rows = [
-        (f"{point['history_tokens']:,}", *(_number(point[f"{name}_ms"]) for name in names)) for point in found["points"]
+        (f"{point['history_tokens']:,}", *(number(point[f"{name}_ms"]) for name in names)) for point in found["points"]
     ]
     return [
         Sheet(
@@ -258,11 +78,11 @@ def _dialect_calls(found: Any) -> Sheet:
     latency = found["latency"]
     direct = next(iter(latency.values()))
     rows = [
-        ("direct", f"{byte} byte", *(_number(direct[byte]["direct_ms"][cut]) for cut in CUTS), "-", "-")
+        ("direct", f"{byte} byte", *(number(direct[byte]["direct_ms"][cut]) for cut in CUTS), "-", "-")
         for byte in direct
     ]
     rows += [
-        (name, f"{byte} byte", *(_number(figures[f"{what}_ms"][cut]) for what in ("gateway", "added") for cut in CUTS))
+        (name, f"{byte} byte", *(number(figures[f"{what}_ms"][cut]) for what in ("gateway", "added") for cut in CUTS))
         for name, by_byte in latency.items()
         for byte, figures in by_byte.items()
     ]
@@ -279,7 +99,7 @@ def _dialect_turns(found: Any) -> Sheet:
     rows = [
         (
             name,
-            *(_number(point["own_ms"][name]) for point in points),
+            *(number(point["own_ms"][name]) for point in points),
             f"{points[-1]['own_ms'][name] / points[0]['own_ms'][name]:.2f}",
             *(f"{point['request_bytes'][name] / 1000:,.0f}" for point in points),
         )
@@ -299,8 +119,8 @@ def _dialect_streams(found: Any) -> Sheet:
     rows = [
         (
             name,
-            _number(found["parse_us"]),
-            *(_number(figures[key]) for key in ("write_us", "both_us", "bytes_per_token")),
+            number(found["parse_us"]),
+            *(number(figures[key]) for key in ("write_us", "both_us", "bytes_per_token")),
         )
         for name, figures in found["dialects"].items()
     ]
@@ -314,7 +134,7 @@ def _dialect_streams(found: Any) -> Sheet:
 
 
 def _memory(found: Any) -> list[Sheet]:
-    rows = [("all", _number(found["bytes_per_call"])), *((k, _number(v)) for k, v in found["most_held_by"].items())]
+    rows = [("all", number(found["bytes_per_call"])), *((k, number(v)) for k, v in found["most_held_by"].items())]
     return [
         Sheet(
             title="Memory: kept per call of a live conversation",
@@ -332,9 +152,9 @@ def _sessions(found: Any) -> list[Sheet]:
     rows = [
         (
             kind,
-            _number(figures["per_second"]),
-            _number(figures["cpu_ms_each"]),
-            *(_number(value) for value in figures["stage_ms"].values()),
+            number(figures["per_second"]),
+            number(figures["cpu_ms_each"]),
+            *(number(value) for value in figures["stage_ms"].values()),
         )
         for kind, figures in able.items()
     ]
@@ -356,21 +176,21 @@ def _sandboxes(found: Any) -> list[Sheet]:
         (
             kind,
             lanes,
-            *(_number(figures[part][cut]) if part in figures else "-" for part in ("start", "stop") for cut in CUTS_MS),
-            _number(figures["per_second"]),
-            _number(figures["cpu_ms_each"]),
+            *(number(figures[part][cut]) if part in figures else "-" for part in ("start", "stop") for cut in CUTS_MS),
+            number(figures["per_second"]),
+            number(figures["cpu_ms_each"]),
         )
         for kind, result in kinds.items()
         for lanes, figures in result["start"].items()
     ]
     with_calls = {kind: result["calls"] for kind, result in kinds.items() if "calls" in result}
     calls = [
-        (kind, name, *(_number(made[name][figure]) for figure in ("p50_ms", "p95_ms", "per_second")))
+        (kind, name, *(number(made[name][figure]) for figure in ("p50_ms", "p95_ms", "per_second")))
         for kind, made in with_calls.items()
         for name in ("exec", "bash", "python")
     ]
     calls += [
-        (kind, "bash, 8 sandboxes at once", "-", "-", _number(made["bash_in_8_sandboxes_per_second"]))
+        (kind, "bash, 8 sandboxes at once", "-", "-", number(made["bash_in_8_sandboxes_per_second"]))
         for kind, made in with_calls.items()
     ]
     alive = found["alive"]
@@ -394,9 +214,9 @@ def _sandboxes(found: Any) -> list[Sheet]:
             ),
             rows=[
                 (
-                    _number(alive["mib_each"]),
-                    _number(alive["mib_each_with_bash"]),
-                    *(_number(alive[f"{what}_per_second"]) for what in ("calls", "starts", "stops")),
+                    number(alive["mib_each"]),
+                    number(alive["mib_each_with_bash"]),
+                    *(number(alive[f"{what}_per_second"]) for what in ("calls", "starts", "stops")),
                 )
             ],
         ),
@@ -405,7 +225,7 @@ def _sandboxes(found: Any) -> list[Sheet]:
 
 def _tools(found: Any) -> list[Sheet]:
     rows = [
-        (name, _number(figures["p50_ms"]), _number(figures["p95_ms"]), str(figures["calls"]))
+        (name, number(figures["p50_ms"]), number(figures["p95_ms"]), str(figures["calls"]))
         for name, figures in found["ways"].items()
     ]
     left_out = " ".join(f"Left out: {name} ({why})." for name, why in found["left_out"].items())
@@ -422,24 +242,17 @@ def _tools(found: Any) -> list[Sheet]:
 def _store(found: Any) -> list[Sheet]:
     alone, busy, queue = found["add_turn"], found["add_turn_concurrent"], found["queue"]
     rows = [
-        ("add a turn, alone", _number(alone["p50_ms"]), _number(alone["p99_ms"]), _number(alone["per_second"])),
+        ("add a turn, alone", number(alone["p50_ms"]), number(alone["p99_ms"]), number(alone["per_second"])),
         (
             f"add a turn, {busy['concurrency']} at once",
-            _number(busy["p50_ms"]),
-            _number(busy["p99_ms"]),
-            _number(busy["per_second"]),
+            number(busy["p50_ms"]),
+            number(busy["p99_ms"]),
+            number(busy["per_second"]),
         ),
-        (f"read the queue of {queue['sessions']:,}", _number(queue["read_p50_ms"]), "-", "-"),
-        ("submit a session", "-", "-", _number(queue["submitted_per_second"])),
+        (f"read the queue of {queue['sessions']:,}", number(queue["read_p50_ms"]), "-", "-"),
+        ("submit a session", "-", "-", number(queue["submitted_per_second"])),
     ]
     return [Sheet(title="Store: SQLite in a file", columns=("what", "p50 ms", "p99 ms", "per second"), rows=rows)]
-
-
-def _number(value: float) -> str:
-    """Three digits that mean something."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {

@@ -99,7 +99,7 @@ def prepared(kind: str, environment: pytest.MonkeyPatch) -> str:
 def imported(path: Path, content: str) -> str:
     name = f"outrider-test-{content}-{os.getpid()}"
     query = f"/images/create?fromSrc=-&repo={name}&tag=latest&changes=ENV%20GREETING%3Dhello"
-    request(path, "POST", query, tar({"python": python_root, "busybox": busybox_root}[content]()))
+    request(path, "POST", query, archive(content))
     MADE.add((path, name))
     return name
 
@@ -119,6 +119,12 @@ def request(path: Path, method: str, target: str, body: bytes) -> bytes:
     connection.close()
     assert answer.status < 300, content.decode()
     return content
+
+
+@functools.cache
+def archive(content: str) -> bytes:
+    """Of an image; to collect the libraries that programs want takes seconds."""
+    return tar({"python": python_root, "busybox": busybox_root}[content]())
 
 
 def tar(members: Iterable[tuple[str, Path | None]]) -> bytes:

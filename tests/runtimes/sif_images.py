@@ -39,7 +39,7 @@ def root() -> Path:
 def python_root() -> Path:
     """A root folder with Python, bash and the usual tools."""
     place = folder() / "python"
-    with tarfile.open(fileobj=io.BytesIO(engines.tar(engines.python_root()))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(engines.archive("python"))) as archive:
         archive.extractall(place, filter="fully_trusted")
     return place
 

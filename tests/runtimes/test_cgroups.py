@@ -128,6 +128,24 @@ async def test_what_a_dead_node_left_is_swept_and_a_living_ones_is_not(real: Hie
     assert not groups_of(real, name)
 
 
+async def test_a_group_that_cannot_be_removed_is_a_failure_of_the_runtime(tmp_path: Path) -> None:
+    """And no reason to leave others. On folders that stand for control groups: these go only when they are empty."""
+    parents = {name: tmp_path / name for name in ("memory", "pids")}
+    for parent in parents.values():
+        parent.mkdir()
+    async with Cgroups(Host(tmp_path / "node"), hierarchies=Hierarchies(1, parents)) as made:
+        group = made.make("s1-1", ALL)
+        (*_, last) = folders = [Path(entrance).parent for entrance in group.entrances]
+        for file in last.iterdir():
+            file.unlink()
+        with pytest.raises(RuntimeFailure, match=r"memory.*cannot be removed"):
+            await group.remove()
+        assert [folder for folder in folders if folder.exists()] == folders[:1]
+        for file in folders[0].iterdir():
+            file.unlink()
+        await group.remove()
+
+
 def test_limits_that_cannot_be_set_leave_nothing(tmp_path: Path) -> None:
     made = Cgroups(Host(tmp_path), hierarchies=Hierarchies(1, {"pids": tmp_path / "missing"}))
     with pytest.raises(RuntimeFailure, match="cannot be set"):

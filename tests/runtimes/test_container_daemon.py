@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.runtimes.base import Availability
 from outrider.runtimes.container_body import ContainerPlan, Shown
 from outrider.runtimes.container_daemon import NODE_LABEL, DockerDaemon, PodmanDaemon
 from outrider.runtimes.containers import DockerRuntime, GvisorRuntime
@@ -42,7 +43,6 @@ class FakeDaemon:
         app.add_routes(
             [
                 web.get("/_ping", self.ping),
-                web.get("/version", self.version),
                 web.get("/v1.41/info", self.info),
                 web.get("/info", self.info),
                 web.get("/v1.41/images/{name:.+}/json", self.image),
@@ -55,10 +55,7 @@ class FakeDaemon:
         return app
 
     async def ping(self, request: web.Request) -> web.Response:
-        return web.Response(text="OK", headers={"Server": "Fake/1.0 (linux)"})
-
-    async def version(self, request: web.Request) -> web.Response:
-        return web.json_response({"ApiVersion": "1.41"})
+        return web.Response(text="OK", headers={"Server": "Fake/1.0 (linux)", "Api-Version": "1.41"})
 
     async def info(self, request: web.Request) -> web.Response:
         return web.json_response({"Runtimes": {"runc": {}}})
@@ -223,6 +220,38 @@ async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon, monkeypat
     with pytest.raises(RuntimeFailure, match="docker cannot"):
         await sandbox.start()
     await sandbox.stop()
+
+
+async def test_a_daemon_that_is_not_there(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that was named, and went away after the task had been checked: a failure of the sandbox, worth a try."""
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/gone.sock")
+    sandbox = world.create_with(DockerRuntime, image="good")
+    with pytest.raises(RuntimeFailure, match="no docker daemon at") as raised:
+        await sandbox.start()
+    assert (raised.value.retryable, raised.value.hint) == (True, DockerDaemon.hint)
+    await sandbox.stop()
+
+
+class Closed(PosixPath):
+    """In a folder that this user may not look into."""
+
+    def is_socket(self) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+
+class Elsewhere(DockerDaemon):
+    variable = "NO_SUCH_VARIABLE"
+
+    @classmethod
+    def places(cls) -> list[Path]:
+        return [Closed("/run/user/4242/docker.sock")]
+
+
+def test_places_that_may_not_be_looked_into() -> None:
+    with pytest.raises(RuntimeUnavailable, match="/run/user/4242") as raised:
+        Elsewhere.find()
+    assert Elsewhere.available() == Availability(ok=False, detail=raised.value.message, hint=DockerDaemon.hint)
+    assert Elsewhere.oci_runtimes() == frozenset()
 
 
 async def test_image_and_its_variables(world: World, fake: FakeDaemon) -> None:

@@ -13,7 +13,7 @@ import pytest
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, Runtime
 
-from .world import CONTAINERS, World
+from .world import CONTAINERS, World, snapshot
 
 IN_CONTAINERS = [pytest.param(kind, marks=pytest.mark.real) for kind in (*CONTAINERS, "apptainer")]
 ALL = ["process", "process-landlock", "namespace", "memory", *IN_CONTAINERS]
@@ -162,11 +162,11 @@ async def test_upload_refuses_links_that_leave(sandbox: Runtime, tmp_path: Path)
             await sandbox.upload(tmp_path / source, "x")
 
 
-async def test_snapshot(sandbox: Runtime) -> None:
+async def test_snapshot(sandbox: Runtime, tmp_path: Path) -> None:
     await sandbox.write("out/a.bin", b"\1\2")
     await sandbox.write("out/sub/b.txt", b"b")
-    data = await sandbox.snapshot(["out", "/work/out/a.bin", "not-there", "out/../out/sub"])
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+    paths = ["out", "/work/out/a.bin", "not-there", "out/../out/sub"]
+    with tarfile.open(fileobj=io.BytesIO(await snapshot(sandbox, tmp_path, *paths))) as archive:
         files = {m.name: archive.extractfile(m).read() for m in archive if m.isreg()}  # type: ignore[union-attr]
     assert files == {"work/out/a.bin": b"\1\2", "work/out/sub/b.txt": b"b"}
 
@@ -370,10 +370,10 @@ async def test_cancelled_shell_input_is_interrupted(real: Runtime) -> None:
     assert (await shell.run("echo fine", seconds=10)).output == "fine\n"
 
 
-async def test_snapshot_keeps_links_and_leaves_out_sockets(real: Runtime) -> None:
+async def test_snapshot_keeps_links_and_leaves_out_sockets(real: Runtime, tmp_path: Path) -> None:
     make = "import socket; s = socket.socket(socket.AF_UNIX); s.bind('d/sock')"
     await real.exec(["bash", "-c", f'mkdir d; ln -s /etc/passwd d/link; python3 -c "{make}"'], seconds=10)
-    with tarfile.open(fileobj=io.BytesIO(await real.snapshot(["d"]))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(await snapshot(real, tmp_path, "d"))) as archive:
         assert {m.name: m.type for m in archive} == {"work/d": tarfile.DIRTYPE, "work/d/link": tarfile.SYMTYPE}
 
 

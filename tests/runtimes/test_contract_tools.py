@@ -143,6 +143,17 @@ async def test_a_display_that_is_too_large_is_left_out(real: Runtime) -> None:
     ]
 
 
+async def test_displays_of_few_characters_but_many_bytes_do_not_cost_the_shell(real: Runtime) -> None:
+    shell = await real.open_shell("ipython")
+    large = "state = 1\ndisplay({'text/html': chr(0x1F600) * (5 << 20)}, raw=True)"
+    displays = (await shell.run(large, seconds=60)).displays
+    assert [display.data for display in displays] == [{"text/plain": "[text/html of 20971520 bytes left out]"}]
+    many = "for _ in range(1001):\n    display({f'x/{n}': 'x' for n in range(100)}, raw=True)"
+    displays = (await shell.run(many, seconds=60)).displays
+    assert (len(displays), len(displays[0].data)) == (1000, 60)
+    assert (await shell.run("state", seconds=60)).output == "1\n"
+
+
 async def test_an_input_that_writes_to_the_result_descriptor(real: Runtime) -> None:
     shell = await real.open_shell("ipython")
     broken = await shell.run("import os; os.write(4, b'\\xff' * 100)", seconds=30)
@@ -262,22 +273,23 @@ async def test_a_patch_that_fits_in_part_changes_nothing(sandbox: Runtime) -> No
     assert await sandbox.glob("**") == ["from.txt", "gone", "gone/old.txt", "one.txt"]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("not a diff", "no change of a file"),
-        ("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-1\n+2\n", "x: there is no such file"),
-        ("--- a/../../etc/passwd\n+++ b/../../etc/passwd\n@@ -0,0 +1 @@\n+x\n", "below its folder"),
-        ("--- /dev/null\n+++ /etc/cron.d/x\n@@ -0,0 +1 @@\n+x\n", "below its folder"),
-        ("--- /dev/null\n+++ b/d\n@@ -0,0 +1,2 @@\n+x\n", "d: hunk 1 is cut short"),
-        ("--- /dev/null\n+++ b/d\n@@ -0,0 +1 @@\n+x\n", "d: (not a regular|there is such a) file"),
-        ("diff --git a/p.png b/p.png\nindex 1..2\nGIT binary patch\nliteral 3\n", "binary"),
-    ],
-)
-async def test_patches_that_are_refused(sandbox: Runtime, text: str, why: str) -> None:
+REFUSED = {
+    "not a diff": "no change of a file",
+    "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-1\n+2\n": "x: there is no such file",
+    "--- a/../../etc/passwd\n+++ b/../../etc/passwd\n@@ -0,0 +1 @@\n+x\n": "below its folder",
+    "--- /dev/null\n+++ /etc/cron.d/x\n@@ -0,0 +1 @@\n+x\n": "below its folder",
+    "--- /dev/null\n+++ b/d\n@@ -0,0 +1,2 @@\n+x\n": "d: hunk 1 is cut short",
+    "--- /dev/null\n+++ b/d\n@@ -0,0 +1 @@\n+x\n": "d: (not a regular|there is such a) file",
+    "diff --git a/p.png b/p.png\nindex 1..2\nGIT binary patch\nliteral 3\n": "binary",
+}
+
+
+async def test_patches_that_are_refused(sandbox: Runtime) -> None:
     await sandbox.exec("mkdir -p d", seconds=30)
-    with pytest.raises(PatchConflict, match=why):
-        await sandbox.patch(text)
+    for text, why in REFUSED.items():
+        with pytest.raises(PatchConflict, match=why):
+            await sandbox.patch(text)
+    assert await sandbox.glob("**") == ["d"]
 
 
 async def test_patch_keeps_modes_and_goes_through_no_link(real: Runtime) -> None:

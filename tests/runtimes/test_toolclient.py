@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 
 import msgspec
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.toolclient import FRAME_MAX, Done, ExecDone, Part, ToolClient
+from outrider.runtimes.toolclient import FRAME_MAX, PART_MIN, STRAY_MAX, TEXT_MAX, Done, ExecDone, Part, ToolClient
 
 
 def frame(*reply: object) -> bytes:
-    body = msgspec.msgpack.encode(reply)
+    return raw(msgspec.msgpack.encode(reply))
+
+
+def raw(body: bytes) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
@@ -70,6 +73,10 @@ async def test_replies_find_their_calls_in_any_order(pair: tuple[ToolClient, Pee
         (frame("what"), RuntimeFailure),
         (b"\0\0\0\x03abc", RuntimeFailure),
         ((FRAME_MAX + 1).to_bytes(4, "big"), RuntimeFailure),
+        (raw(b"\x93\x01\xa2ok" + b"\x91" * 100_000 + b"\xc0"), RuntimeFailure),
+        (raw(b"\x93\x01\xa2ok\x81\xa1x" + b"\x91" * 900 + b"\xc0"), RuntimeFailure),
+        (raw(b"\x93\x01\xa5error\x82\xa4code\xa6failed\xa4text\xa1\xff"), RuntimeFailure),
+        (frame(1, "ok", {"code": 1 << 40, "out": b"", "err": b"", "timed_out": False, "us": 0}), RuntimeFailure),
     ],
 )
 async def test_bad_replies_are_typed_errors(
@@ -108,3 +115,47 @@ async def test_cancellation_waits_for_the_end_inside(pair: tuple[ToolClient, Pee
         assert not task.done()
         await peer.send(frame(call, "ok", {}))
     assert task.cancelled()
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+async def test_a_server_that_sends_more_parts_than_asked_for_is_dropped(
+    pair: tuple[ToolClient, Peer], size: int
+) -> None:
+    """Also of empty ones, each of which costs something."""
+    client, peer = pair
+    parts: list[bytes] = []
+    flood = frame(1, "part", {"data": b"x" * size}) * 30
+    await peer.send(flood)
+    with pytest.raises(RuntimeFailure, match="more than it was asked for"):
+        await client.call("glob", {}, Done, on_part=parts.append, room=20 * PART_MIN)
+    assert sum(map(len, parts)) <= 21 * PART_MIN
+    assert len(parts) < 30
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stray", [frame(7, "ok", {}), frame(1, "part", {"data": b""})])
+async def test_a_server_that_floods_what_nobody_waits_for_is_dropped(
+    pair: tuple[ToolClient, Peer], stray: bytes
+) -> None:
+    client, peer = pair
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(failure(client.call("exec", {}, Done)))
+        await peer.request()
+        for _ in range(STRAY_MAX // PART_MIN // 1000 + 1):
+            try:
+                await peer.send(stray * 1000)
+            except OSError:
+                break
+    assert "nobody waits for" in task.result().message
+
+
+async def failure(call: Coroutine[None, None, object]) -> RuntimeFailure:
+    with pytest.raises(RuntimeFailure) as raised:
+        await call
+    return raised.value
+
+
+async def test_what_a_server_says_of_an_error_is_cut(pair: tuple[ToolClient, Peer]) -> None:
+    client, peer = pair
+    await peer.send(frame(1, "error", {"code": "failed", "text": "x" * 5_000_000}))
+    assert len((await failure(client.call("exec", {}, Done))).message) == TEXT_MAX

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import marshal
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, Runtime
-from outrider.runtimes.bundle import compiled, server_command
+from outrider.runtimes.bundle import COMPILING, compiled, program, server_command, shell_program
 from outrider.runtimes.child import readable
 from outrider.runtimes.hosted import HostedServer, Setup
 from outrider.runtimes.inside.capture import Capture
@@ -100,6 +101,34 @@ async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_pa
         assert all(dead((tmp_path / name).read_text().strip()) for name in ("pid", "child"))
     finally:
         await server.stop()
+
+
+async def test_what_a_server_cannot_kill_the_host_kills(tmp_path: Path) -> None:
+    harmless = program().replace("SIGKILL", "SIGCONT")
+    bytecode = marshal.dumps(compile(harmless, "toolserver", "exec", dont_inherit=True))
+    setup = Setup(env={"PATH": os.defpath}, workdir=str(tmp_path), subreaper=True)
+    server = await HostedServer.start(server_command(sys.executable), bytecode, setup)
+    try:
+        args = {"argv": [], "script": "setsid sleep 3031 > /dev/null 2>&1 & echo $! > pid", "env": {}}
+        args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
+        await server.tools.call("exec", args, ExecDone)
+    finally:
+        await server.stop()
+    assert dead((tmp_path / "pid").read_text().strip())
+
+
+async def test_a_program_that_is_being_compiled_holds_up_nothing_else(world: World) -> None:
+    sandbox = await world.start("process")
+    shell_program.cache_clear()
+    with COMPILING:
+        async with asyncio.TaskGroup() as group:
+            opening = group.create_task(sandbox.open_shell("python"))
+            assert (await sandbox.exec("echo meanwhile", seconds=30)).stdout == b"meanwhile\n"
+            assert not opening.done()
+            COMPILING.release()
+            shell = await opening
+            await asyncio.to_thread(COMPILING.acquire)
+    assert (await shell.run("1 + 1", seconds=30)).output == "2\n"
 
 
 async def test_without_a_python_there_is_no_live_one(world: World) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,15 @@ KINDS = {
     "podman": "runtimes.engines:PodmanHere",
     "podman-rootless": "runtimes.engines:RootlessPodmanHere",
 }
+
+
+async def snapshot(sandbox: Runtime, folder: Path, *paths: str, alone: bool = False) -> bytes:
+    """What a sandbox's snapshot has, by a file in a folder of the test."""
+    target = folder / "snapshot"
+    await sandbox.snapshot(paths, target, alone=alone)
+    data = target.read_bytes()
+    target.unlink()
+    return data
 
 
 class World:

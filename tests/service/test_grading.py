@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from outrider.config import SandboxesConfig
 from outrider.errors import Boundary, InvalidField, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.lifecycle import SessionState, StopReason
+from outrider.runtimes.base import ExecResult
 from outrider.trajectory import SessionResult, Verdict
 from outrider.wire import SessionView
 
@@ -117,6 +119,43 @@ async def test_the_new_sandbox_is_started_while_the_agent_runs(world: MakeWorld)
         w.assert_quiet()
 
 
+@pytest.mark.parametrize(("memory_mb", "ahead"), [(2000, True), (1999, False)])
+async def test_two_sandboxes_of_a_session_have_two_shares_or_one_is_made_later(
+    world: MakeWorld, memory_mb: int, ahead: bool
+) -> None:
+    async with world(sandboxes=SandboxesConfig(memory_mb=memory_mb)) as w:
+
+        def set_aside() -> int:
+            return w.service.node.stats().room.memory_mb_set_aside
+
+        runtime = {"resources": {"memory_mb": 1000}}
+        given = carried("ask", TAMPER, "wait here", runtime=runtime, options={"wait": "there"})
+        view = await w.submit(*given.pop("do"), **given)
+        await w.stage.arrived["here"].wait()
+        if ahead:
+            await w.stage.arrived["fresh"].wait()
+        assert (w.stage.count["fresh"], set_aside()) == ((1, 2000) if ahead else (0, 1000))
+        w.stage.open["here"].set()
+        await w.stage.arrived["there"].wait()
+        assert (w.stage.count["fresh"], set_aside()) == (1, 1000)
+        w.stage.open["there"].set()
+        assert result_of((await w.done(view.id)).sessions[0]).verdict is not None
+        assert set_aside() == 0
+        w.assert_quiet()
+
+
+async def test_a_second_share_is_not_taken_before_those_who_wait(world: MakeWorld) -> None:
+    """Of two sessions, one has no room and comes before the grader's sandbox of the other; neither waits for ever."""
+    async with world(sandboxes=SandboxesConfig(memory_mb=2500)) as w:
+        runtime = {"resources": {"memory_mb": 1000}}
+        given = carried("ask", TAMPER, runtime=runtime)
+        view = await w.submit(*given.pop("do"), n=6, **given)
+        assert all(result_of(session).verdict for session in (await w.done(view.id)).sessions)
+        room = w.service.node.stats().room
+        assert (room.memory_mb_set_aside, room.waiting) == (0, 0)
+        w.assert_quiet()
+
+
 @pytest.mark.parametrize("place", ["here", "there"])
 async def test_a_cancel_stops_both_sandboxes(world: MakeWorld, place: str) -> None:
     async with world() as w:
@@ -182,6 +221,23 @@ async def test_a_new_sandbox_that_fails_ahead_is_started_again(world: MakeWorld)
         w.assert_quiet()
 
 
+class Unprepared(StagedRuntime):
+    """Its first sandbox for grading is started, and cannot be prepared."""
+
+    async def exec(self, *args: Any, **options: Any) -> ExecResult:
+        if self._key[0].endswith("-g0"):
+            raise RuntimeFailure("no room in this sandbox")
+        result: ExecResult = await super().exec(*args, **options)
+        return result
+
+
+async def test_a_new_sandbox_that_cannot_be_prepared_is_stopped_before_the_next(world: MakeWorld) -> None:
+    async with world() as w:
+        result = await graded(w, **carried(runtime={"kind": "service.test_grading:Unprepared"}, max_attempts=1))
+        assert w.stage.order[1:] == [f"{result.session_id}-g1"]
+        w.assert_quiet()
+
+
 async def test_new_sandboxes_that_keep_failing_are_an_error_of_the_runtime(world: MakeWorld) -> None:
     async with world() as w:
         given = carried(runtime={"env": {"FAILS": "100"}}, max_attempts=2)
@@ -215,6 +271,27 @@ async def test_nothing_of_the_agent_lives_when_its_work_is_graded(world: MakeWor
                 tamper,
                 runtime={"kind": kind},
                 evaluator={"run": f"{check} && {steady}", "carry": ["out"]},
+                max_attempts=1,
+            )
+        )
+        assert result.error is None, result.error
+        assert result.verdict == Verdict(reward=1.0)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["process", "namespace"])
+async def test_no_agent_escapes_its_grade_by_what_it_leaves(world: MakeWorld, temporary: Path, kind: str) -> None:
+    """Files that change for ever, pipes in the place of files, and folders a thousand deep."""
+    flip = "head -c 9000000 /dev/zero > out/big; : > out/big; rm -f out/odd; mkfifo out/odd; rm -f out/odd; : > out/odd"
+    deep = "mkdir -p out/$(printf 'd/%.0s' $(seq 1200)); touch out/$(printf 'd/%.0s' $(seq 1200))last"
+    leave = f"run mkdir out; {deep}; (while :; do {flip}; done) > /dev/null 2>&1 & echo done > out/done"
+    async with world(http=True) as w:
+        result = result_of(
+            await w.run(
+                "ask",
+                leave,
+                runtime={"kind": kind},
+                evaluator={"run": 'test -f out/done && test -n "$(find out -name last)"', "carry": ["out"]},
                 max_attempts=1,
             )
         )

@@ -162,3 +162,21 @@ async def test_the_sum_never_exceeds_the_whole() -> None:
             task.cancel()
     assert left_of(room.stats()) == room.whole
     assert room.stats().waiting == 0
+
+
+async def test_what_one_can_do_without_is_taken_only_where_nobody_waits() -> None:
+    room = a_room()
+    first = room.take_now(cpus(3))
+    assert first is not None
+    assert room.take_now(cpus(2)) is None
+    assert room.take_now(asked(Resources())) is not None
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(room.take(cpus(2)))
+        await settled()
+        assert room.take_now(cpus(1)) is None
+        first.release()
+        (await waiting).release()
+    whole = room.take_now(cpus(4))
+    assert whole is not None
+    whole.release()
+    assert left_of(room.stats()) == room.whole

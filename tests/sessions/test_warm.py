@@ -16,11 +16,11 @@ import pytest
 
 from outrider.backoff import Backoff
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.base import MAX_OUTPUT, SandboxContext
 from outrider.runtimes.host import Host
 from outrider.runtimes.memory import MemoryLedger, MemoryRuntime
 from outrider.sessions.sandboxes import Sandbox, Sandboxes
-from outrider.sessions.warm import ASSUMED_MB, TRIES, Warm, WarmLimits, kind_of
+from outrider.sessions.warm import ASSUMED_MB, LOOK_SECONDS, SHARE, TRIES, Warm, WarmLimits, kind_of
 from outrider.spec import RuntimeSpec
 
 KIND = "sessions.test_warm:Watched"
@@ -37,6 +37,7 @@ class Watcher:
         self.fails = 0
         self.standing = 0
         self.most = 0
+        self.now = 0.0
 
 
 _watcher: ContextVar[Watcher] = ContextVar("watcher")
@@ -57,6 +58,10 @@ class Watched(MemoryRuntime):
         await super().start()
         watcher.standing += 1
         watcher.most = max(watcher.most, watcher.standing)
+
+    async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
+        await asyncio.sleep(0)  # as every real one must, to be answered
+        return await super().read(path, limit=limit, follow=follow)
 
     async def stop(self) -> None:
         if self._state == "running":
@@ -82,7 +87,8 @@ async def a_shelf(*, each: int = 2, memory_mb: int = 4096) -> AsyncIterator[tupl
             sandboxes = Sandboxes(
                 host=host, owner=owner, files=folder, gateway_url=lambda: "http://x", gateway_socket=folder / "s"
             )
-            async with Warm(sandboxes, WarmLimits(each=each, memory_mb=memory_mb), pauses=AT_ONCE) as warm:
+            limits = WarmLimits(each=each, memory_mb=memory_mb)
+            async with Warm(sandboxes, limits, pauses=AT_ONCE, clock=lambda: seen.now) as warm:
                 yield warm, seen
         assert seen.ledger.balanced
         assert set(seen.ledger.stopped.values()) <= {1}
@@ -180,11 +186,48 @@ async def test_what_has_died_is_not_given_away() -> None:
         assert await warm.take(spec(), ()) is None
         await until(lambda: warm.stats().ready == 2)
         (shelf,) = warm._shelves.values()
-        await shelf.ready[0].runtime.stop()
+        await shelf.ready[0].sandbox.runtime.stop()
         alive = await taken(warm, spec())
         assert await alive.runtime.exec("true", seconds=1)
         assert ("warm-0", 1) in seen.ledger.stopped
         await alive.stop()
+
+
+async def test_what_has_stood_for_too_long_is_not_given_away() -> None:
+    async with a_shelf() as (warm, seen):
+        wanted = spec(lifetime_seconds=1000)
+        assert await warm.take(wanted, ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        seen.now = 101.0
+        given = await warm.take(wanted, ())  # none, or one that was made while the old ones were stopped
+        assert seen.ledger.stopped.keys() == {("warm-0", 1), ("warm-1", 1)}
+        await until(lambda: warm.stats().ready == 2)
+        seen.now = 200.0
+        await (await taken(warm, wanted)).stop()
+        if given is not None:
+            await given.stop()
+
+
+async def test_what_has_stood_for_too_long_makes_room_for_new_ones() -> None:
+    """Whatever has the keeper look: here a session that wants another kind, of which none is worth to be made."""
+    async with a_shelf() as (warm, seen):
+        assert await warm.take(spec(lifetime_seconds=1000), ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        seen.now = 101.0
+        short = spec(lifetime_seconds=LOOK_SECONDS / SHARE - 1)
+        assert await warm.take(short, ()) is None
+        await until(lambda: len(seen.ledger.started) == 4 and warm.stats().ready == 2)
+        assert seen.ledger.stopped.keys() == {("warm-0", 1), ("warm-1", 1)}
+        assert await warm.take(short, ()) is None
+
+
+async def test_another_is_made_as_soon_as_the_budget_allows() -> None:
+    async with a_shelf(memory_mb=2 * ASSUMED_MB) as (warm, _):
+        assert await warm.take(spec(), ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        first = await taken(warm, spec())
+        await until(lambda: warm.stats().ready == 2)
+        await first.stop()
 
 
 async def test_a_failing_kind_is_told_once_and_given_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,8 +261,8 @@ async def test_a_cancelled_take_keeps_nothing() -> None:
         assert await warm.take(spec(), ()) is None
         await until(lambda: warm.stats().ready == 2)
         (shelf,) = warm._shelves.values()
-        for sandbox in shelf.ready:
-            sandbox.runtime.read = _never  # type: ignore[method-assign]
+        for standing in shelf.ready:
+            standing.sandbox.runtime.read = _never  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as group:
             taking = group.create_task(warm.take(spec(), ()))
             await until(lambda: warm.stats().ready == 1)

@@ -15,7 +15,7 @@ import pytest
 
 from outrider.pythons.portable import portable_command, portable_python
 
-USER = "outrider-test"
+USER = f"outrider-test-{os.getpid()}"
 ROOT = Path(__file__).parents[2]
 
 

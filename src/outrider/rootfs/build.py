@@ -24,12 +24,11 @@ from pathlib import Path
 import msgspec
 
 from outrider.config import cache_home
-from outrider.errors import RuntimeUnavailable
+from outrider.rootfs.apptainer import apptainer_program
 from outrider.rootfs.definition import Definition, Recipe, definition_of, local_base
 from outrider.rootfs.store import ImageStore
 from outrider.rootfs.unpack import BadImage
 
-PROGRAMS = ("apptainer", "singularity")
 BUILD_SECONDS = 6 * 3600
 LOG_TAIL = 4000
 
@@ -93,7 +92,7 @@ class Builder:
         return target
 
     def _run(self, definition: Definition, draft: Path) -> Path:
-        program = self._program or _program()
+        program = self._program or apptainer_program()
         recipe, requirements, sif, log = (draft / name for name in ("image.def", "requirements.txt", "sif", "log"))
         requirements.write_text(definition.pip, encoding="utf-8")
         recipe.write_text(definition.render(requirements), encoding="utf-8")
@@ -129,13 +128,3 @@ class Builder:
                 self._note("waiting for another process that builds the same")
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def _program() -> str:
-    program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
-    if program is None:
-        raise RuntimeUnavailable(
-            "apptainer is not installed",
-            hint="on a cluster: `module load apptainer`; else your distribution's package, or apptainer.org",
-        )
-    return program

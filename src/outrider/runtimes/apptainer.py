@@ -29,10 +29,11 @@ from outrider.runtimes.cgroups import Cgroups
 from outrider.runtimes.child import Child, readable
 from outrider.runtimes.container_server import interpreter
 from outrider.runtimes.family import Family
-from outrider.runtimes.hosted import STOP_SECONDS, Setup, clean_environment, configure, shielded
+from outrider.runtimes.hosted import BRIDGE_PORT, STOP_SECONDS, Setup, clean_environment, configure, shielded
 from outrider.runtimes.marks import kill_marked, mark_of
-from outrider.runtimes.namespace import BRIDGE_PORT, limits_by
+from outrider.runtimes.namespace import limits_by
 from outrider.runtimes.served import ServedRuntime
+from outrider.runtimes.submounts import inner_mounts
 from outrider.runtimes.toolclient import Part, ToolClient
 from outrider.spec import Resources, RuntimeSpec
 
@@ -163,13 +164,15 @@ class ApptainerRuntime(ServedRuntime):
         context = self._context
         hosts = context.directory / "hosts"
         hosts.write_bytes(plans.ETC_MADE["hosts"])
-        return [
-            Bind(str(python), PORTABLE_AT),
-            Bind(str(context.gateway_socket), GATEWAY_AT),
-            Bind(str(hosts), "/etc/hosts"),
-            *(Bind(str(path), str(path)) for path in context.mounts),
-            *(Bind(mount.source, mount.target or mount.source) for mount in self._spec.mounts),
+        shown = [
+            (python, PORTABLE_AT),
+            (context.gateway_socket, GATEWAY_AT),
+            (hosts, "/etc/hosts"),
+            *((path, str(path)) for path in context.mounts),
+            *((Path(mount.source), mount.target or mount.source) for mount in self._spec.mounts),
         ]
+        # Each with what is mounted in it, before the next is shown, perhaps in the same place.
+        return [Bind(str(path), target) for one in shown for path, target in (one, *inner_mounts([one]))]
 
     def _setup(self, env: Mapping[str, str]) -> Setup:
         return Setup(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,11 @@ import msgspec
 from outrider.config import environment
 from outrider.errors import RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
+from outrider.rootfs.apptainer import apptainer_program
 from outrider.runtimes.bundle import BOOT, FLAGS
 from outrider.runtimes.finder import Finder
 from outrider.runtimes.plans import EMPTY_FOLDERS
 
-NAMES = ("apptainer", "singularity")
 PROBE_SECONDS = 60.0
 ISOLATION = (
     "--containall",
@@ -54,7 +53,8 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, shown read-only at `target`."""
+    """A folder, file or socket of the host, shown read-only at `target`. What is mounted in it needs a bind of its
+    own to be so too (see submounts.py)."""
 
     source: str
     target: str
@@ -66,12 +66,7 @@ class Bind(msgspec.Struct, frozen=True):
 
 def look() -> Apptainer:
     """The first program that works. Raises RuntimeUnavailable with what to do about it. Blocks."""
-    path = next((place for name in NAMES if (place := shutil.which(name))), None)
-    if path is None:
-        raise RuntimeUnavailable(
-            "apptainer is not installed",
-            hint="on a cluster: `module load apptainer`; else your distribution's package, or apptainer.org",
-        )
+    path = apptainer_program()
     found = Apptainer(path, _version(path))
     if fault := _works(found):
         raise RuntimeUnavailable(

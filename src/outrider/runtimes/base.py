@@ -179,8 +179,10 @@ class Runtime(Protocol):
         """Copy a host file or folder (symbolic links that leave it are refused) to `target`."""
         ...
 
-    async def snapshot(self, paths: Sequence[str]) -> bytes:
-        """A tar archive of the given paths; missing ones are left out."""
+    async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
+        """Write a tar archive of the given paths into a new host file. What is missing, vanishes or cannot be read is
+        left out. With `alone`, all else that runs in the sandbox is ended first, live shells too: what is archived is
+        what it left. Raises RuntimeFailure, leaving no file, also when it is more than can be carried."""
         ...
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:

@@ -41,7 +41,20 @@ FLAGS = ("-I", "-S")
 INSIDE = "outrider.runtimes.inside"
 MODULES = (
     *("wire", "paths", "processes", "loop", "connection", "calls", "capture"),
-    *("job", "shell", "terminal", "interpreter", "bridge", "files", "patch", "lookup", "restore", "server"),
+    *(
+        "job",
+        "shell",
+        "terminal",
+        "interpreter",
+        "bridge",
+        "trees",
+        "filling",
+        "files",
+        "patch",
+        "lookup",
+        "restore",
+        "server",
+    ),
 )
 """In the order in which they build on each other."""
 

@@ -27,6 +27,9 @@ from outrider.spec import Resources
 log = logging.getLogger("outrider.node")
 
 MOUNT = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+UNIFIED = ""
+"""What /proc/self/cgroup calls the controllers of version 2."""
 CONTROLLERS = ("cpu", "memory", "pids")
 MEBIBYTE = 1 << 20
 CPU_PERIOD = 100_000
@@ -51,17 +54,21 @@ NONE = Hierarchies(0, {})
 
 def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
     """What this process can use. `own` is what /proc/self/cgroup says."""
-    own = Path("/proc/self/cgroup").read_text() if own is None else own
-    paths = {names: path for _, names, path in (line.split(":", 2) for line in own.splitlines())}
+    paths = by_controller(OWN_GROUPS.read_text() if own is None else own)
     if (mount / "cgroup.controllers").exists():
-        return _unified(mount / paths.get("", "/").lstrip("/"))
+        return _unified(mount / paths.get(UNIFIED, "/").lstrip("/"))
     found = {}
-    for names, path in paths.items():
-        for name in names.split(","):
-            folder = mount / name / path.lstrip("/")
-            if name in CONTROLLERS and os.access(folder, os.W_OK):
-                found[name] = folder
+    for name, path in paths.items():
+        folder = mount / name / path.lstrip("/")
+        if name in CONTROLLERS and os.access(folder, os.W_OK):
+            found[name] = folder
     return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
+
+
+def by_controller(own: str) -> dict[str, str]:
+    """The path of a process's group for each controller, of what its /proc/PID/cgroup says."""
+    lines = [line.split(":", 2) for line in own.splitlines()]
+    return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
 
 
 def _unified(folder: Path) -> Hierarchies:
@@ -115,15 +122,22 @@ class Group:
             Path(entrance).write_text(str(pid))
 
     async def remove(self) -> None:
-        """With all that may still run in it. Raises RuntimeFailure."""
+        """With all that may still run in it. Raises RuntimeFailure, when as many are removed as can be."""
         deadline = time.monotonic() + REMOVE_SECONDS
+        left: dict[Path, str] = {}
         for folder in self._folders:
-            while not _removed(folder):
-                if time.monotonic() > deadline:
-                    raise RuntimeFailure(f"the control group {folder} cannot be removed: something still runs in it")
-                _kill_members(folder)
-                await asyncio.sleep(PAUSE_SECONDS)
-        self._folders = ()
+            try:
+                while not _removed(folder):
+                    _kill_members(folder)
+                    if time.monotonic() > deadline:
+                        left[folder] = "something still runs in it"
+                        break
+                    await asyncio.sleep(PAUSE_SECONDS)
+            except OSError as error:
+                left[folder] = str(error)
+        self._folders = tuple(left)
+        for folder, reason in left.items():
+            raise RuntimeFailure(f"the control group {folder} cannot be removed: {reason}")
 
 
 class Cgroups:
@@ -156,7 +170,8 @@ class Cgroups:
                         _set(folder / file, value)
         except OSError as error:
             for folder in folders:
-                _removed(folder)
+                with contextlib.suppress(OSError):
+                    _removed(folder)
             raise RuntimeFailure(f"the sandbox's limits cannot be set: {error}") from error
         return Group(tuple(folders))
 

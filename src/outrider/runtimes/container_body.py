@@ -1,7 +1,8 @@
 """What a container is asked to be, in the words of the Docker Engine API. Pure but for a look at this process's limits.
 
 It knows no daemon. Invariant: a container has no network and no privilege beyond its own files, nor a way to get any,
-and shows of the host what is mounted here, all of it read-only.
+and shows of the host what is mounted here, all of it read-only: what is mounted in that has to be named by itself (see
+submounts.py).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import aiodocker
 import aiohttp
 import msgspec
 
+URL = "http://localhost"
 CALL_SECONDS = 120.0
 CONNECT_SECONDS = 5.0
 NO_CONNECTION = 900
@@ -46,45 +47,57 @@ class DaemonClient:
 
     def __init__(self, socket: Path) -> None:
         # An idle connection that the daemon is just closing would cost a call: each call has its own.
-        connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
+        self._connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        self._docker = aiodocker.Docker(url="http://localhost", connector=connector, session=self._session)
+        self._session = aiohttp.ClientSession(connector=self._connector, timeout=timeout)
+        self._docker: aiodocker.Docker | None = None
 
     async def close(self) -> None:
-        await self._docker.close()
+        if self._docker is not None:
+            await self._docker.close()
         await self._session.close()
+
+    async def _api(self) -> aiodocker.Docker:
+        """Speaks the newest version that the daemon knows, as its ping tells at once: what aiodocker asks by itself
+        takes podman half a second."""
+        if self._docker is None:
+            async with self._session.get(f"{URL}/_ping") as answer:
+                version = f"v{answer.headers['Api-Version']}"
+            self._docker = aiodocker.Docker(
+                url=URL, connector=self._connector, session=self._session, api_version=version
+            )
+        return self._docker
 
     async def image(self, name: str) -> LocalImage:
         async with translated():
-            found = await self._docker.images.inspect(name)
+            found = await (await self._api()).images.inspect(name)
         entries = (found.get("Config") or {}).get("Env") or []
         pairs = (entry.partition("=") for entry in entries)
         return LocalImage(found["Id"], {name: value for name, _, value in pairs})
 
     async def create(self, name: str, body: Mapping[str, Any]) -> None:
         async with translated():
-            await self._docker.containers.create(dict(body), name=name)
+            await (await self._api()).containers.create(dict(body), name=name)
 
     async def start(self, name: str) -> None:
         async with translated():
-            await self._docker.containers.container(name).start()
+            await (await self._api()).containers.container(name).start()
 
     async def runs(self, name: str) -> bool:
         async with translated():
-            found = await self._docker.containers.get(name)
+            found = await (await self._api()).containers.get(name)
         return bool(found["State"]["Running"])
 
     async def remove(self, name: str) -> None:
         """Kill and remove. Status 404 when there is none, 409 while somebody else removes it."""
         async with translated():
-            await self._docker.containers.container(name).delete(force=True, v=True)
+            await (await self._api()).containers.container(name).delete(force=True, v=True)
 
     async def labelled(self, label: str) -> list[Listed]:
         """All containers that have the label, running or not."""
         filters = msgspec.json.encode({"label": [label]}).decode()
         async with translated():
-            found = await self._docker.containers.list(all=True, filters=filters)
+            found = await (await self._api()).containers.list(all=True, filters=filters)
         return [Listed(one["Names"][0].lstrip("/"), one["Labels"]) for one in found]
 
 

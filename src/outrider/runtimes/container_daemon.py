@@ -61,8 +61,11 @@ class ContainerDaemon:
 
         self._error = DaemonError
         self.socket = self.find()
-        self.limits = limits_hold(self.socket)
-        self.sized = not rootless(self.socket)  # until it says otherwise
+        try:
+            self.limits = limits_hold(self.socket)
+            self.sized = not rootless(self.socket)  # until it says otherwise
+        except OSError as error:
+            raise RuntimeFailure(f"there is no {self.name} daemon at {self.socket}: {error}", hint=self.hint) from error
         self._client: DaemonClient = DaemonClient(self.socket)
         try:
             await self.sweep()
@@ -93,8 +96,9 @@ class ContainerDaemon:
                 )
             return Path(place)
         for path in cls.places():
-            if path.is_socket():
-                return path
+            with contextlib.suppress(OSError):  # the run folder of another user, whose environment we have
+                if path.is_socket():
+                    return path
         looked = ", ".join(map(str, cls.places()))
         raise RuntimeUnavailable(f"no {cls.name} daemon at {looked}", hint=cls.hint)
 
@@ -102,10 +106,11 @@ class ContainerDaemon:
     def available(cls) -> Availability:
         try:
             path = cls.find()
-            version = ask(path, "/_ping").version
-            limits = "" if limits_hold(path) else ", no limits (rootless with cgroup version 1)"
         except RuntimeUnavailable as error:
             return Availability(ok=False, detail=error.message, hint=error.hint)
+        try:
+            version = ask(path, "/_ping").version
+            limits = "" if limits_hold(path) else ", no limits (rootless with cgroup version 1)"
         except PermissionError:
             return Availability(ok=False, detail=f"{path} may not be used by this user", hint=cls.hint)
         except (OSError, HTTPException) as error:

@@ -27,10 +27,10 @@ from outrider.runtimes.container_daemon import (
     PodmanDaemon,
 )
 from outrider.runtimes.container_server import TOOLS_AT, ContainedServer
-from outrider.runtimes.hosted import Setup, clean_environment, shielded
+from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, shielded
 from outrider.runtimes.marks import mark_of
-from outrider.runtimes.namespace import BRIDGE_PORT
 from outrider.runtimes.served import ServedRuntime
+from outrider.runtimes.submounts import inner_mounts
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
 
@@ -152,6 +152,8 @@ class ContainerRuntime(ServedRuntime):
             Shown(context.gateway_socket, BRIDGE_SOCKET),
             *ours,
         ]
+        inner = inner_mounts((one.source, one.target) for one in shown)
+        shown = [*(Shown(source, target) for source, target in inner), *shown]
         return ContainerPlan(
             image=image.id,
             command=container_server.command(self._spec.resources.disk_mb * MEBIBYTE),

@@ -20,8 +20,7 @@ log = logging.getLogger("outrider.node")
 P = TypeVar("P")
 
 PREFIX = "outrider-"
-"""What the name of a node begins with, wherever something is named after it: control groups, labels."""
-
+"""What the name of a node begins with, wherever something is named after it: folders, control groups, labels."""
 
 SWEEP_SECONDS = 60.0
 """How long one part may sweep."""

@@ -19,8 +19,10 @@ from outrider.runtimes.bundle import delivery
 from outrider.runtimes.cgroups import Group
 from outrider.runtimes.child import Child, readable
 from outrider.runtimes.marks import VARIABLE, kill_marked
-from outrider.runtimes.toolclient import Done, ToolClient
+from outrider.runtimes.toolclient import Done, Stopped, ToolClient
 
+BRIDGE_PORT = 61080
+"""Where the gateway listens inside: above Linux's dynamic ports and what programs commonly choose."""
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 
@@ -86,17 +88,16 @@ class HostedServer:
         return cls(child, ToolClient(ours, child.log_tail), setup.mark)
 
     async def stop(self) -> None:
-        """Kill all processes and wait for their end: the server itself kills what is below it; if it died, we do.
-        Call once; not cancel-safe by itself."""
+        """Kill all processes and wait for their end: the server itself kills what is below it; what it could not kill,
+        and all if it died, we do. Call once; not cancel-safe by itself."""
         self.tools.fail_all("the sandbox was stopped")
-        answered = False
+        ended = False
         with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
             async with asyncio.timeout(STOP_SECONDS):
-                await self.tools.call("stop", {}, Done)
-                answered = True
+                ended = (await self.tools.call("stop", {}, Stopped)).left == 0
         await self.tools.close()
         in_time = await self._ends_in_time()
-        if not (answered and in_time):
+        if not (ended and in_time):
             await asyncio.to_thread(kill_marked, f"{self._mark}:")
         self._child.close()
 

@@ -196,7 +196,12 @@ class MemoryRuntime:
             else:
                 self._put(path, await asyncio.to_thread(plain_bytes, entry.path.resolve()))
 
-    async def snapshot(self, paths: Sequence[str]) -> bytes:
+    async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
+        """It has nothing that runs by itself."""
+        data = self._archived(paths)
+        await asyncio.to_thread(write_new, target, data)
+
+    def _archived(self, paths: Sequence[str]) -> bytes:
         self.check("read")
         sink = io.BytesIO()
         with tarfile.open(fileobj=sink, mode="w") as archive:
@@ -213,8 +218,7 @@ class MemoryRuntime:
         await asyncio.to_thread(self._unpack, archive, roots)
 
     async def save_layer(self, target: Path) -> None:
-        data = await self.snapshot(["/"])
-        await asyncio.to_thread(target.write_bytes, data)
+        await self.snapshot(["/"], target)
 
     def check(self, operation: str) -> None:
         """Raises RuntimeFailure when the sandbox does not run, or `operation` was told to fail."""
@@ -298,3 +302,8 @@ def plain_bytes(path: Path) -> bytes:
     fd, _ = open_plain(path)
     with open(fd, "rb") as file:
         return file.read()
+
+
+def write_new(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)

@@ -29,18 +29,16 @@ from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.cgroups import Cgroups, Group
 from outrider.runtimes.child import Child
 from outrider.runtimes.finder import Finder
-from outrider.runtimes.hosted import Setup, clean_environment, configure, shielded
+from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, configure, shielded
 from outrider.runtimes.marks import mark_of
+from outrider.runtimes.saving import save_parts
 from outrider.runtimes.served import ServedRuntime
-from outrider.runtimes.toolclient import Done, ToolClient
+from outrider.runtimes.toolclient import ToolClient
 from outrider.runtimes.users import users
 from outrider.runtimes.zygote import Zygote
 from outrider.spec import RuntimeSpec
 
 MEBIBYTE = 1 << 20
-
-BRIDGE_PORT = 61080
-"""Where the gateway listens inside: above Linux's dynamic ports and what programs commonly choose."""
 LAYER_OVERHEAD = 2
 """An archive of many small files is larger than what they hold."""
 PYTHONS = tuple(f"{folder}/python3" for folder in ("usr/local/bin", "usr/bin", "bin"))
@@ -193,19 +191,7 @@ class NamespaceRuntime(ServedRuntime):
     async def save_layer(self, target: Path) -> None:
         """As in `Layered`; what runs inside is ended first. The file is only this user's."""
         size, _ = plans.room(self._spec.resources)
-        fd = await asyncio.to_thread(os.open, target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        left = LAYER_OVERHEAD * size + MEBIBYTE
-
-        def keep(data: bytes) -> None:
-            nonlocal left
-            left -= len(data)
-            if left >= 0:  # the server inside stops there by itself, if it is honest
-                os.write(fd, data)
-
-        try:
-            await self.tools.call("save_layer", {"limit": left}, Done, seconds=600.0, on_part=keep)
-        finally:
-            os.close(fd)
+        await save_parts(self.tools, "save_layer", {}, target, limit=LAYER_OVERHEAD * size + MEBIBYTE)
 
     async def stop(self) -> None:
         self._begun = True

@@ -14,7 +14,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -31,13 +31,29 @@ from outrider.runtimes.base import (
     ShellResult,
 )
 from outrider.runtimes.bundle import shell_program
-from outrider.runtimes.toolclient import Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
+from outrider.runtimes.saving import save_parts
+from outrider.runtimes.toolclient import UNREADABLE, Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
 from outrider.runtimes.uploads import entries, open_plain
 
 PIECE = 4 << 20
 MAX_SNAPSHOT = 1 << 30
 MAX_ANSWER = 64 << 20
+CONFLICT_MAX = 1 << 16
 HELP_SECONDS = 90.0
+
+SHOWN_MAX = 9 << 20
+"""More than an interpreter's rich results are; only what writes to its descriptor itself sends more."""
+DISPLAYS = msgspec.msgpack.Decoder(
+    Annotated[
+        list[Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=64)]],
+        msgspec.Meta(max_length=1000),
+    ]
+)
+"""How many there are is looked at before any is decoded."""
+TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
+"""What msgpack begins text with."""
+NAMED_MIN = 16
+"""Bytes of a patch for each file that it changes, at least."""
 
 
 class ServedRuntime(ABC):
@@ -91,7 +107,7 @@ class ServedRuntime(ABC):
         args = {
             "kind": kind,
             "cwd": self.place("."),
-            "program": "" if kind == "bash" else shell_program(kind),
+            "program": "" if kind == "bash" else await asyncio.to_thread(shell_program, kind),
             "fallback": ipython_command() if kind == "ipython" else [],
         }
         opened = await self.tools.call("shell_open", args, ShellOpened)
@@ -134,31 +150,26 @@ class ServedRuntime(ABC):
         fixed, wild = split_pattern(pattern)
         args = {"root": self.place(fixed or "."), "pattern": wild, "limit": limit}
         data = await self._helped("glob", args)
-        found = [fixed + path for path in data.decode("utf-8", "replace").split("\0")[:-1]]
-        if len(found) > limit:
+        if data.count(b"\0") > limit:
             raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
-        return found
+        return [fixed + path for path in data.decode("utf-8", "replace").split("\0")[:-1]]
 
     async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         if len(data) > MAX_PATCH:
             raise PatchConflict(f"the patch is larger than {MAX_PATCH} bytes")
         done = await self._helped("patch", {"cwd": self.place(cwd or "."), "text": data, "size": MAX_PATCH})
-        answer = done[1:].decode("utf-8", "replace")
         if done[:1] != b"+":
-            raise PatchConflict(answer)
-        return answer.split("\0")
+            raise PatchConflict(done[1:CONFLICT_MAX].decode("utf-8", "replace"))
+        if done.count(b"\0") > len(data) // NAMED_MIN:
+            raise RuntimeFailure("the sandbox names more files than the patch has")
+        return done[1:].decode("utf-8", "replace").split("\0")
 
     async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
         """What a helper of the tool server answers, which it does in parts."""
         whole = bytearray()
-
-        def keep(data: bytes) -> None:
-            if len(whole) + len(data) <= MAX_ANSWER:
-                whole.extend(data)
-
         try:
-            await self.tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=keep)
+            await self.tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
         except OSError as error:
             raise RuntimeFailure(f"cannot {method} in the sandbox: {error}") from error
         return bytes(whole)
@@ -185,16 +196,9 @@ class ServedRuntime(ABC):
         finally:
             os.close(fd)
 
-    async def snapshot(self, paths: Sequence[str]) -> bytes:
-        whole = bytearray()
-
-        def keep(data: bytes) -> None:
-            if len(whole) + len(data) <= MAX_SNAPSHOT:  # the server inside stops there by itself, if it is honest
-                whole.extend(data)
-
+    async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
         named = [[self.place(path), self.member(path)] for path in paths]
-        await self.tools.call("snapshot", {"paths": named, "limit": MAX_SNAPSHOT}, Done, seconds=600.0, on_part=keep)
-        return bytes(whole)
+        await save_parts(self.tools, "snapshot", {"paths": named, "alone": alone}, target, limit=MAX_SNAPSHOT)
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
         roots = [[posixpath.normpath(self.place(path)), self.member(path)] for path in self.outermost(paths)]
@@ -239,7 +243,7 @@ class ServedShell:
         output = done.out.decode("utf-8", "replace")
         try:
             displays = unpacked_displays(done.shown)
-        except (msgspec.MsgspecError, TypeError):  # an input may write to any descriptor of its interpreter
+        except UNREADABLE:  # an input may write to any descriptor of its interpreter
             displays = ()
             output += "[the rich results of this input cannot be read]\n"
         return ShellResult(output=output, exit_code=done.code, timed_out=done.timed_out, displays=displays)
@@ -249,14 +253,17 @@ class ServedShell:
 
 
 def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
-    """What an interpreter sent. Raises MsgspecError and TypeError for anything else: it shares a sandbox with an
-    agent."""
-    displays = []
-    for data in msgspec.msgpack.decode(packed, type=list[dict[str, Any]]) if packed else ():
-        if not all(isinstance(value, str | bytes) for value in data.values()):
-            raise TypeError("a form of a display is neither text nor bytes")
-        displays.append(Display(data))
-    return tuple(displays)
+    """What an interpreter sent. Raises one of UNREADABLE for anything else: it shares a sandbox with an agent."""
+    if len(packed) > SHOWN_MAX:
+        raise ValueError("rich results that are larger than any interpreter's")
+    found = DISPLAYS.decode(packed) if packed else []
+    return tuple(Display({name: form_of(value) for name, value in one.items()}) for one in found)
+
+
+def form_of(value: msgspec.Raw) -> str | bytes:
+    if memoryview(value)[0] in TEXT_TAGS:
+        return msgspec.msgpack.decode(value, type=str)
+    return msgspec.msgpack.decode(value, type=bytes)
 
 
 def split_pattern(pattern: str) -> tuple[str, str]:

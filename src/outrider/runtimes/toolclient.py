@@ -1,8 +1,9 @@
 """The host's end of a tool server: many calls at once over one connection.
 
 It knows frames and replies, not how the server was started. What comes back is decoded into closed types, because
-the program that sends it shares a sandbox with an agent. Invariant: a cancelled call is cancelled inside too, and its
-processes are dead, before the cancellation goes on (for as long as the server answers at all).
+the program that sends it shares a sandbox with an agent. Invariants: a cancelled call is cancelled inside too, and its
+processes are dead, before the cancellation goes on (for as long as the server answers at all); and whatever comes
+costs bounded time and memory, for a server that sends more than it was asked for is dropped.
 """
 
 from __future__ import annotations
@@ -11,18 +12,30 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import MAX_OUTPUT
 
-FRAME_MAX = 64 << 20
+FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
+"""The largest is of a command that filled both its outputs."""
+PART_MIN = 1 << 10
+"""What a part counts for, if it is smaller: many small ones cost more than their bytes."""
+STRAY_MAX = 64 << 20
+"""So much may come that no call waits for, from one answer to the next: of calls that were cancelled."""
+TEXT_MAX = 4096
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding raises for bytes that are not of the type: also text that is no UTF-8, and what is nested deeply."""
 GRACE_SECONDS = 30.0
 """How much longer than its own time limit a call may take before the server counts as stuck."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
+"""An input of a live Python can make up its own status."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -45,17 +58,17 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class ExecDone(msgspec.Struct, frozen=True):
-    code: int | None
+    code: Number | None
     out: bytes
     err: bytes
     timed_out: bool
-    us: int
+    us: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class ShellOpened(msgspec.Struct, frozen=True):
     """`shell` is None when there is nothing to start; `why` is what the last that was tried has printed."""
 
-    shell: int | None
+    shell: Number | None
     why: bytes = b""
 
 
@@ -63,19 +76,28 @@ class ShellDone(msgspec.Struct, frozen=True):
     """`shown` is msgpack: a list of rich results, each a dictionary by MIME type."""
 
     out: bytes
-    code: int | None
+    code: Number | None
     timed_out: bool = False
     shown: bytes = b""
 
 
+class Stopped(msgspec.Struct, frozen=True):
+    """How many processes the server could not kill."""
+
+    left: Number = 0
+
+
 class Call:
-    """A call under way: its outcome, and where partial replies go."""
+    """A call under way: its outcome, where partial replies go, and how many bytes of them may come."""
 
-    __slots__ = ("on_part", "outcome")
+    __slots__ = ("on_part", "outcome", "room")
 
-    def __init__(self, outcome: asyncio.Future[msgspec.Raw], on_part: Callable[[bytes], None] | None) -> None:
+    def __init__(
+        self, outcome: asyncio.Future[msgspec.Raw], on_part: Callable[[bytes], None] | None = None, room: int = 0
+    ) -> None:
         self.outcome = outcome
         self.on_part = on_part
+        self.room = room
 
 
 class ToolClient(asyncio.Protocol):
@@ -90,6 +112,7 @@ class ToolClient(asyncio.Protocol):
         self._calls: dict[int, Call] = {}
         self._number = 0
         self._received = bytearray()
+        self._stray = STRAY_MAX
         self._lost: str | None = None
         self._closed = asyncio.Event()
 
@@ -108,14 +131,25 @@ class ToolClient(asyncio.Protocol):
             frame = bytes(memoryview(received)[4 : 4 + size])
             del received[: 4 + size]
             try:
-                self._take(msgspec.msgpack.decode(frame, type=Reply))
-            except msgspec.MsgspecError:
-                return self._lose("the tool server sent something unreadable")
+                self._take(msgspec.msgpack.decode(frame, type=Reply), max(size, PART_MIN))
+            except UNREADABLE:
+                self._lose("the tool server sent something unreadable")
+            if self._lost is not None:
+                received.clear()
         return None
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lose("the sandbox's tool server is gone")
         self._closed.set()
+
+    def hold(self) -> None:
+        """Read nothing more until `release`: the server waits, once what lies between is full."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def release(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def send_raw(self, data: bytes) -> None:
         """Bytes ahead of the first frame: the server's own code."""
@@ -130,17 +164,19 @@ class ToolClient(asyncio.Protocol):
         *,
         seconds: float = 60.0,
         on_part: Callable[[bytes], None] | None = None,
+        room: int = 0,
     ) -> T:
         """Call and wait for the reply. Raises FileNotFoundError, IsADirectoryError, RuntimeFailure.
 
-        `seconds` is the call's own limit inside; past it by GRACE_SECONDS the server counts as stuck.
+        `seconds` is the call's own limit inside; past it by GRACE_SECONDS the server counts as stuck. A server whose
+        parts have more than `room` bytes is dropped.
         """
         if self._lost is not None:
             raise self._failure(self._lost)
         self._number += 1
         number = self._number
         outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
-        self._calls[number] = Call(outcome, on_part)
+        self._calls[number] = Call(outcome, on_part, room)
         self._send(number, method, args)
         alarm = self._loop.call_later(seconds + GRACE_SECONDS, self._lose, f"the tool server is stuck in {method}")
         try:
@@ -170,7 +206,7 @@ class ToolClient(asyncio.Protocol):
         if self._lost is not None:
             return
         ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
-        self._calls[number] = Call(ended, None)
+        self._calls[number] = Call(ended)
         self._send(0, "cancel", {"call": number})
         with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
             async with asyncio.timeout(CANCEL_SECONDS):
@@ -181,28 +217,41 @@ class ToolClient(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(len(body).to_bytes(4, "big") + body)
 
-    def _take(self, reply: Reply) -> None:
+    def _take(self, reply: Reply, size: int) -> None:
+        """`size` is what the frame counts for."""
         call = self._calls.get(reply.call)
-        if call is None or call.outcome.done():
-            return
-        if reply.status == "ok":
-            call.outcome.set_result(reply.fields)
-        elif reply.status == "error":
-            call.outcome.set_exception(self._refused(msgspec.msgpack.decode(reply.fields, type=Refusal)))
+        if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
+            self._stray -= size
+            if self._stray < 0:
+                self._lose("the tool server keeps sending what nobody waits for")
+        elif reply.status == "part":
+            self._take_part(call, msgspec.msgpack.decode(reply.fields, type=Part).data)
+        else:
+            self._stray = STRAY_MAX
+            if reply.status == "ok":
+                call.outcome.set_result(reply.fields)
+            else:
+                call.outcome.set_exception(self._refused(msgspec.msgpack.decode(reply.fields, type=Refusal)))
+
+    def _take_part(self, call: Call, data: bytes) -> None:
+        call.room -= max(len(data), PART_MIN)
+        if call.room < -PART_MIN:  # the last part may be a small one
+            self._lose("the tool server sent more than it was asked for")
         elif call.on_part is not None:
-            call.on_part(msgspec.msgpack.decode(reply.fields, type=Part).data)
+            call.on_part(data)
 
     def _refused(self, refusal: Refusal) -> Exception:
+        text = refusal.text[:TEXT_MAX]
         if refusal.code == "missing":
-            return FileNotFoundError(refusal.text)
+            return FileNotFoundError(text)
         if refusal.code == "directory":
-            return IsADirectoryError(refusal.text)
-        return self._failure(refusal.text)
+            return IsADirectoryError(text)
+        return self._failure(text)
 
     def _decoded(self, fields: msgspec.Raw, reply: type[T]) -> T:
         try:
             return msgspec.msgpack.decode(fields, type=reply)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise self._failure(f"the tool server sent a wrong reply: {error}") from error
 
     def _failure(self, message: str) -> RuntimeFailure:

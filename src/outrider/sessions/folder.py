@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Self
 
 from outrider.runtimes import marks
+from outrider.runtimes.host import PREFIX
+from outrider.runtimes.inside.filling import empty_folder
+from outrider.runtimes.inside.trees import FOLDER
 
 log = logging.getLogger("outrider.node")
 
-PREFIX = "outrider-"
 LOCK = "node.lock"
 
 
@@ -103,9 +105,25 @@ def remove_tree(path: Path) -> None:
         if not isinstance(info[1], FileNotFoundError):
             faults.append(f"{name}: {info[1]}")
 
-    shutil.rmtree(path, onerror=note)
+    if _removed(path):
+        return
+    try:
+        shutil.rmtree(path, onerror=note)
+    except RecursionError:
+        faults.append(f"{path}: it is too deep")
     if faults:
         log.warning("%s is not removed in full (%d faults): %s", path, len(faults), faults[0])
+
+
+def _removed(path: Path) -> bool:
+    """Whether all of it could be, however deep an agent made it."""
+    try:
+        if not empty_folder(os.open(path, FOLDER)):
+            return False
+        path.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def _keeper(name: str) -> subprocess.Popen[bytes]:

@@ -1,8 +1,9 @@
 """Where an attempt's outcome is graded: in the agent's sandbox, or in a new one that no agent has touched.
 
-A new one is started while the agent runs, and is given the paths that the task carries, or starts from everything that
-was written. It knows no lane of the session's own and no token. Invariant: when files are carried, the evaluator
-begins after the agent's sandbox has been stopped; and every sandbox begun here is stopped, whatever happens.
+A new one is given the paths that the task carries, and is started while the agent runs if there is room for both; or
+it starts from everything that was written. It knows no lane of the session's own and no token. Invariant: when files
+are carried, the evaluator begins after the agent's sandbox has been stopped; every sandbox begun here is stopped,
+whatever happens; and two are alive at once only while there is room set aside for the second.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from outrider.sessions.folder import remove_tree
 from outrider.sessions.lanes import Lane
 from outrider.sessions.sandboxes import Sandbox
 from outrider.sessions.shield import run_to_end
+from outrider.sessions.stock import Slot
 from outrider.spec import TaskSpec
 from outrider.trajectory import Verdict
 
@@ -34,10 +36,12 @@ CARRIED = "carried"
 
 class Bench(msgspec.Struct, frozen=True, kw_only=True):
     """What grading needs of its node. `sandbox` makes the n-th new sandbox of the attempt, from a layer if there is
-    one; `starts` bounds how many are started at once, apart from those for agents; `folder` is the attempt's own, to
-    be made and removed here; `owner` has the tasks."""
+    one; `second` sets aside what a sandbox beside the agent's takes, if it is free; `starts` bounds how many are
+    started at once, apart from those for agents; `folder` is the attempt's own, to be made and removed here; `owner`
+    has the tasks."""
 
     sandbox: Callable[[int, Path | None], Sandbox]
+    second: Callable[[], Slot | None]
     starts: Lane
     priority: int
     folder: Path
@@ -53,6 +57,7 @@ class Grading:
         self._bench = bench
         self._carry = task.evaluator.carry
         self._layer: Path | None = None
+        self._second: Slot | None = None
         self._ahead: Fresh | None = None
         self._fresh: list[Fresh] = []
 
@@ -62,8 +67,9 @@ class Grading:
         return self._carry is not None
 
     def begin(self) -> None:
-        """Start the new sandbox, if it needs nothing of the agent's to be started."""
-        if isinstance(self._carry, list):
+        """Start the new sandbox, if it needs nothing of the agent's to be started, and there is room beside that."""
+        if isinstance(self._carry, list) and (second := self._bench.second()) is not None:
+            self._second = second
             self._ahead = self._start()
 
     async def carry(self, runtime: Runtime) -> None:
@@ -71,7 +77,7 @@ class Grading:
         await asyncio.to_thread(self._bench.folder.mkdir, mode=0o700)
         file = self._bench.folder / CARRIED
         if isinstance(self._carry, list):
-            await asyncio.to_thread(file.write_bytes, await runtime.snapshot(self._carry))
+            await runtime.snapshot(self._carry, file, alone=True)
         else:
             await cast(Layered, runtime).save_layer(file)
             self._layer = file
@@ -79,6 +85,7 @@ class Grading:
     async def verdict(self, outcome: Outcome) -> Verdict:
         """Evaluate, again on failure, up to the task's attempts: the agent's work is not thrown away. What was carried
         is evaluated in another new sandbox each time, so that its failure too is worth another try."""
+        self._one_is_left()
         failure: OutriderError = EvaluatorError("not evaluated")
         for _ in range(self._task.max_attempts):
             try:
@@ -99,8 +106,14 @@ class Grading:
     async def _close(self) -> None:
         for fresh in self._fresh:
             await fresh.close()
+        self._one_is_left()
         if self.carries:
             await asyncio.to_thread(remove_tree, self._bench.folder)
+
+    def _one_is_left(self) -> None:
+        """Of the session's sandboxes; it has the session's own share of the room."""
+        if self._second is not None:
+            self._second.release()
 
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
@@ -125,6 +138,7 @@ class Grading:
             await ahead.ready()
         except RuntimeFailure as error:
             log.warning("%s: a sandbox for grading failed, and is started again: %s", self._bench.folder.name, error)
+            await run_to_end(self._bench.owner, ahead.close(), name="stop a sandbox of an evaluation")
             return None
         return ahead
 

@@ -10,18 +10,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from outrider.runtimes.cgroups import UNIFIED, by_controller
 from outrider.sessions.room import Amount
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 MEBIBYTE = 1 << 20
-UNIFIED = ""
-"""What /proc/self/cgroup calls the controllers of version 2."""
 
 
 def machine(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> Amount:
     """What this process may use."""
-    groups = _groups(proc)
+    groups = by_controller(_text(proc / "self" / "cgroup"))
     cpus = min([float(_processors()), *_cpu_bounds(groups, cgroups)])
     memory = min([_memory(), *_memory_bounds(groups, cgroups)])
     return Amount(cpus=cpus, memory_mb=int(memory // MEBIBYTE))
@@ -36,12 +35,6 @@ def _processors() -> int:
 
 def _memory() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _groups(proc: Path) -> dict[str, str]:
-    """This process's control group by controller."""
-    lines = [line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines()]
-    return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
 
 
 def _cpu_bounds(groups: dict[str, str], mount: Path) -> Iterator[float]:

@@ -30,6 +30,7 @@ from outrider.sessions.conversation import Conversation
 from outrider.sessions.folder import NodeFolder
 from outrider.sessions.grading import Bench, Grading
 from outrider.sessions.lanes import Lane, Lanes
+from outrider.sessions.room import asked
 from outrider.sessions.sandboxes import Sandbox, Sandboxes
 from outrider.sessions.session import Ending, Parts, SessionRun
 from outrider.sessions.shield import run_to_end
@@ -204,6 +205,7 @@ class LocalNode:
 
         return Bench(
             sandbox=sandbox,
+            second=lambda: self._lanes.room.take_now(asked(assignment.task.runtime.resources)),
             starts=self._grading_starts,
             priority=assignment.priority,
             folder=self._folder.path / f"{assignment.session_id}-{assignment.attempt}-graded",

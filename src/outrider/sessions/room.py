@@ -51,6 +51,11 @@ class Room:
             )
         return await self._stock.take(part, priority)
 
+    def take_now(self, amount: Amount) -> Slot | None:
+        """For what one can do without: None when there is not enough left, or others wait."""
+        part = _part(amount)
+        return self._stock.take_now(part) if any(part) else Slot(self._stock, part)
+
     def stats(self) -> RoomStats:
         millicpus, memory_mb = self._stock.out
         return RoomStats(

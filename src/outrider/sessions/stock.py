@@ -66,6 +66,14 @@ class Stock:
         self.waited += time.monotonic() - started
         return Slot(self, part)
 
+    def take_now(self, part: Part) -> Slot | None:
+        """None when it would have to wait."""
+        if self._waiters or not self._fits(part):
+            return None
+        self._give(part)
+        self.served += 1
+        return Slot(self, part)
+
     async def _wait(self, part: Part, priority: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (-priority, next(self._order), turn, part)

@@ -1,8 +1,8 @@
 """Sandboxes that are started and prepared before a session wants them, of the kinds that were wanted last.
 
 A kind is a runtime spec, what its steps upload, and the harness's mounts. It knows no session. Invariant: a sandbox
-that stands here has been touched by nobody; it is given away once, alive, or stopped here; and all that stand or are
-being made are within the budget of memory.
+that stands here has been touched by nobody; it is given away once, alive and young, or stopped here; and all that
+stand or are being made are within the budget of memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import asyncio
 import hashlib
 import logging
 import os
+import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +39,8 @@ AT_ONCE = 2
 MAKE_SECONDS = 3600.0
 LOOK_SECONDS = 30.0
 PROBE_SECONDS = 5.0
+SHARE = 0.1
+"""Of its lifetime, that a sandbox may have stood here when it is given away: the rest is its session's."""
 TRIES = 6
 """In a row that fail, before a kind is given up until it is wanted again."""
 PAUSES = Backoff(first=1.0, longest=300.0)
@@ -50,21 +54,33 @@ class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int = 0
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """A sandbox that can be given away, and when its lifetime began."""
+
+    sandbox: Sandbox
+    born: float
+
+
 class Shelf:
-    """The sandboxes of one kind. `wanted` is how many there should be."""
+    """The sandboxes of one kind, the oldest first. `wanted` is how many there should be, `longest` how many seconds one
+    of them may stand."""
 
     def __init__(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> None:
         self.spec = spec
         self.mounts = mounts
         self.cost = spec.resources.memory_mb or ASSUMED_MB
+        self.longest = SHARE * spec.lifetime_seconds
         self.wanted = 0
         self.making = 0
-        self.ready: deque[Sandbox] = deque()
+        self.ready: deque[Standing] = deque()
         self.failures = 0
         self.not_before = 0.0
 
     def worth(self, each: int) -> int:
-        """How many it is worth to make: of what fails, one at a time, and after some tries none."""
+        """How many it is worth to make: of what fails, one at a time, and after some tries none; and none that would be
+        too old when they are looked at for the first time."""
+        if self.longest < LOOK_SECONDS:
+            return 0
         if self.failures:
             return min(each, 1) if self.failures < TRIES else 0
         return each
@@ -73,10 +89,18 @@ class Shelf:
 class Warm:
     """`async with Warm(...) as warm`: it keeps itself full; leaving it stops all that is left."""
 
-    def __init__(self, sandboxes: Sandboxes, limits: WarmLimits, *, pauses: Backoff = PAUSES) -> None:
+    def __init__(
+        self,
+        sandboxes: Sandboxes,
+        limits: WarmLimits,
+        *,
+        pauses: Backoff = PAUSES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sandboxes = sandboxes
         self._limits = limits
         self._pauses = pauses
+        self._clock = clock
         self._shelves: OrderedDict[str, Shelf] = OrderedDict()
         """The kind that was wanted last is the last."""
         self._memory_mb = 0
@@ -111,33 +135,41 @@ class Warm:
             return None
         shelf = self._shelves.setdefault(key, Shelf(spec, mounts))
         self._shelves.move_to_end(key)
-        self._work.set()
         while shelf.ready:
-            sandbox = shelf.ready.popleft()
-            if await self._lives(sandbox, shelf):
+            standing = shelf.ready.popleft()
+            if await self._good(standing, shelf):
                 self._taken += 1
-                self._memory_mb -= shelf.cost
-                return sandbox
+                self._give_back(shelf)
+                return standing.sandbox
         self._misses += 1
+        self._work.set()
         return None
 
-    async def _lives(self, sandbox: Sandbox, shelf: Shelf) -> bool:
+    async def _good(self, standing: Standing, shelf: Shelf) -> bool:
         """Whether one that was taken off its shelf can be given away; else it is stopped."""
-        lives = False
+        good = False
         try:
-            lives = await answers(sandbox)
+            good = not self._old(standing, shelf) and await answers(standing.sandbox)
         finally:
-            if not lives:
-                await self._stop(sandbox, shelf)
-        return lives
+            if not good:
+                await self._stop(standing, shelf)
+        return good
 
-    async def _stop(self, sandbox: Sandbox, shelf: Shelf) -> None:
+    def _old(self, standing: Standing, shelf: Shelf) -> bool:
+        return self._clock() - standing.born > shelf.longest
+
+    async def _stop(self, standing: Standing, shelf: Shelf) -> None:
         try:
-            await sandbox.stop()
+            await standing.sandbox.stop()
         except Exception:  # a bug of a plugin must not cost the node its sessions
             log.exception("a sandbox that was made ahead cannot be stopped")
         finally:
-            self._memory_mb -= shelf.cost
+            self._give_back(shelf)
+
+    def _give_back(self, shelf: Shelf) -> None:
+        """One of this shelf takes none of the budget any more; only then another can be made in its stead."""
+        self._memory_mb -= shelf.cost
+        self._work.set()
 
     async def _keep(self) -> None:
         async with asyncio.TaskGroup() as makers:
@@ -157,9 +189,9 @@ class Warm:
             left -= shelf.wanted * shelf.cost
 
     async def _trim(self) -> None:
-        """Stop what nobody wants any more, and forget kinds of which none is to be kept."""
+        """Stop what nobody wants any more or should be given, and forget kinds of which none is to be kept."""
         for key, shelf in list(self._shelves.items()):
-            while len(shelf.ready) > shelf.wanted:
+            while len(shelf.ready) > shelf.wanted or (shelf.ready and self._old(shelf.ready[0], shelf)):
                 await self._stop(shelf.ready.popleft(), shelf)
             if not shelf.wanted and not shelf.making and not shelf.ready:
                 del self._shelves[key]
@@ -180,28 +212,29 @@ class Warm:
     async def _make(self, shelf: Shelf) -> None:
         try:
             async with asyncio.timeout(MAKE_SECONDS):
-                sandbox = await self._made(shelf)
+                standing = await self._made(shelf)
         except Exception as error:  # of a plugin, perhaps: it is the next session's to meet it
-            self._memory_mb -= shelf.cost
+            self._give_back(shelf)
             self._failed(shelf, error)
         except BaseException:
-            self._memory_mb -= shelf.cost
+            self._give_back(shelf)
             raise
         else:
             shelf.failures = 0
-            shelf.ready.append(sandbox)
+            shelf.ready.append(standing)
         finally:
             shelf.making -= 1
             self._work.set()
 
-    async def _made(self, shelf: Shelf) -> Sandbox:
+    async def _made(self, shelf: Shelf) -> Standing:
+        born = self._clock()
         sandbox = self._sandboxes.make(shelf.spec, f"warm-{next(self._numbers)}", 1, mounts=shelf.mounts)
         try:
             await sandbox.ready()
         except BaseException:
             await sandbox.stop()
             raise
-        return sandbox
+        return Standing(sandbox, born)
 
     def _failed(self, shelf: Shelf, error: Exception) -> None:
         pause = self._pauses.wait(shelf.failures)
@@ -225,10 +258,10 @@ class Warm:
     async def _look(self) -> None:
         """Stop those that do not answer; who wants one meanwhile may have it."""
         for shelf in list(self._shelves.values()):
-            for sandbox in list(shelf.ready):
-                if not await answers(sandbox) and sandbox in shelf.ready:
-                    shelf.ready.remove(sandbox)
-                    await self._stop(sandbox, shelf)
+            for standing in list(shelf.ready):
+                if not await answers(standing.sandbox) and standing in shelf.ready:
+                    shelf.ready.remove(standing)
+                    await self._stop(standing, shelf)
 
 
 async def answers(sandbox: Sandbox) -> bool:

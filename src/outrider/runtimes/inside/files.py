@@ -9,10 +9,10 @@ from outrider.runtimes.inside.calls import Calls
 from outrider.runtimes.inside.loop import POLL_READ, read_ready
 from outrider.runtimes.inside.paths import folder_of, make_folders
 from outrider.runtimes.inside.processes import send_signal
+from outrider.runtimes.inside.trees import Packer
 
 if TYPE_CHECKING:
     import signal as _signal
-    import tarfile
     from collections.abc import Callable
 else:
     import _signal  # `signal` would add half again to the start-up time
@@ -45,7 +45,7 @@ class Snapshot:
         """`write`, in the child, writes the archive to a descriptor."""
         self.calls = calls
         self.call = call
-        self.left = limit
+        self.limit = self.left = limit
         self.code: int | None = None
         self.fd, writer = posix.pipe()
         self.pid = posix.fork()
@@ -92,7 +92,8 @@ class Snapshot:
         if self.code == 0:
             self.calls.reply(self.call, {})
         else:
-            self.calls.fail(self.call, "failed", "larger than allowed" if self.left < 0 else self.failed)
+            larger = f"there are more than {self.limit} bytes of it, which is as much as is taken out of a sandbox"
+            self.calls.fail(self.call, "failed", larger if self.left < 0 else self.failed)
 
 
 def write_and_leave(write: Callable[[int], object], fd: int) -> None:
@@ -109,23 +110,14 @@ def write_tar(fd: int, paths: list[list[str]]) -> None:
     import tarfile
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        packer = Packer(archive, lambda member, folder, name: None)
         for path, name in paths:
-            add_to_tar(archive, path, name)
-
-
-def add_to_tar(archive: tarfile.TarFile, path: str, name: str) -> None:
-    try:
-        if posix.lstat(path).st_mode & 0o170000 == 0o140000:
-            return  # a socket, which tar has no word for
-        info = archive.gettarinfo(path, name)
-        if not info.isreg():
-            archive.addfile(info)
-        else:
-            with open(path, "rb") as file:
-                info.size = posix.fstat(file.fileno()).st_size
-                archive.addfile(info, file)
-        entries = sorted(posix.listdir(path)) if info.isdir() else []
-    except (FileNotFoundError, PermissionError):
-        return
-    for entry in entries:
-        add_to_tar(archive, path + "/" + entry, name + "/" + entry)
+            base = path[path.rfind("/") + 1 :]
+            above = folder_of(path) or "."
+            if base in ("", ".", ".."):
+                base, above = ".", path
+            try:
+                folder = posix.open(above, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
+            except OSError:
+                continue
+            packer.add_tree(folder, base, name)

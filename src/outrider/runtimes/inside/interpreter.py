@@ -20,7 +20,7 @@ from outrider.runtimes.inside.shell import Shell
 if TYPE_CHECKING:
     from typing import Any
 
-FRAME_LIMIT = 16 << 20
+FRAME_LIMIT = 10 << 20
 """More than any result's frame has: the input wrote to the descriptor itself."""
 WHY_MAX = 2000
 

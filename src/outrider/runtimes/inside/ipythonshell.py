@@ -27,6 +27,9 @@ except ImportError as error:
     sys.exit(f"IPython cannot be imported: {error}")
 
 DISPLAY_MAX = 8 << 20
+DISPLAYS_MAX = 1000
+FORMS_MAX = 60
+MIME_MAX = 100
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
@@ -49,7 +52,7 @@ def plain_data(mime: str, value: Any) -> Any:
 
 
 class Gallery:
-    """Keeps the displays of one input below DISPLAY_MAX."""
+    """Keeps the displays of one input below DISPLAY_MAX, and few enough to be read at once."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -64,14 +67,15 @@ class Gallery:
         if set(data) <= {"text/plain"}:
             return
         kept: dict[str, Any] = {}
-        for mime, value in data.items():
+        for mime, value in list(data.items())[:FORMS_MAX]:
             value = plain_data(mime, value)
-            if self.size + len(value) > DISPLAY_MAX:
-                kept.setdefault("text/plain", f"[{mime} of {len(value)} bytes left out]")
+            size = len(value if isinstance(value, bytes) else value.encode("utf-8", "replace"))
+            if len(mime) > MIME_MAX or self.size + size > DISPLAY_MAX:
+                kept.setdefault("text/plain", f"[{mime[:MIME_MAX]} of {size} bytes left out]")
             else:
-                self.size += len(value)
+                self.size += size + len(mime)
                 kept[mime] = value
-        if len(self.session.displays) < 1000:
+        if len(self.session.displays) < DISPLAYS_MAX:
             self.session.displays.append(kept)
 
 

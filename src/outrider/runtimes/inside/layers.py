@@ -10,49 +10,29 @@ from __future__ import annotations
 import os
 import stat
 import tarfile
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from outrider.runtimes.inside.filling import Way, make_folder, put_file, put_link, vacate
+from outrider.runtimes.inside.trees import Packer
 
 OPAQUE = "user.overlay.opaque"
 HEADER = "SCHILY.xattr." + OPAQUE
 
 
 def save_layers(out: int, layers: list[int]) -> None:
-    """Write the archive of the layers' folders, given as descriptors, to a descriptor. Sockets are left out."""
+    """Write the archive of the layers' folders, given as descriptors, to a descriptor, in a process of its own. Sockets
+    are left out."""
     with open(out, "wb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for number, layer in enumerate(layers):
-            os.fchdir(layer)
-            for path in walk("."):
-                add(archive, path, f"{number}/{path}")
+            Packer(archive, describe).add_tree(os.dup(layer), ".", str(number))
 
 
-def walk(folder: str) -> Iterator[str]:
-    """All below a folder, parents first; links are not followed."""
-    yield folder
-    with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
-        if entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path)
-        else:
-            yield entry.path
-
-
-def add(archive: tarfile.TarFile, path: str, name: str) -> None:
-    if stat.S_ISSOCK(os.lstat(path).st_mode):
-        return
-    member = archive.gettarinfo(path, name)
+def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
+    """Nobody's, and with what the kernel keeps of a folder."""
     member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    if member.isdir() and OPAQUE in os.listxattr(path, follow_symlinks=False):
-        member.pax_headers = {HEADER: os.getxattr(path, OPAQUE, follow_symlinks=False).decode("ascii")}
-    if member.isreg():
-        with open(path, "rb") as file:
-            archive.addfile(member, file)
-    else:
-        archive.addfile(member)
+    if member.isdir():
+        os.fchdir(folder)
+        if OPAQUE in os.listxattr(name, follow_symlinks=False):
+            member.pax_headers = {HEADER: os.getxattr(name, OPAQUE, follow_symlinks=False).decode("ascii")}
 
 
 def restore_layers(source: int, folders: list[str]) -> None:
@@ -84,15 +64,60 @@ def restore_layers(source: int, folders: list[str]) -> None:
 
 
 def unpack(source: int, prefix: str) -> None:
+    """Put what begins with `prefix`, or is the same without its slash, below the folder `/`."""
+    top = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    way = Way(top)
     with open(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
-        archive.extraction_filter = lambda member, path: member  # the root is the layer: nothing leads out of it
-        for member in archive:
-            if not member.name.startswith(prefix):
-                continue
-            member.name = member.name[len(prefix) :]
-            if member.islnk():
-                member.linkname = member.linkname[len(prefix) :]
-            if member.name != ".":
-                archive.extract(member, "/", set_attrs=True, numeric_owner=True)
-            if HEADER in member.pax_headers:
-                os.setxattr(member.name, OPAQUE, member.pax_headers[HEADER].encode())
+        while (member := archive.next()) is not None:
+            if f"{member.name}/".startswith(prefix):
+                put(archive, member, way, prefix)
+            archive.members = []  # type: ignore[attr-defined]  # it would keep every one
+    os.close(way.descent.fd)
+    os.close(top)
+
+
+def put(archive: tarfile.TarFile, member: tarfile.TarInfo, way: Way, prefix: str) -> None:
+    """Only what has a place of its own below the top, at the end of folders."""
+    parts = parts_of(member.name, prefix)
+    above = way.to(parts[:-1])
+    if above < 0 or ".." in parts:
+        return
+    name = parts[-1] if parts else "."
+    if member.isdir():
+        put_folder(member, above, name)
+    elif not parts:
+        return
+    elif member.isreg():
+        put_file(archive, member, above, name, member.mode & 0o7777)
+    elif member.islnk():
+        link(member, way, above, name, parts_of(member.linkname, prefix))
+    elif member.issym():
+        vacate(above, name)
+        os.symlink(member.linkname, name, dir_fd=above)
+    elif member.ischr() or member.isfifo():
+        vacate(above, name)
+        kind = stat.S_IFIFO if member.isfifo() else stat.S_IFCHR
+        os.mknod(name, kind | member.mode & 0o7777, os.makedev(member.devmajor, member.devminor), dir_fd=above)
+
+
+def parts_of(path: str, prefix: str) -> list[str]:
+    return [part for part in path[len(prefix) :].split("/") if part not in ("", ".")]
+
+
+def put_folder(member: tarfile.TarInfo, above: int, name: str) -> None:
+    folder = make_folder(above, name, member.mode & 0o7777)
+    try:
+        if HEADER in member.pax_headers:
+            os.setxattr(folder, OPAQUE, member.pax_headers[HEADER].encode())
+    finally:
+        os.close(folder)
+
+
+def link(member: tarfile.TarInfo, way: Way, above: int, name: str, goal: list[str]) -> None:
+    kept = os.dup(above)
+    try:
+        source = way.to(goal[:-1])
+        if source >= 0 and goal and ".." not in goal:
+            put_link(source, goal[-1], kept, name)
+    finally:
+        os.close(kept)

@@ -31,18 +31,21 @@ def is_link(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """`os.makedirs(path, exist_ok=True)`."""
-    try:
-        posix.mkdir(path)
-    except FileNotFoundError:
-        above = folder_of(path.rstrip("/"))
-        if not above or above == path:
-            raise
-        make_folders(above)
-        make_folders(path)
-    except OSError:  # macOS and read-only mounts do not say EEXIST for what exists
-        if not is_folder(path):
-            raise
+    """`os.makedirs(path, exist_ok=True)`, for any number of folders."""
+    missing = [path]
+    while missing:
+        try:
+            posix.mkdir(missing[-1])
+        except FileNotFoundError:
+            above = folder_of(missing[-1].rstrip("/"))
+            if not above or above == missing[-1] or len(missing) > len(path):
+                raise
+            missing.append(above)
+            continue
+        except OSError:  # macOS and read-only mounts do not say EEXIST for what exists
+            if not is_folder(missing[-1]):
+                raise
+        missing.pop()
 
 
 def same_file(one: int, other: int) -> bool:

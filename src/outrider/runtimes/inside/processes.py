@@ -1,6 +1,6 @@
 """Processes as /proc tells of them: finding all that descend from one, killing them all, starting one.
 
-Invariant: `kill_tree` returns only when a look at /proc finds none of its victims alive.
+Invariant: what `kill_tree` does not return was not alive at its last look at /proc.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import signal as _signal
 else:
     import _signal  # `signal` would add half again to the start-up time
+
+
+LOOKS = 200
 
 
 class Process:
@@ -74,17 +77,20 @@ def send_signal(pid: int, number: int) -> bool:
     return True
 
 
-def kill_tree(roots: set[int], mark: bytes | None = None) -> None:
-    """SIGKILL `roots`, all below them and all that carries `mark`, until a look at /proc finds none."""
-    for attempt in range(200):
+def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
+    """SIGKILL `roots`, all below them and all that carries `mark`, until a look at /proc finds none. What is still
+    alive after many looks, because the kernel holds it or it multiplies too fast, is returned."""
+    victims: set[int] = set()
+    for attempt in range(LOOKS):
         table = processes()
         start = roots | (adopted(table, mark) if mark else set())
         victims = descendants(table, start) - {posix.getpid()}
         if not victims:
-            return
+            break
         for pid in victims:
             send_signal(pid, _signal.SIGKILL)
         time.sleep(0 if attempt < 3 else 0.002)
+    return victims
 
 
 def exit_code(status: int) -> int:

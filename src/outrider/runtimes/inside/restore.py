@@ -15,9 +15,11 @@ import select
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.calls import Calls
+from outrider.runtimes.inside.filling import KEPT, Way, empty_folder, make_folder, put_file, put_link, take_away, vacate
 from outrider.runtimes.inside.loop import CHUNK
 from outrider.runtimes.inside.paths import folder_of, make_folders
 from outrider.runtimes.inside.processes import send_signal
+from outrider.runtimes.inside.trees import FOLDER
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -29,9 +31,12 @@ NO_ARCHIVE = 255
 NO_NUMBER = 128
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt")
 """What programs in a carried folder may link to."""
-FOLDER = posix.O_RDONLY | posix.O_DIRECTORY | posix.O_NOFOLLOW | posix.O_CLOEXEC
-KEPT = (errno.EROFS, errno.EBUSY)
-"""What is mounted here, read-only, is the same in every sandbox of the task."""
+LEFT_OUT = (
+    *KEPT,
+    *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EXDEV),
+)
+"""What such errors say of a member is wrong with the member only."""
 
 
 class Restore:
@@ -112,8 +117,12 @@ def put_back(reader: int, roots: list[list[str]], limit: int) -> None:
         with open(reader, "rb") as source:
             refill = Refill(roots, limit)
             with tarfile.open(fileobj=source, mode="r|") as archive:
-                for member in archive:
+                while True:
+                    member = archive.next()
+                    if member is None:
+                        break
                     refill.put(archive, member)
+                    archive.members = []  # type: ignore[attr-defined]  # it would keep every one
             while source.read(CHUNK):
                 """What follows the archive's end is padding."""
             refill.finish()
@@ -132,6 +141,7 @@ class Root:
         make_folders(above)
         self.above = posix.open(above, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
         self.name = path[path.rfind("/") + 1 :]
+        self.way = Way(self.above)
         self.filled = False
 
     def empty(self) -> None:
@@ -156,9 +166,6 @@ class Refill:
         for place in self.roots.values():
             place.empty()
         self.left = limit
-        self.files: set[str] = set()
-        self.folder = (-1, "")
-        """The last folder that something was put in: a descriptor, and its name in the archive."""
 
     def put(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         above = self.above(member.name)
@@ -167,16 +174,19 @@ class Refill:
         name = member.name[member.name.rfind("/") + 1 :]
         try:
             if member.isdir():
-                make_folder(above, name, member)
+                posix.close(make_folder(above, name, member.mode & 0o777 | 0o700))
             elif member.issym() and self.stays(member.name, member.linkname):
                 vacate(above, name)
                 posix.symlink(member.linkname, name, dir_fd=above)
-            elif member.islnk() and member.linkname in self.files:
+            elif member.islnk():
                 self.link(above, name, member)
             elif member.isreg():
-                self.write(archive, above, name, member)
+                self.left -= member.size
+                if self.left < 0:
+                    raise OSError(errno.EFBIG, posix.strerror(errno.EFBIG))
+                put_file(archive, member, above, name, member.mode & 0o777 | 0o600)
         except OSError as error:
-            if error.errno not in KEPT:
+            if error.errno not in LEFT_OUT:
                 raise
 
     def finish(self) -> None:
@@ -196,25 +206,7 @@ class Refill:
             return -1
         place = self.roots[root]
         place.filled = True
-        if name == root:
-            return place.above
-        if self.folder[1] != "/".join(parts[:-1]):
-            self.enter(place, root, parts[:-1])
-        return self.folder[0]
-
-    def enter(self, place: Root, root: str, parts: list[str]) -> None:
-        at = posix.dup(place.above)
-        try:
-            for part in [place.name, *parts[root.count("/") + 1 :]]:
-                below = open_folder(at, part)
-                posix.close(at)
-                at = below
-                if at < 0:
-                    break
-        finally:
-            if self.folder[0] >= 0:
-                posix.close(self.folder[0])
-            self.folder = (at, "/".join(parts))
+        return place.way.to([place.name, *parts[root.count("/") + 1 :]][:-1])
 
     def stays(self, name: str, target: str) -> bool:
         """Whether a link leads to a place below a root, or to a system folder. Up it may lead only at its beginning:
@@ -229,105 +221,12 @@ class Refill:
         inside = any(whole == root or whole.startswith(root + "/") for root in self.roots)
         return inside or whole.split("/")[0] in SYSTEM
 
-    def write(self, archive: tarfile.TarFile, above: int, name: str, member: tarfile.TarInfo) -> None:
-        self.left -= member.size
-        if self.left < 0:
-            raise OSError(errno.EFBIG, posix.strerror(errno.EFBIG))
-        vacate(above, name)
-        self.files.discard(member.name)
-        flags = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
-        source = archive.extractfile(member)
-        with open(posix.open(name, flags, 0o600, dir_fd=above), "wb") as file:
-            while source is not None:
-                data = source.read(CHUNK)
-                if not data:
-                    break
-                file.write(data)
-            file.flush()
-            posix.fchmod(file.fileno(), member.mode & 0o777 | 0o600)
-            set_date(file.fileno(), member)
-        self.files.add(member.name)
-
     def link(self, above: int, name: str, member: tarfile.TarInfo) -> None:
-        """To a file that came out of this archive."""
-        kept = posix.dup(above)  # `above` is of the last folder, and may be closed to find the other
+        """To a file that came out of this archive: nothing else is below the roots."""
+        kept = posix.dup(above)  # `above` is of the last folder, and may be left to find the other
         try:
             source = self.above(member.linkname)
             if source >= 0 and member.linkname != member.name:
-                vacate(kept, name)
-                base = member.linkname[member.linkname.rfind("/") + 1 :]
-                posix.link(base, name, src_dir_fd=source, dst_dir_fd=kept, follow_symlinks=False)
+                put_link(source, member.linkname[member.linkname.rfind("/") + 1 :], kept, name)
         finally:
             posix.close(kept)
-
-
-def open_folder(above: int, name: str) -> int:
-    """A folder's descriptor; it is made if there is nothing. -1 for anything else."""
-    try:
-        return posix.open(name, FOLDER, dir_fd=above)
-    except FileNotFoundError:
-        posix.mkdir(name, 0o755, dir_fd=above)
-        return posix.open(name, FOLDER, dir_fd=above)
-    except OSError:
-        return -1
-
-
-def make_folder(above: int, name: str, member: tarfile.TarInfo) -> None:
-    folder = open_folder(above, name)
-    if folder < 0:
-        vacate(above, name)
-        folder = open_folder(above, name)
-    try:
-        posix.fchmod(folder, member.mode & 0o777 | 0o700)
-    finally:
-        posix.close(folder)
-
-
-def set_date(fd: int, member: tarfile.TarInfo) -> None:
-    """Builds compare times; one that no clock shows is not kept."""
-    try:
-        posix.utime(fd, (member.mtime, member.mtime))
-    except (OSError, OverflowError, ValueError):
-        return
-
-
-def vacate(above: int, name: str) -> None:
-    """Take away a file, a link or an empty folder."""
-    try:
-        posix.unlink(name, dir_fd=above)
-    except FileNotFoundError:
-        return
-    except (IsADirectoryError, PermissionError):
-        posix.rmdir(name, dir_fd=above)
-
-
-def empty_folder(folder: int) -> bool:
-    """Take away all that is in a folder, whose descriptor is closed; whether nothing had to be left."""
-    whole = True
-    try:
-        posix.fchmod(folder, 0o755)
-        for name in posix.listdir(folder):
-            whole = take_away(folder, name) and whole
-    except OSError as error:
-        if error.errno not in KEPT:
-            raise
-        whole = False
-    finally:
-        posix.close(folder)
-    return whole
-
-
-def take_away(above: int, name: str) -> bool:
-    try:
-        inner = posix.open(name, FOLDER, dir_fd=above)
-    except OSError:
-        inner = -1
-    if inner >= 0 and not empty_folder(inner):
-        return False
-    try:
-        vacate(above, name)
-    except OSError as error:
-        if error.errno not in KEPT:
-            raise
-        return False
-    return True

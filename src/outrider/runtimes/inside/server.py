@@ -150,13 +150,15 @@ class Server:
         self.calls.reply(call, {})
 
     def do_snapshot(self, call: int, args: dict[str, Any]) -> None:
+        if args["alone"]:
+            end_all()
         Snapshot(self.calls, call, args["limit"], lambda fd: write_tar(fd, args["paths"]))
 
     def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
         """All else that runs is ended first: what is saved is what it left."""
         if self.save_layers is None:
             raise ValueError("this sandbox has no layer of its own")
-        kill_tree({posix.getpid()})
+        end_all()
         Snapshot(self.calls, call, args["limit"], self.save_layers)
 
     def do_glob(self, call: int, args: dict[str, Any]) -> None:
@@ -171,8 +173,14 @@ class Server:
         restore.feed(call, args["data"], args["last"])
 
     def do_stop(self, call: int, args: dict[str, Any]) -> None:
-        kill_tree({posix.getpid()})
-        self.calls.reply(call, {})
+        self.calls.reply(call, {"left": len(kill_tree({posix.getpid()}))})
+
+
+def end_all() -> None:
+    """Raises OSError when something stays alive."""
+    left = kill_tree({posix.getpid()})
+    if left:
+        raise OSError(errno.EBUSY, f"{len(left)} processes in the sandbox cannot be killed")
 
 
 def preload() -> None:
