@@ -31,7 +31,7 @@ def published(folder: Path, build: Callable[[Path], None]) -> Path:
             part.chmod(0o755)
             build(part)
             part.rename(folder)
-        except BaseException:
+        except BaseException:  # also a cancel: nothing half made stays
             shutil.rmtree(part, ignore_errors=True)
             raise
     return folder

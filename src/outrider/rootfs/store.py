@@ -145,7 +145,7 @@ class ImageStore:
                 (draft / "image.json").write_bytes(msgspec.json.encode(image))
                 draft.chmod(0o755)
                 os.rename(draft, self._folder / _hex(digest))
-            except BaseException:
+            except BaseException:  # also a cancel: nothing half made stays
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
             return image

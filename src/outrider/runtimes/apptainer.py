@@ -192,7 +192,7 @@ class ApptainerRuntime(ServedRuntime):
         with theirs:
             try:
                 child = Child.spawn(command, environment, theirs)
-            except BaseException:
+            except BaseException:  # also a cancel: what was begun is undone
                 ours.close()
                 raise
         family = Family(child)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
@@ -39,7 +40,7 @@ T = TypeVar("T")
 log = logging.getLogger("outrider.runtime")
 
 
-class ContainerDaemon:
+class ContainerDaemon(ABC):
     """Enter it before use: `await host.part(DockerDaemon)`. `limits` says whether the daemon can bound what a container
     uses, `sized` whether it can bound what one writes."""
 
@@ -52,9 +53,9 @@ class ContainerDaemon:
         self._ours: set[str] = set()
 
     @classmethod
+    @abstractmethod
     def places(cls) -> Sequence[Path]:
         """Where its socket usually is, the likeliest first."""
-        raise NotImplementedError
 
     async def __aenter__(self) -> Self:
         from outrider.runtimes.container_client import DaemonClient, DaemonError
@@ -69,7 +70,7 @@ class ContainerDaemon:
         self._client: DaemonClient = DaemonClient(self.socket)
         try:
             await self.sweep()
-        except BaseException:
+        except BaseException:  # also a cancel: what was begun is undone
             await shielded(self._client.close)
             raise
         return self
@@ -280,7 +281,7 @@ async def whole(call: Callable[[], Awaitable[T]]) -> T:
     async def run() -> None:
         try:
             outcome.append(await call())
-        except Exception as error:
+        except Exception as error:  # whatever the call raised is its caller's
             errors.append(error)
 
     await shielded(run)

@@ -113,7 +113,7 @@ class ContainerRuntime(ServedRuntime):
                 raise RuntimeFailure("the sandbox was stopped while it started")
             await daemon.run(self._name, plan.body)
             self._tools = await server.connect(bytecode, setup, lambda: daemon.runs(self._name))
-        except BaseException:
+        except BaseException:  # also a cancel: what was begun is undone
             self._daemon, self._server = daemon, server  # also where a `stop` came while this was under way
             await self.stop()
             raise

@@ -70,7 +70,7 @@ class HostedServer:
                 await server.tools.open()
                 server.tools.send_raw(delivery(bytecode))
                 await configure(server.tools, setup)
-            except BaseException:
+            except BaseException:  # also a cancel: what was begun is undone
                 await shielded(server.stop)
                 raise
             return server

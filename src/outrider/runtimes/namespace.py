@@ -123,7 +123,7 @@ class NamespaceRuntime(ServedRuntime):
         with theirs:
             try:
                 child = await zygote.fork(self._plan(zygote, groups, root, group), theirs)
-            except BaseException:
+            except BaseException:  # also a cancel: what was begun is undone
                 ours.close()
                 raise
         tools = ToolClient(ours, child.log_tail)

@@ -91,7 +91,7 @@ class ProcessRuntime(ServedRuntime):
         self._begun = True
         try:
             self._server = await self._start()
-        except BaseException:
+        except BaseException:  # also a cancel: what was begun is undone
             await shielded(self._held.aclose)
             raise
         self._held.push_async_callback(self._server.stop)

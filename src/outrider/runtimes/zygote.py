@@ -91,7 +91,7 @@ class Zygote:
             command = [sys.executable, "-I", "-S", "-c", BOOT, str(Path(__file__).parents[2])]
             try:
                 self._child = Child.spawn(command, {VARIABLE: f"{self._folder.name}/"}, theirs)
-            except BaseException:
+            except BaseException:  # also a cancel: what was begun is undone
                 ours.close()
                 raise
         ours.setblocking(False)
@@ -139,7 +139,7 @@ class Zygote:
                     return
         except (BrokenPipeError, ConnectionResetError):
             self._lose()
-        except BaseException:
+        except BaseException:  # also a cancel: what was begun is undone
             self._waiting.pop(number, None)
             if self._spares:
                 os.close(self._spares.pop())

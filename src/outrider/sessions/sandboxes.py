@@ -84,6 +84,6 @@ class Sandboxes(msgspec.Struct, frozen=True, kw_only=True):
         )
         try:
             return Sandbox(kind.create(spec, context), spec, context, self)
-        except BaseException:
+        except BaseException:  # also a cancel: what was begun is undone
             directory.rmdir()
             raise

@@ -216,7 +216,7 @@ class Warm:
         except Exception as error:  # of a plugin, perhaps: it is the next session's to meet it
             self._give_back(shelf)
             self._failed(shelf, error)
-        except BaseException:
+        except BaseException:  # also a cancel: what was begun is undone
             self._give_back(shelf)
             raise
         else:
@@ -231,7 +231,7 @@ class Warm:
         sandbox = self._sandboxes.make(shelf.spec, f"warm-{next(self._numbers)}", 1, mounts=shelf.mounts)
         try:
             await sandbox.ready()
-        except BaseException:
+        except BaseException:  # also a cancel: what was begun is undone
             await sandbox.stop()
             raise
         return Standing(sandbox, born)

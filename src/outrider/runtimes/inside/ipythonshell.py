@@ -79,7 +79,7 @@ class Gallery:
             self.session.displays.append(kept)
 
 
-class EchoHook(DisplayHook):  # type: ignore[misc]
+class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in full
     """Shows the value of a last expression without a prompt, and remembers nothing but `_`, `__` and `___`."""
 
     kept: tuple[Any, ...] = ("", "", "")
@@ -104,7 +104,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]
             and not any(kind in printers for printers in self.rich_printers)
         ):
             return {"text/plain": repr(result)}, {}
-        return super().compute_format_data(result)  # type: ignore[no-any-return]
+        return super().compute_format_data(result)  # type: ignore[no-any-return]  # IPython is not typed in full
 
     def update_user_ns(self, result: object) -> None:
         """A name that the user took is the user's."""
@@ -132,7 +132,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]
         self._is_active = False
 
 
-class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]
+class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not typed in full
     def publish(self, data: dict[str, Any], metadata: object = None, **options: object) -> None:
         self.shell.gallery.add(data)
         if "text/plain" in data:
@@ -142,7 +142,7 @@ class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]
         self.shell.gallery.clear()
 
 
-class Leave(ExitAutocall):  # type: ignore[misc]
+class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
     """`exit` ends the input, not the shell, as in the plain Python."""
 
     def __call__(self, code: object = None) -> None:
@@ -155,7 +155,7 @@ class Nowhere:
     location = ""
 
 
-class NotebookShell(InteractiveShell):  # type: ignore[misc]
+class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not typed in full
     session: Session
     gallery: Gallery
     source = ""
@@ -228,7 +228,7 @@ class RichEngine:
         if self.may_be_special(source):
             try:
                 cell = shell.transform_cell(source)
-            except Exception:
+            except Exception:  # of the code that was given: it is shown
                 failed = sys.exc_info()
         given = {"transformed_cell": cell, "preprocessing_exc_tuple": failed}
         work = shell.run_cell_async(source, **given)
@@ -268,7 +268,7 @@ class RichEngine:
 def finished(work: object) -> object:
     """The result of a coroutine that waits for nothing."""
     try:
-        work.send(None)  # type: ignore[attr-defined]
+        work.send(None)  # type: ignore[attr-defined]  # it is a coroutine
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("the input waited for something outside a loop")

@@ -63,7 +63,7 @@ class PlainEngine:
 
     def display(self, value: object) -> None:
         if value is not None:
-            builtins._ = value  # type: ignore[attr-defined]
+            builtins._ = value  # type: ignore[attr-defined]  # as the interactive shell does
             self.session.show(repr(value) + "\n")
 
     def run(self, source: str, number: int) -> int:
@@ -87,7 +87,7 @@ class PlainEngine:
         tree = ast.parse(source, name)
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+            last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]  # an Expr, as was just seen
         self.session.interruptible = True
         if tree.body:
             exec(compile(tree, name, "exec"), self.scope)
@@ -162,7 +162,7 @@ def serve(engine: type) -> None:
     for fd in (INPUTS, RESULTS):
         os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # they are text streams here
     session = Session()
     session.watch_interrupts()
     runner = engine(session)
