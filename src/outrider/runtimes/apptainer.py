@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import posixpath
 import socket
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -32,7 +31,7 @@ from outrider.runtimes.family import Family
 from outrider.runtimes.hosted import BRIDGE_PORT, STOP_SECONDS, Setup, clean_environment, configure, shielded
 from outrider.runtimes.marks import kill_marked, mark_of
 from outrider.runtimes.namespace import limits_by
-from outrider.runtimes.served import ServedRuntime
+from outrider.runtimes.served import RootedRuntime
 from outrider.runtimes.submounts import inner_mounts
 from outrider.runtimes.toolclient import Part, ToolClient
 from outrider.spec import Resources, RuntimeSpec
@@ -49,7 +48,7 @@ NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "T
 log = logging.getLogger("outrider.runtime")
 
 
-class ApptainerRuntime(ServedRuntime):
+class ApptainerRuntime(RootedRuntime):
     """Paths are the sandbox's own. What is written anywhere lives in memory and is gone with `stop`."""
 
     endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
@@ -96,12 +95,6 @@ class ApptainerRuntime(ServedRuntime):
         if self._tools is None:
             raise RuntimeFailure("the sandbox does not run")
         return self._tools
-
-    def place(self, path: str) -> str:
-        return posixpath.join(self._spec.workdir, path)
-
-    def member(self, path: str) -> str:
-        return posixpath.normpath(self.place(path)).lstrip("/")
 
     async def start(self) -> None:
         if self._begun:

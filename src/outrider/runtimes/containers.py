@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import posixpath
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -29,7 +28,7 @@ from outrider.runtimes.container_daemon import (
 from outrider.runtimes.container_server import TOOLS_AT, ContainedServer
 from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, shielded
 from outrider.runtimes.marks import mark_of
-from outrider.runtimes.served import ServedRuntime
+from outrider.runtimes.served import RootedRuntime
 from outrider.runtimes.submounts import inner_mounts
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
@@ -42,7 +41,7 @@ BRIDGE_SOCKET = "/run/outrider/gateway.sock"
 log = logging.getLogger("outrider.runtime")
 
 
-class ContainerRuntime(ServedRuntime):
+class ContainerRuntime(RootedRuntime):
     """Paths are the container's own. What is written anywhere is gone with `stop`."""
 
     endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
@@ -87,12 +86,6 @@ class ContainerRuntime(ServedRuntime):
         if self._tools is None or self._stopped:
             raise RuntimeFailure("the sandbox does not run")
         return self._tools
-
-    def place(self, path: str) -> str:
-        return posixpath.join(self._spec.workdir, path)
-
-    def member(self, path: str) -> str:
-        return posixpath.normpath(self.place(path)).lstrip("/")
 
     async def start(self) -> None:
         if self._server is not None or self._stopped:

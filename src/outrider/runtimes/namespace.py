@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import posixpath
 import socket
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from outrider.runtimes.finder import Finder
 from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, configure, shielded
 from outrider.runtimes.marks import mark_of
 from outrider.runtimes.saving import save_parts
-from outrider.runtimes.served import ServedRuntime
+from outrider.runtimes.served import RootedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.runtimes.users import users
 from outrider.runtimes.zygote import Zygote
@@ -54,7 +53,7 @@ PROBE = (sys.executable, "-I", "-c", TRY)
 log = logging.getLogger("outrider.runtime")
 
 
-class NamespaceRuntime(ServedRuntime):
+class NamespaceRuntime(RootedRuntime):
     """Paths are the sandbox's own. What is written anywhere is gone with `stop`."""
 
     endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
@@ -93,12 +92,6 @@ class NamespaceRuntime(ServedRuntime):
         if self._tools is None:
             raise RuntimeFailure("the sandbox does not run")
         return self._tools
-
-    def place(self, path: str) -> str:
-        return posixpath.join(self._spec.workdir, path)
-
-    def member(self, path: str) -> str:
-        return posixpath.normpath(self.place(path)).lstrip("/")
 
     async def start(self) -> None:
         if self._begun:
