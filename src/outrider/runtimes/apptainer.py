@@ -8,30 +8,27 @@ inside; and what Apptainer runs outside for it is dead when `stop` returns.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
-from outrider.errors import InvalidField, RequestError, RuntimeFailure, RuntimeUnavailable
+from outrider.errors import InvalidField, RequestError, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command
 from outrider.rootfs.store import ImageStore, known_image
 from outrider.runtimes import apptainer_start, cgroups, plans
 from outrider.runtimes.apptainer_start import Bind
-from outrider.runtimes.base import Availability, SandboxContext
+from outrider.runtimes.base import Availability
 from outrider.runtimes.bundle import behind, delivery
 from outrider.runtimes.cgroups import Cgroups
 from outrider.runtimes.child import Child, readable
 from outrider.runtimes.container_server import interpreter
 from outrider.runtimes.family import Family
-from outrider.runtimes.hosted import BRIDGE_PORT, STOP_SECONDS, Setup, clean_environment, configure, shielded
+from outrider.runtimes.held import RootedRuntime
+from outrider.runtimes.hosted import BRIDGE_PORT, STOP_SECONDS, Setup, clean_environment, configure
 from outrider.runtimes.marks import kill_marked, mark_of
 from outrider.runtimes.namespace import limits_by
-from outrider.runtimes.served import RootedRuntime
 from outrider.runtimes.submounts import inner_mounts
 from outrider.runtimes.toolclient import Part, ToolClient
 from outrider.spec import Resources, RuntimeSpec
@@ -45,25 +42,11 @@ PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
 NAMES = frozenset(("HOME", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "SHLVL", "TERM", "USER", "_"))
 """What Apptainer sets by itself, whatever the image."""
 
-log = logging.getLogger("outrider.runtime")
-
 
 class ApptainerRuntime(RootedRuntime):
     """Paths are the sandbox's own. What is written anywhere lives in memory and is gone with `stop`."""
 
     endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
-
-    def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
-        self._spec = spec
-        self._context = context
-        self._held = AsyncExitStack()
-        self._tools: ToolClient | None = None
-        self._begun = False
-        self._stopping = asyncio.Lock()
-
-    @classmethod
-    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
-        return cls(spec, context)
 
     @classmethod
     def available(cls) -> Availability:
@@ -89,24 +72,6 @@ class ApptainerRuntime(RootedRuntime):
             raise InvalidField(
                 "apptainer sandboxes have one user", field="task.runtime.users", hint="use runtime kind 'namespace'"
             )
-
-    @property
-    def tools(self) -> ToolClient:
-        if self._tools is None:
-            raise RuntimeFailure("the sandbox does not run")
-        return self._tools
-
-    async def start(self) -> None:
-        if self._begun:
-            raise RuntimeFailure("a sandbox starts once")
-        self._begun = True
-        try:
-            self._tools = await self._start()
-        except BaseException as error:
-            await shielded(self._held.aclose)
-            if isinstance(error, OSError):
-                raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
-            raise
 
     async def _start(self) -> ToolClient:
         image, env = self._image()
@@ -193,18 +158,6 @@ class ApptainerRuntime(RootedRuntime):
         tools = ToolClient(ours, child.log_tail)
         self._held.push_async_callback(tools.close)
         return tools, family
-
-    async def stop(self) -> None:
-        self._begun = True
-        await shielded(self._stop)
-
-    async def _stop(self) -> None:
-        async with self._stopping:
-            self._tools = None
-            try:
-                await self._held.aclose()
-            except RuntimeFailure as error:
-                log.error("%s is not stopped in full: %s", self._context.directory.name, error)
 
 
 def with_apptainer(resources: Resources) -> Resources:

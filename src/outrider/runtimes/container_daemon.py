@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from outrider.config import environment
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Availability
 from outrider.runtimes.host import Host, lives
-from outrider.runtimes.hosted import shielded
+from outrider.shield import shielded
 
 if TYPE_CHECKING:
     from outrider.runtimes.container_client import DaemonClient, LocalImage
@@ -143,19 +143,19 @@ class ContainerDaemon(ABC):
         self._ours.add(name)
         try:
             await self._create(name, body)
-            await whole(lambda: self._client.start(name))
+            await shielded(lambda: self._client.start(name))
         except self._error as error:
             raise self._failure("start a container", error) from error
 
     async def _create(self, name: str, body: Callable[[bool], Mapping[str, Any]]) -> None:
         sized = self.sized
         try:
-            await whole(lambda: self._client.create(name, body(sized)))
+            await shielded(lambda: self._client.create(name, body(sized)))
         except self._error as error:
             if not (sized and refuses_size(str(error))):
                 raise
             self.sized = False
-            await whole(lambda: self._client.create(name, body(False)))
+            await shielded(lambda: self._client.create(name, body(False)))
 
     async def runs(self, name: str) -> bool:
         try:
@@ -271,20 +271,3 @@ def limits_hold(path: Path) -> bool:
 def refuses_size(message: str) -> bool:
     """Whether it was for the size of its file system that a container was not created."""
     return any(word in message.lower() for word in ("storage-opt", "storage opt", "overlay.size", "pquota", "quota"))
-
-
-async def whole(call: Callable[[], Awaitable[T]]) -> T:
-    """The call's outcome; a cancellation waits for it, and goes on afterwards."""
-    outcome: list[T] = []
-    errors: list[Exception] = []
-
-    async def run() -> None:
-        try:
-            outcome.append(await call())
-        except Exception as error:  # whatever the call raised is its caller's
-            errors.append(error)
-
-    await shielded(run)
-    if errors:
-        raise errors[0]
-    return outcome[0]

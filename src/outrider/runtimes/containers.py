@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
-from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT
 from outrider.runtimes import container_server
-from outrider.runtimes.base import Availability, SandboxContext
+from outrider.runtimes.base import Availability
 from outrider.runtimes.container_body import MEBIBYTE, ContainerPlan, Shown
 from outrider.runtimes.container_daemon import (
     NODE_LABEL,
@@ -26,9 +25,9 @@ from outrider.runtimes.container_daemon import (
     PodmanDaemon,
 )
 from outrider.runtimes.container_server import TOOLS_AT, ContainedServer
-from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, shielded
+from outrider.runtimes.held import RootedRuntime
+from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment
 from outrider.runtimes.marks import mark_of
-from outrider.runtimes.served import RootedRuntime
 from outrider.runtimes.submounts import inner_mounts
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 HOME = "/root"
 BRIDGE_SOCKET = "/run/outrider/gateway.sock"
-log = logging.getLogger("outrider.runtime")
 
 
 class ContainerRuntime(RootedRuntime):
@@ -47,20 +45,6 @@ class ContainerRuntime(RootedRuntime):
     endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
     daemon: ClassVar[type[ContainerDaemon]]
     oci_runtime: ClassVar[str | None] = None
-
-    def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
-        self._spec = spec
-        self._context = context
-        self._name = f"{context.host.name}-{context.directory.name}"
-        self._daemon: ContainerDaemon | None = None
-        self._server: ContainedServer | None = None
-        self._tools: ToolClient | None = None
-        self._stopped = False
-        self._stopping = asyncio.Lock()
-
-    @classmethod
-    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
-        return cls(spec, context)
 
     @classmethod
     def available(cls) -> Availability:
@@ -81,35 +65,21 @@ class ContainerRuntime(RootedRuntime):
                 hint=f"name one that `{cls.daemon.name} images` lists",
             )
 
-    @property
-    def tools(self) -> ToolClient:
-        if self._tools is None or self._stopped:
-            raise RuntimeFailure("the sandbox does not run")
-        return self._tools
-
-    async def start(self) -> None:
-        if self._server is not None or self._stopped:
-            raise RuntimeFailure("a sandbox starts once")
+    async def _start(self) -> ToolClient:
         image = self._image()
         daemon = await self._context.host.part(self.daemon)
         found = await daemon.image(image)
         folder, bytecode = await asyncio.to_thread(container_server.interpreter)
-        try:
-            server = ContainedServer(self._context.directory / "tools")
-        except OSError as error:
-            raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
+        server = ContainedServer(self._context.directory / "tools")
+        self._held.push_async_callback(server.close)
         setup = self._setup(found)
         plan = self._plan(found, setup, [Shown(folder, PORTABLE_AT), Shown(server.folder, TOOLS_AT)], daemon.limits)
-        self._daemon, self._server = daemon, server
+        name = f"{self._context.host.name}-{self._context.directory.name}"
         try:
-            if self._stopped:
-                raise RuntimeFailure("the sandbox was stopped while it started")
-            await daemon.run(self._name, plan.body)
-            self._tools = await server.connect(bytecode, setup, lambda: daemon.runs(self._name))
-        except BaseException:  # also a cancel: what was begun is undone
-            self._daemon, self._server = daemon, server  # also where a `stop` came while this was under way
-            await self.stop()
-            raise
+            await daemon.run(name, plan.body)
+        finally:  # also where the daemon has only half made it
+            self._held.push_async_callback(daemon.remove, name)
+        return await server.connect(bytecode, setup, lambda: daemon.runs(name))
 
     def _image(self) -> str:
         if self._spec.rootfs is not None:
@@ -158,22 +128,6 @@ class ContainerRuntime(RootedRuntime):
             users=self._spec.users,
             oci_runtime=self.oci_runtime,
         )
-
-    async def stop(self) -> None:
-        await shielded(self._stop)
-
-    async def _stop(self) -> None:
-        async with self._stopping:
-            self._stopped = True
-            server, self._server = self._server, None
-            daemon, self._daemon = self._daemon, None
-            if daemon is not None:
-                try:
-                    await daemon.remove(self._name)
-                except RuntimeFailure as failure:
-                    log.error("%s; its server ends with its connection, and a sweep tries again", failure)
-            if server is not None:
-                await server.close()
 
 
 class DockerRuntime(ContainerRuntime):

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -20,6 +20,7 @@ from outrider.runtimes.cgroups import Group
 from outrider.runtimes.child import Child, readable
 from outrider.runtimes.marks import VARIABLE, kill_marked
 from outrider.runtimes.toolclient import Done, Stopped, ToolClient
+from outrider.shield import shielded
 
 BRIDGE_PORT = 61080
 """Where the gateway listens inside: above Linux's dynamic ports and what programs commonly choose."""
@@ -124,20 +125,6 @@ async def configure(tools: ToolClient, setup: Setup) -> None:
         raise RuntimeFailure(f"the sandbox did not start within {START_SECONDS:.0f} s") from error
     except OSError as error:
         raise RuntimeFailure(f"the sandbox cannot be set up: {error}") from error
-
-
-async def shielded(teardown: Callable[[], Coroutine[None, None, None]]) -> None:
-    """Run `teardown` to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards."""
-    cancelled: asyncio.CancelledError | None = None
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(teardown())
-        while not task.done():
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError as error:
-                cancelled = error
-    if cancelled is not None:
-        raise cancelled
 
 
 def clean_environment(env: Mapping[str, str], workdir: str) -> dict[str, str]:

@@ -8,30 +8,27 @@ process of the sandbox's pid namespace, so that its death is the death of all, a
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
-from outrider.errors import InvalidField, RequestError, RuntimeFailure, RuntimeUnavailable
+from outrider.errors import InvalidField, RequestError, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
 from outrider.rootfs.store import ImageStore, known_image
 from outrider.runtimes import cgroups, plans
-from outrider.runtimes.base import Availability, SandboxContext
+from outrider.runtimes.base import Availability
 from outrider.runtimes.cgroups import Cgroups, Group
 from outrider.runtimes.child import Child
 from outrider.runtimes.finder import Finder
-from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, configure, shielded
+from outrider.runtimes.held import RootedRuntime
+from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, configure
 from outrider.runtimes.marks import mark_of
 from outrider.runtimes.saving import save_parts
-from outrider.runtimes.served import RootedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.runtimes.users import users
 from outrider.runtimes.zygote import Zygote
@@ -50,25 +47,10 @@ PROBE = (sys.executable, "-I", "-c", TRY)
 """All the namespaces of a sandbox at once."""
 
 
-log = logging.getLogger("outrider.runtime")
-
-
 class NamespaceRuntime(RootedRuntime):
     """Paths are the sandbox's own. What is written anywhere is gone with `stop`."""
 
     endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
-
-    def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
-        self._spec = spec
-        self._context = context
-        self._held = AsyncExitStack()
-        self._tools: ToolClient | None = None
-        self._begun = False
-        self._stopping = asyncio.Lock()
-
-    @classmethod
-    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
-        return cls(spec, context)
 
     @classmethod
     def available(cls) -> Availability:
@@ -86,24 +68,6 @@ class NamespaceRuntime(RootedRuntime):
             users(spec.users)
         except RuntimeUnavailable as error:
             raise InvalidField(error.message, field=error.field, hint=error.hint) from error
-
-    @property
-    def tools(self) -> ToolClient:
-        if self._tools is None:
-            raise RuntimeFailure("the sandbox does not run")
-        return self._tools
-
-    async def start(self) -> None:
-        if self._begun:
-            raise RuntimeFailure("a sandbox starts once")
-        self._begun = True
-        try:
-            self._tools = await self._start()
-        except BaseException as error:
-            await shielded(self._held.aclose)
-            if isinstance(error, OSError):
-                raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
-            raise
 
     async def _start(self) -> ToolClient:
         host = self._context.host
@@ -185,18 +149,6 @@ class NamespaceRuntime(RootedRuntime):
         """As in `Layered`; what runs inside is ended first. The file is only this user's."""
         size, _ = plans.room(self._spec.resources)
         await save_parts(self.tools, "save_layer", {}, target, limit=LAYER_OVERHEAD * size + MEBIBYTE)
-
-    async def stop(self) -> None:
-        self._begun = True
-        await shielded(self._stop)
-
-    async def _stop(self) -> None:
-        async with self._stopping:
-            self._tools = None
-            try:
-                await self._held.aclose()
-            except RuntimeFailure as error:
-                log.error("%s is not stopped in full: %s", self._context.directory.name, error)
 
 
 async def _with_python(root: plans.Root) -> tuple[plans.Root, list[str]]:

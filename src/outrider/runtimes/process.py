@@ -7,46 +7,32 @@ that left its session and its parents.
 from __future__ import annotations
 
 import asyncio
-import logging
 import posixpath
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from typing import Self
 
-from outrider.errors import InvalidField, RuntimeFailure
+from outrider.errors import InvalidField
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command
 from outrider.runtimes.cgroups import Cgroups
-from outrider.runtimes.hosted import HostedServer, Setup, clean_environment, shielded
+from outrider.runtimes.held import HeldRuntime
+from outrider.runtimes.hosted import HostedServer, Setup, clean_environment
 from outrider.runtimes.marks import mark_of
 from outrider.runtimes.plans import rlimits
-from outrider.runtimes.served import ServedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
 
-log = logging.getLogger("outrider.runtime")
 
-
-class ProcessRuntime(ServedRuntime):
+class ProcessRuntime(HeldRuntime):
     """The folder `work` of the sandbox's own directory stands for the spec's workdir: a relative path, or an absolute
     one at or below the workdir, is mapped into it. Any other absolute path is the host's own, and so is every path
     that a command itself uses. `rootfs`, `image` and `mounts` are refused."""
 
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
-        self._spec = spec
-        self._context = context
+        super().__init__(spec, context)
         self._work = str(context.directory / "work")
         self.scratch = str(context.directory / "tmp")
-        self._held = AsyncExitStack()
-        self._server: HostedServer | None = None
-        self._begun = False
-        self._stopping = asyncio.Lock()
         self.endpoint = context.gateway_url.rstrip("/")
-
-    @classmethod
-    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
-        return cls(spec, context)
 
     @classmethod
     def available(cls) -> Availability:
@@ -64,12 +50,6 @@ class ProcessRuntime(ServedRuntime):
                     hint="leave it out, or use runtime kind 'namespace'",
                 )
 
-    @property
-    def tools(self) -> ToolClient:
-        if self._server is None:
-            raise RuntimeFailure("the sandbox does not run")
-        return self._server.tools
-
     def place(self, path: str) -> str:
         seen = self._seen(path)
         inside = posixpath.relpath(seen, self._spec.workdir)
@@ -85,24 +65,15 @@ class ProcessRuntime(ServedRuntime):
         """Without those that are the host's own: another sandbox has them already."""
         return [path for path in super().outermost(paths) if f"{self.place(path)}/".startswith(f"{self._work}/")]
 
-    async def start(self) -> None:
-        if self._begun:
-            raise RuntimeFailure("a sandbox starts once")
-        self._begun = True
-        try:
-            self._server = await self._start()
-        except BaseException:  # also a cancel: what was begun is undone
-            await shielded(self._held.aclose)
-            raise
-        self._held.push_async_callback(self._server.stop)
-
-    async def _start(self) -> HostedServer:
+    async def _start(self) -> ToolClient:
         groups = await self._context.host.part(Cgroups)
         group = groups.make(self._context.directory.name, self._spec.resources)
         self._held.push_async_callback(group.remove)
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
         command, code = self._program(bytecode, rlimits(self._spec.resources, groups.hierarchies.folders))
-        return await HostedServer.start(command, code, self._setup(), group=group)
+        server = await HostedServer.start(command, code, self._setup(), group=group)
+        self._held.push_async_callback(server.stop)
+        return server.tools
 
     def _program(self, bytecode: bytes, limits: Mapping[str, int]) -> tuple[list[str], bytes]:
         """The command that becomes the tool server, and its code."""
@@ -117,15 +88,3 @@ class ProcessRuntime(ServedRuntime):
             lifetime=self._spec.lifetime_seconds,
             mark=mark_of(self._context.directory),
         )
-
-    async def stop(self) -> None:
-        self._begun = True
-        await shielded(self._stop)
-
-    async def _stop(self) -> None:
-        async with self._stopping:
-            self._server = None
-            try:
-                await self._held.aclose()
-            except RuntimeFailure as error:
-                log.error("%s is not stopped in full: %s", self._context.directory.name, error)

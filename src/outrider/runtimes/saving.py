@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.hosted import shielded
 from outrider.runtimes.toolclient import Done, ToolClient
+from outrider.shield import shielded
 
 BACKLOG = 4 << 20
 SAVE_SECONDS = 600.0

@@ -34,7 +34,6 @@ from outrider.runtimes.bundle import shell_program
 from outrider.runtimes.saving import save_parts
 from outrider.runtimes.toolclient import UNREADABLE, Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
 from outrider.runtimes.uploads import entries, open_plain
-from outrider.spec import RuntimeSpec
 
 PIECE = 4 << 20
 MAX_SNAPSHOT = 1 << 30
@@ -222,18 +221,6 @@ class ServedRuntime(ABC):
     @abstractmethod
     def member(self, path: str) -> str:
         """The name of `path` in a snapshot: as seen in the sandbox, without the leading slash."""
-
-
-class RootedRuntime(ServedRuntime):
-    """A sandbox with a root of its own: its paths are what they seem."""
-
-    _spec: RuntimeSpec
-
-    def place(self, path: str) -> str:
-        return posixpath.join(self._spec.workdir, path)
-
-    def member(self, path: str) -> str:
-        return posixpath.normpath(self.place(path)).lstrip("/")
 
 
 class ServedShell:

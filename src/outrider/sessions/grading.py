@@ -24,8 +24,8 @@ from outrider.runtimes.base import LOG_TAIL, Layered, Runtime
 from outrider.sessions.folder import remove_tree
 from outrider.sessions.lanes import Lane
 from outrider.sessions.sandboxes import Sandbox
-from outrider.sessions.shield import run_to_end
 from outrider.sessions.stock import Slot
+from outrider.shield import shielded
 from outrider.spec import TaskSpec
 from outrider.trajectory import Verdict
 
@@ -101,7 +101,7 @@ class Grading:
 
     async def close(self) -> None:
         """Stop what is left of new sandboxes, and remove what was carried."""
-        await run_to_end(self._bench.owner, self._close(), name=f"end of {self._bench.folder.name}")
+        await shielded(self._close)
 
     async def _close(self) -> None:
         for fresh in self._fresh:
@@ -127,7 +127,7 @@ class Grading:
                 await runtime.restore(self._bench.folder / CARRIED, self._carry)
             yield runtime
         finally:
-            await run_to_end(self._bench.owner, fresh.close(), name="stop a sandbox of an evaluation")
+            await shielded(fresh.close)
 
     async def _taken_ahead(self) -> Fresh | None:
         """The sandbox that was started while the agent ran, if that went well; if not, it is worth another try."""
@@ -138,7 +138,7 @@ class Grading:
             await ahead.ready()
         except RuntimeFailure as error:
             log.warning("%s: a sandbox for grading failed, and is started again: %s", self._bench.folder.name, error)
-            await run_to_end(self._bench.owner, ahead.close(), name="stop a sandbox of an evaluation")
+            await shielded(ahead.close)
             return None
         return ahead
 

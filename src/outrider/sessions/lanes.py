@@ -35,12 +35,14 @@ class Lane:
 
 
 class Lanes:
-    """The three lanes of a node, and the room that it has for what its sandboxes need."""
+    """The lanes of a node, and the room that it has for what its sandboxes need. `grading` bounds how many sandboxes
+    for grading start at once, besides those of `init` for agents."""
 
     def __init__(self, *, init: int, run: int, evaluate: int, room: Room) -> None:
         self.init = Lane("init", init)
         self.run = Lane("run", run)
         self.eval = Lane("eval", evaluate)
+        self.grading = Lane("grading", max(1, init // 2))
         self.room = room
 
     @property
@@ -48,5 +50,5 @@ class Lanes:
         """Sessions that can be somewhere in the lanes at once without queueing behind one another."""
         return self.init.size + self.run.size + self.eval.size
 
-    def stats(self) -> tuple[LaneStats, LaneStats, LaneStats]:
-        return (self.init.stats(), self.run.stats(), self.eval.stats())
+    def stats(self) -> tuple[LaneStats, ...]:
+        return tuple(lane.stats() for lane in (self.init, self.run, self.eval, self.grading))

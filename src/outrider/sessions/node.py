@@ -29,13 +29,13 @@ from outrider.sessions.calls import Endpoint
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.folder import NodeFolder
 from outrider.sessions.grading import Bench, Grading
-from outrider.sessions.lanes import Lane, Lanes
+from outrider.sessions.lanes import Lanes
 from outrider.sessions.room import asked
 from outrider.sessions.sandboxes import Sandbox, Sandboxes
 from outrider.sessions.session import Ending, Parts, SessionRun
-from outrider.sessions.shield import run_to_end
 from outrider.sessions.sweeps import keep_sweeping, try_to_sweep
 from outrider.sessions.warm import Warm, WarmLimits
+from outrider.shield import shielded
 from outrider.spec import TaskSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.base import Store
@@ -86,7 +86,6 @@ class LocalNode:
         self._store = store
         self._collector = Collector(artifacts)
         self._lanes = lanes
-        self._grading_starts = Lane("grading", max(1, lanes.init.size // 2))
         self._files = files
         self._warm_limits = warm or WarmLimits()
         self._held = AsyncExitStack()
@@ -161,9 +160,8 @@ class LocalNode:
         task = assignment.task
 
         async def record(turn: Turn) -> None:
-            work = self._store.add_turn(assignment.session_id, assignment.attempt, turn)
             # To its end, also when the agent is cut off: a turn that is stored late would be missing from the result.
-            await run_to_end(self._teardowns, work, name="store a turn")
+            await shielded(lambda: self._store.add_turn(assignment.session_id, assignment.attempt, turn))
 
         async def enter(state: SessionState) -> None:
             await self._store.set_state(assignment.session_id, assignment.attempt, state)
@@ -206,7 +204,7 @@ class LocalNode:
         return Bench(
             sandbox=sandbox,
             second=lambda: self._lanes.room.take_now(asked(assignment.task.runtime.resources)),
-            starts=self._grading_starts,
+            starts=self._lanes.grading,
             priority=assignment.priority,
             folder=self._folder.path / f"{assignment.session_id}-{assignment.attempt}-graded",
             owner=self._teardowns,

@@ -17,7 +17,7 @@ from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.runtimes.host import Host
 from outrider.sessions.folder import remove_tree
 from outrider.sessions.prepare import prepare
-from outrider.sessions.shield import run_to_end
+from outrider.shield import shielded
 from outrider.spec import RuntimeSpec
 
 
@@ -45,7 +45,7 @@ class Sandbox:
         """Also when cancelled meanwhile."""
         if not self._stopped:
             self._stopped = True
-            await run_to_end(self._node.owner, self._stop(), name=f"stop {self._context.directory.name}")
+            await shielded(self._stop)
 
     async def _stop(self) -> None:
         try:

@@ -164,7 +164,7 @@ class SessionRun:
         """The agent's run, and what it left, also when it failed: then it is wanted most."""
         try:
             ended = await self._run_agent(context)
-        except Exception:
+        except Exception:  # plugins too: whatever it was is raised again
             await self._collect(context.runtime)
             raise
         await self._collect(context.runtime)

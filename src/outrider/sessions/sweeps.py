@@ -29,7 +29,7 @@ async def try_to_sweep(host: Host) -> None:
     """A bug of a sweep must not cost the node its sessions."""
     try:
         await sweep(host)
-    except Exception:
+    except Exception:  # of whatever kind: the next sweep tries again
         log.exception("a sweep failed")
 
 

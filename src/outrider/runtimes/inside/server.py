@@ -169,7 +169,10 @@ class Server:
 
     def do_restore(self, call: int, args: dict[str, Any]) -> None:
         restore = self.restores.get(args["key"]) or Restore(self.calls, args["roots"], args["limit"])
-        self.restores[args["key"]] = restore
+        if args["last"]:
+            self.restores.pop(args["key"], None)
+        else:
+            self.restores[args["key"]] = restore
         restore.feed(call, args["data"], args["last"])
 
     def do_stop(self, call: int, args: dict[str, Any]) -> None:

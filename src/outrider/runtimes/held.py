@@ -1,0 +1,88 @@
+"""A sandbox's life, the same for every runtime with a tool server: started once, stopped whatever happens.
+
+It knows no isolation. Invariant: what `_start` has made is undone when `stop` returns, or a `start` that raised; where
+they ran at the same time, when both are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import posixpath
+from abc import abstractmethod
+from contextlib import AsyncExitStack
+from typing import Self
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.served import ServedRuntime
+from outrider.runtimes.toolclient import ToolClient
+from outrider.shield import shielded
+from outrider.spec import RuntimeSpec
+
+log = logging.getLogger("outrider.runtime")
+
+
+class HeldRuntime(ServedRuntime):
+    """A runtime adds `_start`, and where paths are."""
+
+    def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
+        self._spec = spec
+        self._context = context
+        self._held = AsyncExitStack()
+        self._tools: ToolClient | None = None
+        self._begun = False
+        self._ended = False
+        self._stopping = asyncio.Lock()
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
+        return cls(spec, context)
+
+    @property
+    def tools(self) -> ToolClient:
+        if self._tools is None:
+            raise RuntimeFailure("the sandbox does not run")
+        return self._tools
+
+    async def start(self) -> None:
+        if self._begun:
+            raise RuntimeFailure("a sandbox starts once")
+        self._begun = True
+        try:
+            tools = await self._start()
+            if self._ended:
+                raise RuntimeFailure("the sandbox was stopped while it started")
+        except BaseException as error:  # also a cancel: what was begun is undone
+            await self.stop()
+            if isinstance(error, OSError):
+                raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
+            raise
+        self._tools = tools
+
+    @abstractmethod
+    async def _start(self) -> ToolClient:
+        """Make the sandbox and tell its server what it is to be. How each part is undone goes to `_held` as soon as the
+        part is there, and not before: a `stop` in between would have taken it."""
+
+    async def stop(self) -> None:
+        self._begun = self._ended = True
+        await shielded(self._stop)
+
+    async def _stop(self) -> None:
+        async with self._stopping:
+            self._tools = None
+            try:
+                await self._held.aclose()
+            except (RuntimeFailure, OSError) as error:
+                log.error("%s is not stopped in full: %s", self._context.directory.name, error)
+
+
+class RootedRuntime(HeldRuntime):
+    """A sandbox with a root of its own: its paths are what they seem."""
+
+    def place(self, path: str) -> str:
+        return posixpath.join(self._spec.workdir, path)
+
+    def member(self, path: str) -> str:
+        return posixpath.normpath(self.place(path)).lstrip("/")
