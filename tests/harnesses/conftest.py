@@ -5,10 +5,10 @@ import pytest
 
 from outrider.harnesses.base import Endpoint, HarnessContext
 from outrider.messages import Message, Role, ToolCall
-from outrider.runtimes.base import Runtime, SandboxContext
-from outrider.runtimes.host import Host
+from outrider.runtimes.base import Runtime
 from outrider.runtimes.process import ProcessRuntime
-from outrider.spec import EvaluatorSpec, HarnessSpec, Limits, RuntimeSpec, TaskSpec
+from outrider.spec import EvaluatorSpec, HarnessSpec, Limits, TaskSpec
+from support.sandboxes import process_sandbox
 
 ENDPOINT = Endpoint(base_url="http://127.0.0.1:9/s/key-1", api_key="key-1", model="policy")
 
@@ -55,22 +55,5 @@ def context(runtime: Runtime, harness: HarnessSpec, *replies: Message | Exceptio
 
 @pytest.fixture
 async def sandbox(tmp_path: Path) -> AsyncIterator[ProcessRuntime]:
-    directory = tmp_path / "sandbox"
-    directory.mkdir()
-    async with Host(tmp_path) as host:
-        runtime = ProcessRuntime.create(
-            RuntimeSpec(kind="process"),
-            SandboxContext(
-                session_id="session-1",
-                attempt=1,
-                directory=directory,
-                host=host,
-                gateway_url="http://127.0.0.1:9",
-                gateway_socket=tmp_path / "gateway.sock",
-            ),
-        )
-        await runtime.start()
-        try:
-            yield runtime
-        finally:
-            await runtime.stop()
+    async with process_sandbox(tmp_path) as runtime:
+        yield runtime

@@ -1,0 +1,34 @@
+"""A real sandbox without a node around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.host import Host
+from outrider.runtimes.process import ProcessRuntime
+from outrider.spec import RuntimeSpec
+
+
+@asynccontextmanager
+async def process_sandbox(folder: Path) -> AsyncIterator[ProcessRuntime]:
+    """Running, below `folder`; stopped at the end."""
+    directory = folder / "sandbox"
+    directory.mkdir()
+    async with Host(folder) as host:
+        context = SandboxContext(
+            session_id="session-1",
+            attempt=1,
+            directory=directory,
+            host=host,
+            gateway_url="http://127.0.0.1:9",
+            gateway_socket=folder / "gateway.sock",
+        )
+        runtime = ProcessRuntime.create(RuntimeSpec(kind="process"), context)
+        await runtime.start()
+        try:
+            yield runtime
+        finally:
+            await runtime.stop()
