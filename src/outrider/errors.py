@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, overload
 
 import msgspec
 
@@ -80,10 +80,10 @@ class OutriderError(Exception):
         return ErrorRecord(
             boundary=self.boundary,
             code=self.code,
-            message=self.message,
-            hint=self.hint,
-            field=self.field,
-            log_tail=self.log_tail,
+            message=plain(self.message),
+            hint=plain(self.hint),
+            field=plain(self.field),
+            log_tail=plain(self.log_tail),
             retryable=self.retryable,
         )
 
@@ -191,10 +191,20 @@ def record_of(error: BaseException) -> ErrorRecord:
     return ErrorRecord(
         boundary=Boundary.SERVICE,
         code="internal_error",
-        message=f"{type(error).__name__}: {error}",
+        message=plain(f"{type(error).__name__}: {error}"),
         hint="this is a bug in Outrider: please report it with the service log",
         retryable=True,
     )
+
+
+@overload
+def plain(said: str) -> str: ...
+@overload
+def plain(said: str | None) -> str | None: ...
+def plain(said: object) -> str | None:
+    """What a program said, as it can be stored and sent: what UTF-8 has no bytes for is escaped, such as the halves of
+    characters that stand for the odd bytes of a file's name."""
+    return None if said is None else str(said).encode("utf-8", "backslashreplace").decode()
 
 
 def error_from(record: ErrorRecord) -> OutriderError:

@@ -6,8 +6,11 @@ module imports none of them.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -39,6 +42,25 @@ BUILTINS: dict[str, dict[str, str]] = {
         "command": "outrider.evaluators.command:CommandEvaluator",
     },
 }
+
+
+class PluginFailure(Exception):
+    """A plugin did what no caller can let pass."""
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Around the code of a plugin: whatever it raises comes out as an Exception. To end the program, or to be cancelled
+    by nobody, would otherwise end the service, or a session without an outcome."""
+    try:
+        yield
+    except SystemExit as error:
+        raise PluginFailure(f"it tried to end the program: {error!r}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise PluginFailure("it was cancelled by itself") from error
 
 
 def names(kind: str) -> list[str]:

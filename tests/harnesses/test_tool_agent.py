@@ -80,7 +80,7 @@ async def test_exit_codes_and_time_limits_are_told(sandbox):
 
 
 async def test_malformed_and_unknown_calls_get_a_result_that_says_so(sandbox):
-    bad = ["", "{", "[]", '"ls"', '{"cmd": "ls"}', '{"command": 3}', '{"command": null}']
+    bad = ["", "{", "[]", '"ls"', '{"cmd": "ls"}', '{"command": 3}', '{"command": null}', r'{"command": "\ud83d"}']
     _, model = await run(
         sandbox,
         calls(*(("bash", arguments) for arguments in bad), ("perl", "{}"), python("print(1)")),

@@ -7,13 +7,14 @@ so that tests share nothing. Agents are scripts of steps (see `Actor`), given as
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
 
-from outrider.errors import EngineError, RequestError, RuntimeFailure
+from outrider.errors import EngineError, EvaluatorError, RequestError, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
@@ -26,6 +27,20 @@ ACTOR = "service.stage:Actor"
 SANDBOX = "service.stage:StagedRuntime"
 GRADER = "service.stage:grade"
 RAW_GRADER = "service.stage:RawGrader"
+ODD_GRADER = "service.stage:OddGrader"
+
+ODD: dict[str, BaseException] = {
+    "exit": SystemExit(3),
+    "cancelled": asyncio.CancelledError(),
+    "half a character": ValueError("caf\udce9"),
+    "no text": EvaluatorError(KeyError("x")),  # type: ignore[arg-type]  # what a careless plugin does
+}
+GIVEN: dict[str, Any] = {
+    "nothing": None,
+    "a number": 0.5,
+    "not a number": Verdict(reward=math.nan),
+    "odd text": Verdict(reward=0.5, metrics={"m\udce9": 1.0}, reason="caf\udce9"),
+}
 
 
 class Stage:
@@ -59,9 +74,10 @@ def a_stage() -> Iterator[Stage]:
 class Actor:
     """An agent that carries out the steps in `do`, after those of `init`:
 
-    ask: a model call · ask quietly: its errors are swallowed · wait PLACE: until the test opens it · crash: raise ·
-    crash at COUNT: raise in the first attempts only · break: the sandbox is gone · sleep SECONDS · run COMMAND: in the
-    sandbox, failing as it does · note NAME: remember the order
+    ask: a model call · ask quietly: its errors are swallowed · leave: go on while one is under way · wait PLACE: until
+    the test opens it · crash: raise · crash at COUNT: raise in the first attempts only · oddly HOW: raise one of ODD ·
+    break: the sandbox is gone · sleep SECONDS · run COMMAND: in the sandbox, failing as it does · note NAME: remember
+    the order
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -85,12 +101,18 @@ class Actor:
         match verb:
             case "ask":
                 await self._ask(context, quietly=rest == "quietly")
+            case "leave":
+                self._left = asyncio.create_task(context.model.chat(self._messages))
+                self._left.add_done_callback(lambda call: call.cancelled() or call.exception())
+                await asyncio.sleep(0.1)
             case "wait":
                 await stage.wait_at(rest)
             case "crash":
                 stage.count["crash"] += 1
                 if not rest or stage.count["crash"] <= int(rest.removeprefix("at ")):
                     raise ValueError("the agent crashed, as it was told to")
+            case "oddly":
+                raise ODD[rest]
             case "break":
                 await context.runtime.stop()
                 raise RuntimeFailure("the sandbox is gone")
@@ -163,6 +185,19 @@ class RawGrader:
         if stage.count["graded"] <= self._after:
             raise LookupError("nothing here to grade")
         return Verdict(reward=1.0)
+
+
+class OddGrader:
+    """An evaluator class that gives one of GIVEN, or raises one of ODD, whatever it grades."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._how = str(spec.options["how"])
+
+    async def evaluate(self, outcome: Outcome) -> Any:
+        _stage.get().count["graded"] += 1
+        if self._how in ODD:
+            raise ODD[self._how]
+        return GIVEN[self._how]
 
 
 class BrokenRuntime(StagedRuntime):

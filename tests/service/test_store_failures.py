@@ -25,9 +25,10 @@ from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
 from outrider.tokens.renderer import make_renderer
 from outrider.tokens.tokenizer import Tokenizer
-from outrider.trajectory import SessionResult
+from outrider.trajectory import SessionResult, Turn
 from outrider.wire import NodeStats, RoomStats
 
+from .conftest import MakeWorld
 from .stage import a_stage
 from .test_delivery import finished_group, receiving
 from .world import RENDERER, SAY, engine_of, group, put
@@ -160,3 +161,22 @@ async def delivered(store: FailingStore, tokenizer: Path) -> None:
         while await SqlStore.deliveries(store, now=1e12, limit=1):
             await store.counts()
         running.cancel()
+
+
+async def test_a_turn_that_is_lost_when_the_agent_has_left_already_fails_the_attempt(world: MakeWorld) -> None:
+    async with world([SAY, {"reply": SAY, "stall": 1}] * 2) as w:
+        store: Any = w.service.store
+        kept, lost = store.add_turn, 0
+
+        async def add_turn(session_id: str, attempt: int, turn: Turn) -> None:
+            nonlocal lost
+            if (attempt, turn.index) == (1, 1):
+                lost += 1
+                raise ServiceError("disk full")
+            await kept(session_id, attempt, turn)
+
+        store.add_turn = add_turn
+        session = await w.run("ask", "leave", max_attempts=2)
+        assert (lost, session.attempt, w.stage.count["graded"]) == (1, 2, 1)
+        assert session.last_error is not None
+        assert session.last_error.message == "disk full"

@@ -212,6 +212,19 @@ async def test_an_image_is_not_counted_where_the_model_is_given_text_only(tmp_pa
         assert world.conversation.endpoint.pool.status()[0].sessions == 0
 
 
+async def test_a_turn_that_cannot_be_stored_is_known_though_its_caller_has_left(tmp_path: Path) -> None:
+    """As an agent that ends while its last call is under way."""
+    async with a_world(tmp_path, ["one<|im_end|>"]) as world:
+        world.store_failure = ServiceError("disk full")
+        async with asyncio.TaskGroup() as callers:
+            call = callers.create_task(world.ask(USER))
+            await world.storing.wait()
+            call.cancel()
+        assert call.cancelled()
+        assert world.conversation.broken is world.store_failure
+        assert not world.conversation.open
+
+
 async def test_a_turn_that_cannot_be_stored_ends_the_record(tmp_path: Path) -> None:
     async with a_world(tmp_path, ["one<|im_end|>"]) as world:
         world.store_failure = ServiceError("disk full")

@@ -38,6 +38,7 @@ class Watcher:
         self.standing = 0
         self.most = 0
         self.now = 0.0
+        self.image = ""
 
 
 _watcher: ContextVar[Watcher] = ContextVar("watcher")
@@ -56,8 +57,12 @@ class Watched(MemoryRuntime):
             watcher.fails -= 1
             raise RuntimeFailure("no more of these")
         await super().start()
+        self._image = watcher.image
         watcher.standing += 1
         watcher.most = max(watcher.most, watcher.standing)
+
+    async def current(self) -> bool:
+        return self._image == _watcher.get().image
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
         await asyncio.sleep(0)  # as every real one must, to be answered
@@ -158,6 +163,37 @@ async def test_a_change_of_what_is_uploaded_is_another_kind(tmp_path: Path) -> N
     assert second not in (first, None)
     (tmp_path / "tree/out").symlink_to("/etc/passwd")
     assert kind_of(wanted, (), tmp_path) is None
+
+
+async def test_what_is_mounted_by_a_link_that_was_changed_is_another_kind(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("old")
+    wanted = spec(mounts=[{"source": str(link), "target": "/data"}])
+    first, as_program = kind_of(wanted, (), tmp_path), kind_of(spec(), (link,), tmp_path)
+    (tmp_path / "old/more").touch()  # which is seen in a sandbox that stands already
+    assert kind_of(wanted, (), tmp_path) == first
+    link.unlink()
+    link.symlink_to("new")
+    assert kind_of(wanted, (), tmp_path) not in (first, None)
+    assert kind_of(spec(), (link,), tmp_path) not in (as_program, None)
+    link.unlink()
+    assert kind_of(wanted, (), tmp_path) is None
+
+
+async def test_a_name_that_stands_for_another_image_now_is_not_given_what_was_made_of_the_old_one() -> None:
+    async with a_shelf() as (warm, seen):
+        assert await warm.take(spec(), ()) is None
+        await until(lambda: warm.stats().ready == 2)
+        seen.image = "built anew"
+        given = await warm.take(spec(), ())
+        assert seen.ledger.stopped.keys() >= {("warm-0", 1), ("warm-1", 1)}
+        if given is not None:  # made meanwhile
+            assert await given.runtime.current()  # type: ignore[attr-defined]  # a Watched
+            await given.stop()
+        await until(lambda: warm.stats().ready == 2)
+        await (await taken(warm, spec())).stop()
 
 
 async def test_the_budget_is_kept_for_the_kinds_wanted_last() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -44,6 +45,7 @@ class World:
         self.engine = engine
         self.turns = turns
         self.store_failure: Exception | None = None
+        self.storing = asyncio.Event()
 
     async def steps(self, *messages: dict[str, Any], **fields: Any) -> list[Step]:
         """All steps of one Chat call."""
@@ -109,6 +111,8 @@ async def a_world(
 
     async def record(turn: Turn) -> None:
         if world is not None and world.store_failure is not None:
+            world.storing.set()
+            await asyncio.sleep(0.01)  # a disk takes its time
             raise world.store_failure
         turns.append(turn)
 

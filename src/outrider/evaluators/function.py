@@ -17,7 +17,7 @@ from typing import Any
 from outrider.errors import EvaluatorError, InvalidField, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import read_verdict
-from outrider.plugins import resolve
+from outrider.plugins import contained, resolve
 from outrider.runtimes.base import LOG_TAIL
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
@@ -44,7 +44,8 @@ class CallableEvaluator:
         limit = asyncio.timeout(self._seconds)
         try:
             async with limit:
-                value = await self._call(outcome)
+                with contained():
+                    value = await self._call(outcome)
         except OutriderError:
             raise
         except Exception as error:  # the grader is the user's code: it may raise anything

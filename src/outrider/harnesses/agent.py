@@ -147,12 +147,13 @@ class Toolbox:
 
 
 def _argument(arguments: str, name: str) -> str | None:
+    """None for what is no JSON object with that text, or with half a character in it, which no program can be given."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+        text = value.get(name) if isinstance(value, dict) else None
+        return text if isinstance(text, str) and text.encode() is not None else None
+    except (ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
         return None
-    text = value.get(name) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else None
 
 
 def _shortened(text: str) -> str:

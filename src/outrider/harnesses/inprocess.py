@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from outrider.errors import HarnessError, OutriderError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.plugins import contained
 from outrider.runtimes.base import LOG_TAIL, Availability
 
 
@@ -64,7 +65,8 @@ class InProcessHarness:
 
     async def _attributed(self, hook: str, call: Awaitable[Any]) -> Any:
         try:
-            return await call
+            with contained():
+                return await call
         except OutriderError:
             raise
         except Exception as error:  # the agent is the user's code: it may raise anything

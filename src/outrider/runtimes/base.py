@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import msgspec
 
@@ -193,6 +193,15 @@ class Runtime(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class Aging(Protocol):
+    """A runtime whose image's name may come to stand for another image."""
+
+    async def current(self) -> bool:
+        """Whether a sandbox that is started now would be made of the same image. Raises RuntimeFailure."""
+        ...
 
 
 class Layered(Protocol):

@@ -45,6 +45,7 @@ class ContainerRuntime(RootedRuntime):
     endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
     daemon: ClassVar[type[ContainerDaemon]]
     oci_runtime: ClassVar[str | None] = None
+    _image_id = ""
 
     @classmethod
     def available(cls) -> Availability:
@@ -69,6 +70,7 @@ class ContainerRuntime(RootedRuntime):
         image = self._image()
         daemon = await self._context.host.part(self.daemon)
         found = await daemon.image(image)
+        self._image_id = found.id
         folder, bytecode = await asyncio.to_thread(container_server.interpreter)
         server = ContainedServer(self._context.directory / "tools")
         self._held.push_async_callback(server.close)
@@ -80,6 +82,10 @@ class ContainerRuntime(RootedRuntime):
         finally:  # also where the daemon has only half made it
             self._held.push_async_callback(daemon.remove, name)
         return await server.connect(bytecode, setup, lambda: daemon.runs(name))
+
+    async def current(self) -> bool:
+        daemon = await self._context.host.part(self.daemon)
+        return (await daemon.image(self._image())).id == self._image_id
 
     def _image(self) -> str:
         if self._spec.rootfs is not None:

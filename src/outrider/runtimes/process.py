@@ -53,7 +53,7 @@ class ProcessRuntime(HeldRuntime):
     def place(self, path: str) -> str:
         seen = self._seen(path)
         inside = posixpath.relpath(seen, self._spec.workdir)
-        return seen if inside.startswith("..") else posixpath.normpath(posixpath.join(self._work, inside))
+        return seen if f"{inside}/".startswith("../") else posixpath.normpath(posixpath.join(self._work, inside))
 
     def member(self, path: str) -> str:
         return self._seen(path).lstrip("/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.errors import ErrorRecord
 from outrider.lifecycle import StopReason
 from outrider.spec import TaskSpec
 from outrider.store.base import SessionRow
@@ -12,10 +13,16 @@ from outrider.trajectory import SessionResult, Turn
 
 
 def interrupted_result(
-    session: SessionRow, reason: StopReason, turns: Sequence[Turn], *, task: TaskSpec
+    session: SessionRow,
+    reason: StopReason,
+    turns: Sequence[Turn],
+    *,
+    task: TaskSpec | None,
+    error: ErrorRecord | None = None,
 ) -> SessionResult:
-    """`session.attempt` names the attempt that `turns` belong to."""
-    policy = policy_of(task.branches)
+    """`session.attempt` names the attempt that `turns` belong to. A `task` that cannot be read has no branches of its
+    own, and no labels."""
+    policy = {} if task is None else policy_of(task.branches)
     counts = count(turns, policy)
     return SessionResult(
         session_id=session.id,
@@ -28,5 +35,6 @@ def interrupted_result(
         tokens=counts.tokens,
         samples=counts.samples,
         policy=policy,
-        labels=task.labels,
+        labels={} if task is None else task.labels,
+        error=error,
     )

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from pydantic import ValidationError
 
 from outrider.backoff import Backoff
-from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
+from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, record_of
 from outrider.lifecycle import StopReason
 from outrider.service.insist import insist
 from outrider.service.interrupted import interrupted_result
@@ -38,6 +39,13 @@ may be what kills the node."""
 
 PAUSES = Backoff(first=1.0, longest=60.0)
 """Between a session's failed attempts."""
+
+UNREADABLE = ErrorRecord(
+    boundary=Boundary.SERVICE,
+    code="unreadable_task",
+    message="the stored task cannot be read by this version of Outrider",
+    hint="the service's log says which field; submit the task again",
+)
 
 
 @dataclass(eq=False)
@@ -110,12 +118,14 @@ class Scheduler:
             await self.cancel(await self._store.cancel_group(group_id))
         for session in recovered:
             if session.recovered > MAX_RECOVERED and session.group_id not in cancelled:
-                await self._give_up(session)
+                await self._give_up(session, session.last_error)
 
-    async def _give_up(self, session: SessionRow) -> None:
+    async def _give_up(self, session: SessionRow, error: ErrorRecord | None) -> None:
+        """End a queued session as failed."""
         turns = await self._store.turns(session.id, session.attempt)
-        result = interrupted_result(session, StopReason.ERROR, turns, task=await self._task_of(session))
-        await self._finish(session.id, session.attempt, msgspec.structs.replace(result, error=session.last_error))
+        task = await self._task_of(session)
+        result = interrupted_result(session, StopReason.ERROR, turns, task=task, error=error)
+        await self._finish(session.id, session.attempt, result)
 
     async def _place_all(self, group: asyncio.TaskGroup) -> None:
         while slots := sum(map(self._slots, self._nodes)):
@@ -150,6 +160,9 @@ class Scheduler:
 
     async def _start(self, group: asyncio.TaskGroup, session: SessionRow) -> None:
         task = await self._task_of(session)
+        if task is None:
+            await self._give_up(session, UNREADABLE)
+            return
         node = self._node_for(task)
         try:
             number = await self._store.start_attempt(
@@ -171,19 +184,23 @@ class Scheduler:
         self._attempts[session.id] = attempt
         group.create_task(self._run(attempt), name=f"session {session.id}")
 
-    async def _task_of(self, session: SessionRow) -> TaskSpec:
-        task = self._tasks.get(session.group_id)
-        if task is None:
+    async def _task_of(self, session: SessionRow) -> TaskSpec | None:
+        """None for one that this version does not understand: another one has stored it."""
+        if session.group_id not in self._tasks:
             spec = await self._store.spec(session.group_id)
-            task = self._tasks[session.group_id] = GroupSpec.model_validate_json(spec).task
-        return task
+            try:
+                self._tasks[session.group_id] = GroupSpec.model_validate_json(spec).task
+            except ValidationError as error:
+                log.error("the task of group %s cannot be read: %s", session.group_id, error)
+                return None
+        return self._tasks[session.group_id]
 
     async def _run(self, attempt: _Attempt) -> None:
         session = attempt.session
         started = time.monotonic()
         try:
             result = await self._outcome(attempt)
-            await insist(lambda: self._settle(attempt, result))
+            result = await insist(lambda: self._settled(attempt, result))
             log.info(
                 "session %s attempt %d: %s in %.2f s",
                 session.id,
@@ -213,6 +230,20 @@ class Scheduler:
     async def _cancelled_result(self, attempt: _Attempt) -> SessionResult:
         turns = await self._store.turns(attempt.session.id, attempt.session.attempt)
         return interrupted_result(attempt.session, StopReason.CANCELLED, turns, task=attempt.assignment.task)
+
+    async def _settled(self, attempt: _Attempt, result: SessionResult) -> SessionResult:
+        """What was stored: a result that cannot be is a bug, and ends its own session, not the service."""
+        try:
+            await self._settle(attempt, result)
+            return result
+        except ServiceError:  # of the database: the same is tried again
+            raise
+        except Exception as error:  # whatever it is about this result
+            log.exception("the result of session %s cannot be stored", attempt.session.id)
+            record = msgspec.structs.replace(record_of(error), retryable=False)
+            failed = msgspec.structs.replace(result, stop_reason=StopReason.ERROR, verdict=None, error=record)
+            await self._finish(attempt.session.id, attempt.session.attempt, failed)
+            return failed
 
     async def _settle(self, attempt: _Attempt, result: SessionResult) -> None:
         """Retry what policy allows, else end the session. A cancel that comes meanwhile ends it too."""

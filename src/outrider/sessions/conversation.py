@@ -20,6 +20,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import images_in
 from outrider.sessions.calls import Call, Endpoint, Step, TokenCall, parsed
 from outrider.sessions.capture import CaptureCall, CaptureRecord
+from outrider.shield import shielded
 from outrider.spec import Limits, Sampling
 from outrider.tokens.renderer import History
 from outrider.tokens.tree import TokenTree
@@ -51,8 +52,8 @@ class Conversation:
     `on_limit`, set by the session, is called once, when a call is refused because the session used up its
     turns or tokens.
 
-    `failure` is the engine's error of the newest call, None once a later call succeeded; or what broke the record
-    of a turn, after which no call is taken.
+    `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
+    record of a turn, after which no call is taken.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Conversation:
         self.sampled_tokens = 0
         self.limit: StopReason | None = None
         self.failure: OutriderError | None = None
+        self.broken: OutriderError | None = None
         self._limits = limits
         self._sampling = sampling
         self._record = record
@@ -122,12 +124,8 @@ class Conversation:
             if isinstance(error, EngineError):
                 self.failure = error
             raise
-        except Exception as error:  # such as the store's: the record has a gap, and no later call may add to it
-            self._open = False
-            self.failure = (
-                error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
-            )
-            raise self.failure from error
+        except Exception as error:  # such as the store's
+            raise self._break(error) from error
         finally:
             self._calls.discard(task)
             if not self._calls:
@@ -188,7 +186,7 @@ class Conversation:
                 await self._store(turn)
             raise
         await self._store(call.commit())
-        self.failure = None
+        self.failure = self.broken
         yield call.completion()
 
     def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
@@ -226,9 +224,25 @@ class Conversation:
         )
 
     async def _store(self, turn: Turn) -> None:
+        """To its end, also when the agent is cut off: a turn that is stored late would be missing from the result."""
         self.turns += 1
         self.sampled_tokens += len(turn.output_ids) // 4
-        await self._record(turn)
+        await shielded(lambda: self._recorded(turn))
+
+    async def _recorded(self, turn: Turn) -> None:
+        try:
+            await self._record(turn)
+        except Exception as error:  # here, because a caller that is cut off does not hear of it
+            self._break(error)
+            raise
+
+    def _break(self, error: Exception) -> OutriderError:
+        """The record has a gap: no later call may add to it, and the attempt has failed."""
+        self._open = False
+        if self.broken is None:
+            self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
+        self.failure = self.broken
+        return self.broken
 
 
 def _shows_images(request: ModelRequest) -> bool:

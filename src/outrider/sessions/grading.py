@@ -12,7 +12,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +20,8 @@ import msgspec
 
 from outrider.errors import EvaluatorError, OutriderError, RuntimeFailure
 from outrider.evaluators.base import Evaluator, Outcome
+from outrider.evaluators.verdict import read_verdict
+from outrider.plugins import contained
 from outrider.runtimes.base import LOG_TAIL, Layered, Runtime
 from outrider.sessions.folder import remove_tree
 from outrider.sessions.lanes import Lane
@@ -104,11 +106,13 @@ class Grading:
         await shielded(self._close)
 
     async def _close(self) -> None:
-        for fresh in self._fresh:
-            await fresh.close()
-        self._one_is_left()
-        if self.carries:
-            await asyncio.to_thread(remove_tree, self._bench.folder)
+        """Whatever one part of it raises, the others are done."""
+        async with AsyncExitStack() as undo:
+            if self.carries:
+                undo.push_async_callback(asyncio.to_thread, remove_tree, self._bench.folder)
+            undo.callback(self._one_is_left)
+            for fresh in self._fresh:
+                undo.push_async_callback(fresh.close)
 
     def _one_is_left(self) -> None:
         """Of the session's sandboxes; it has the session's own share of the room."""
@@ -147,7 +151,8 @@ class Grading:
         seconds = self._task.evaluator.seconds
         try:
             async with asyncio.timeout(seconds):
-                return await self._evaluator.evaluate(outcome)
+                with contained():
+                    verdict = await self._evaluator.evaluate(outcome)
         except TimeoutError as error:
             raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
         except OutriderError:
@@ -156,6 +161,10 @@ class Grading:
             raise EvaluatorError(
                 f"the evaluator raised {type(error).__name__}: {error}", log_tail=end_of(error)
             ) from error
+        try:
+            return read_verdict(verdict)
+        except ValueError as error:
+            raise EvaluatorError(f"the evaluator returned no verdict: {error}") from error
 
     def _start(self) -> Fresh:
         fresh = Fresh(self._bench, len(self._fresh), self._layer, self._task.limits.session_seconds)

@@ -23,6 +23,7 @@ from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
+from outrider.plugins import contained
 from outrider.runtimes.host import Host
 from outrider.sessions.artifacts import Collector
 from outrider.sessions.calls import Endpoint
@@ -35,7 +36,6 @@ from outrider.sessions.sandboxes import Sandbox, Sandboxes
 from outrider.sessions.session import Ending, Parts, SessionRun
 from outrider.sessions.sweeps import keep_sweeping, try_to_sweep
 from outrider.sessions.warm import Warm, WarmLimits
-from outrider.shield import shielded
 from outrider.spec import TaskSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.base import Store
@@ -142,7 +142,8 @@ class LocalNode:
         key = secrets.token_urlsafe(24)
         self._sessions += 1
         try:
-            harness = make_harness(assignment.task.harness)
+            with contained():
+                harness = make_harness(assignment.task.harness)
             mounts = await asyncio.to_thread(harness.mounts)  # what is shown may have to be made first
             parts = self._parts(assignment, key, harness, mounts)
             self._conversations[key] = parts.conversation
@@ -160,8 +161,7 @@ class LocalNode:
         task = assignment.task
 
         async def record(turn: Turn) -> None:
-            # To its end, also when the agent is cut off: a turn that is stored late would be missing from the result.
-            await shielded(lambda: self._store.add_turn(assignment.session_id, assignment.attempt, turn))
+            await self._store.add_turn(assignment.session_id, assignment.attempt, turn)
 
         async def enter(state: SessionState) -> None:
             await self._store.set_state(assignment.session_id, assignment.attempt, state)

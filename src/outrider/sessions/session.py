@@ -21,6 +21,7 @@ from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, Outrider
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome
 from outrider.lifecycle import SessionState, StopReason
+from outrider.plugins import contained
 from outrider.runtimes.base import Runtime
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, LimitReached
@@ -75,7 +76,8 @@ class SessionRun:
     async def run(self) -> Ending:
         error: ErrorRecord | None = None
         try:
-            reason = await self._stages()
+            with contained():
+                reason = await self._stages()
         except Exception as failed:  # plugins run in here: whatever they raise is this session's failure alone
             if not isinstance(failed, OutriderError):
                 log.exception("session %s failed in a way it never should", self._parts.conversation.session_key)
@@ -161,13 +163,16 @@ class SessionRun:
         return reason
 
     async def _run_and_collect(self, context: HarnessContext) -> tuple[StopReason, HarnessOutcome]:
-        """The agent's run, and what it left, also when it failed: then it is wanted most."""
+        """The agent's run, and what it left, also when it failed: then it is wanted most. Raises what broke the record
+        of its calls, perhaps of one that was cut off at the end."""
         try:
             ended = await self._run_agent(context)
         except Exception:  # plugins too: whatever it was is raised again
             await self._collect(context.runtime)
             raise
         await self._collect(context.runtime)
+        if (broken := self._parts.conversation.broken) is not None:
+            raise broken
         return ended
 
     async def _collect(self, runtime: Runtime) -> None:

@@ -24,6 +24,7 @@ import msgspec
 from outrider.backoff import Backoff
 from outrider.errors import OutriderError, RequestError, RuntimeFailure
 from outrider.rootfs.store import ImageStore
+from outrider.runtimes.base import Aging
 from outrider.runtimes.uploads import entries
 from outrider.sessions.sandboxes import Sandbox, Sandboxes
 from outrider.spec import RuntimeSpec, Upload
@@ -149,7 +150,7 @@ class Warm:
         """Whether one that was taken off its shelf can be given away; else it is stopped."""
         good = False
         try:
-            good = not self._old(standing, shelf) and await answers(standing.sandbox)
+            good = not self._old(standing, shelf) and await usable(standing.sandbox)
         finally:
             if not good:
                 await self._stop(standing, shelf)
@@ -264,6 +265,17 @@ class Warm:
                     await self._stop(standing, shelf)
 
 
+async def usable(sandbox: Sandbox) -> bool:
+    """Whether a session may have it: it answers, and its image is still what a new one would get."""
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            if isinstance(sandbox.runtime, Aging) and not await sandbox.runtime.current():
+                return False
+    except (RuntimeFailure, TimeoutError):
+        return False
+    return await answers(sandbox)
+
+
 async def answers(sandbox: Sandbox) -> bool:
     """Whether a sandbox still does what it is told: the cheapest of all calls, which starts no process."""
     try:
@@ -282,6 +294,9 @@ def kind_of(spec: RuntimeSpec, mounts: tuple[Path, ...], files: Path) -> str | N
     kind = hashlib.sha256(spec.model_dump_json().encode())
     kind.update(repr(mounts).encode())
     try:
+        for source in (*mounts, *(Path(mount.source) for mount in spec.mounts)):
+            status = source.stat()  # of what is shown: a link may lead elsewhere tomorrow
+            kind.update(f"{status.st_dev} {status.st_ino}\0".encode())
         for step in spec.prepare:
             if isinstance(step, Upload):
                 for entry in entries(files / step.upload):
@@ -289,7 +304,7 @@ def kind_of(spec: RuntimeSpec, mounts: tuple[Path, ...], files: Path) -> str | N
                         f"{entry.name}\0{entry.link}\0{_state(entry.path)}\0".encode("utf-8", "surrogateescape")
                     )
         for root in filter(None, (spec.rootfs, spec.image)):
-            kind.update((_state(Path(root)) if os.path.isabs(root) else _digest(root)).encode())
+            kind.update((_state(Path(root).resolve(strict=True)) if os.path.isabs(root) else _digest(root)).encode())
     except (RuntimeFailure, OSError):
         return None
     return kind.hexdigest()
@@ -301,7 +316,7 @@ def _state(path: Path) -> str:
 
 
 def _digest(image: str) -> str:
-    """Of an image by that name, "" for one that only its runtime knows."""
+    """Of an image by that name, "" for one that only its runtime knows, which is then Aging."""
     try:
         return ImageStore().image(image).digest
     except RequestError:

@@ -261,7 +261,7 @@ def _checkpoint(raw: sqlite3.Connection, stopping: threading.Event) -> None:
 
 
 def _translated(error: Exception) -> Exception:
-    if not isinstance(error, sqlite3.Error):
-        return error
+    if not isinstance(error, sqlite3.Error) or isinstance(error, sqlite3.IntegrityError):
+        return error  # what was written is wrong, not the database: another try would come to the same
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of SQLite's extended codes
     return ServiceError(f"the database failed: {error}", hint=HINTS.get(code))

@@ -1,0 +1,103 @@
+"""A plugin may do anything: it costs its own session, and neither the service nor another's outcome."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import Boundary
+from outrider.lifecycle import StopReason
+from outrider.sessions import grading
+from outrider.store.sqlite import sqlite_store
+
+from .conftest import MakeWorld
+from .stage import ODD_GRADER
+from .test_failures import failed
+from .world import World, put, result_of
+
+RENAME = "UPDATE groups SET spec = CAST(replace(spec, '\"instruction\"', '\"prompt\"') AS BLOB)"
+
+
+async def assert_alive(w: World) -> None:
+    assert result_of(await w.run("ask")).stop_reason is StopReason.COMPLETED
+    w.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("exit", "it tried to end the program: SystemExit(3)"),
+        ("cancelled", "it was cancelled by itself"),
+        ("half a character", "ValueError: caf\\udce9"),
+    ],
+)
+async def test_an_agent(world: MakeWorld, how: str, says: str) -> None:
+    async with world() as w:
+        session = await w.run("ask", f"oddly {how}", max_attempts=2)
+        error = failed(session, Boundary.HARNESS, "harness_error").error
+        assert error is not None
+        assert says in error.message
+        assert session.attempt == 2
+        await assert_alive(w)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("exit", "it tried to end the program"),
+        ("cancelled", "it was cancelled by itself"),
+        ("half a character", "ValueError: caf\\udce9"),
+        ("no text", "'x'"),
+        ("nothing", "returned no verdict: reward must be a number, not NoneType"),
+        ("not a number", "returned no verdict: reward must be finite"),
+    ],
+)
+async def test_an_evaluator(world: MakeWorld, how: str, says: str) -> None:
+    async with world() as w:
+        session = await w.run("ask", evaluator={"kind": ODD_GRADER, "options": {"how": how}}, max_attempts=2)
+        error = failed(session, Boundary.EVALUATOR, "evaluator_error").error
+        assert error is not None
+        assert says in error.message
+        assert w.stage.count["graded"] == 2
+        await assert_alive(w)
+
+
+async def test_what_an_evaluator_gives_is_read_like_any_verdict(world: MakeWorld) -> None:
+    async with world() as w:
+        for how in ("a number", "odd text"):
+            session = await w.run("ask", evaluator={"kind": ODD_GRADER, "options": {"how": how}})
+            verdict = result_of(session).verdict
+            assert verdict is not None
+            assert verdict.reward == 0.5
+        assert (verdict.reason, verdict.metrics) == ("caf\\udce9", {"m\\udce9": 1.0})
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_stored_task_that_cannot_be_read(world: MakeWorld, tmp_path: Path, *, cancelled: bool) -> None:
+    """As after an upgrade that renamed a field."""
+    (tmp_path / "data").mkdir()
+    async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
+        await put(store, "old", "s1", "s2")
+        await store._db.write(lambda tx: tx.execute(RENAME))
+        if cancelled:
+            await store.cancel_group("old")
+        await put(store, "new", "s3")
+    async with world() as w:
+        for session in (await w.done("old")).sessions:
+            if cancelled:
+                assert result_of(session).stop_reason is StopReason.CANCELLED
+            else:
+                failed(session, Boundary.SERVICE, "unreadable_task")
+        (session,) = (await w.done("new")).sessions
+        assert result_of(session).stop_reason is StopReason.COMPLETED
+        await assert_alive(w)
+
+
+async def test_a_result_that_cannot_be_stored(world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of ours: it ends its session as failed, and not the service."""
+    monkeypatch.setattr(grading, "read_verdict", lambda given: given)
+    async with world() as w:
+        session = await w.run("ask", evaluator={"kind": ODD_GRADER, "options": {"how": "not a number"}})
+        failed(session, Boundary.SERVICE, "internal_error")
+        await assert_alive(w)
