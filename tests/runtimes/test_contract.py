@@ -124,6 +124,8 @@ async def test_write_makes_folders_and_replaces(sandbox: Runtime) -> None:
     assert await sandbox.read("new/folder/file") == data
     await sandbox.write("empty", b"")
     assert await sandbox.read("empty") == b""
+    await sandbox.write("..notes", b"here")  # which is no way up
+    assert (await sandbox.exec("cat ..notes", seconds=10)).stdout == b"here"
 
 
 async def test_read_says_what_is_wrong(sandbox: Runtime) -> None:

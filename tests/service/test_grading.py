@@ -38,6 +38,15 @@ class Unsteady(StagedRuntime):
             _stage.get().arrived["fresh"].set()
 
 
+class Unstoppable(Unsteady):
+    """A plugin that says of its sandboxes for grading that it cannot stop them, though it may not."""
+
+    async def stop(self) -> None:
+        await super().stop()
+        if "-g" in self._key[0]:
+            raise OSError("busy")
+
+
 async def look(outcome: Outcome) -> Any:
     """Notes what there is to be graded, and which sandboxes still stand."""
     stage = _stage.get()
@@ -142,6 +151,17 @@ async def test_two_sandboxes_of_a_session_have_two_shares_or_one_is_made_later(
         assert result_of((await w.done(view.id)).sessions[0]).verdict is not None
         assert set_aside() == 0
         w.assert_quiet()
+
+
+async def test_the_second_share_is_given_back_whatever_a_plugin_does(world: MakeWorld) -> None:
+    async with world(sandboxes=SandboxesConfig(memory_mb=2000)) as w:
+        kind = {"kind": "service.test_grading:Unstoppable", "resources": {"memory_mb": 1000}}
+        given = carried("ask", "wait fresh", "crash", runtime=kind)
+        w.stage.open["fresh"].set()
+        session = await w.run(*given.pop("do"), **given, max_attempts=1)
+        assert result_of(session).error is not None
+        w.assert_quiet()
+        assert w.service.node.stats().room.memory_mb_set_aside == 0
 
 
 async def test_a_second_share_is_not_taken_before_those_who_wait(world: MakeWorld) -> None:
