@@ -9,6 +9,7 @@ import pytest
 from outrider.config import LanesConfig
 from outrider.errors import Conflict, InvalidField
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.service.service import Ids
 from outrider.store.sqlite import sqlite_store
 
 from .conftest import MakeWorld
@@ -80,3 +81,10 @@ async def test_sessions_run_by_priority_then_age(world: MakeWorld) -> None:
             await w.done(view.id)
         assert w.stage.order == ["high", "high", "old", "old", "new", "low"]
         w.assert_quiet()
+
+
+def test_ids_of_a_burst_are_different_and_in_order() -> None:
+    ids = Ids()
+    made = [ids.next() for _ in range(50_000)]
+    assert made == sorted(set(made))
+    assert {len(one) for one in made} == {16}

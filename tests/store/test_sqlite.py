@@ -87,9 +87,15 @@ async def _outcomes(database: SqliteDatabase, bodies: list[Callable[[Connection]
 
 async def test_a_failure_of_the_database_is_a_service_error(database: SqliteDatabase) -> None:
     await database.write(insert(1))
-    for body in (insert(1), lambda tx: tx.execute("NONSENSE")):
-        with pytest.raises(ServiceError, match="the database failed"):
-            await database.write(body)
+    with pytest.raises(ServiceError, match="the database failed"):
+        await database.write(lambda tx: tx.execute("NONSENSE"))
+    assert await database.read(numbers) == [1]
+
+
+async def test_what_the_database_refuses_for_good_is_not_worth_another_try(database: SqliteDatabase) -> None:
+    await database.write(insert(1))
+    with pytest.raises(sqlite3.IntegrityError):
+        await database.write(insert(1))
     assert await database.read(numbers) == [1]
 
 

@@ -61,6 +61,7 @@ class Service:
                 hint="give the model's folder: --tokenizer DIR (the one that holds tokenizer.json)",
             )
         self.config = config
+        self._ids = Ids()
         tokenizer = Tokenizer.load(config.model.tokenizer)
         renderer = make_renderer(tokenizer, config.model.renderer)
         self.store: Store = sqlite_store(config.data / "outrider.sqlite3")
@@ -127,7 +128,7 @@ class Service:
         idempotency key with another body."""
         check_room(spec.task.runtime.resources, self._scheduler.stats())
         await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
-        group_id = f"g-{_time_ordered()}"
+        group_id = f"g-{self._ids.next()}"
         row = GroupRow(
             id=group_id,
             n=spec.n,
@@ -233,6 +234,13 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _time_ordered() -> str:
-    """16 hexadecimal digits that sort by time of making and do not repeat."""
-    return f"{time.time_ns() // 1_000_000:011x}{secrets.token_hex(4)[:5]}"
+class Ids:
+    """16 hexadecimal digits that sort by the microsecond of their making. They do not repeat in this process, and the
+    last three are drawn, for a clock that is set back between two."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self) -> str:
+        self._last = max(self._last + 1, time.time_ns() // 1000)
+        return f"{self._last:013x}{secrets.token_hex(2)[:3]}"
