@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from outrider.shield import shielded
+from outrider.shield import opened, shielded
+from support.threads import cancelled_late
 
 
 async def test_a_cancelled_caller_still_finishes_the_work() -> None:
@@ -53,3 +54,36 @@ async def test_a_cancelled_caller_is_cancelled_though_the_work_failed() -> None:
         await begun.wait()
         caller.cancel()
     assert caller.cancelled()
+
+
+@pytest.mark.parametrize("moment", ["making", "use", "ending", "none"])
+async def test_what_was_opened_is_ended_whenever_the_caller_is_cancelled(moment: str) -> None:
+    told: list[str] = []
+
+    def make() -> int:
+        told.append("made")
+        return 7
+
+    async def use() -> None:
+        async with opened(make, lambda made: told.append(f"ended {made}")) as made:
+            told.append(f"used {made}")
+            if moment == "use":
+                await asyncio.Event().wait()
+
+    if moment in ("making", "ending"):
+        assert await cancelled_late(use(), number=1 if moment == "making" else 2)
+    elif moment == "use":
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(use())
+            while len(told) < 2:  # noqa: ASYNC110  # a thread makes it
+                await asyncio.sleep(0)
+            task.cancel()
+    else:
+        await use()
+    assert told == ["made", *(["used 7"] if moment != "making" else []), "ended 7"]
+
+
+async def test_what_could_not_be_opened_is_not_ended() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        async with opened(lambda: int("x"), lambda _: pytest.fail("there is nothing to end")):
+            pass

@@ -1,12 +1,15 @@
 """Work that runs to its end whatever happens to the one who waits for it: teardown, and what must not be done by half.
 
-It does not know what the work is. Invariant: when `shielded` returns or raises, the work has ended.
+It does not know what the work is. Invariants: when `shielded` returns or raises, the work has ended; and what `opened`
+has made is ended, whoever is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,6 +32,20 @@ async def shielded(work: Callable[[], Awaitable[T]]) -> T:
     if isinstance(result, _Failure):
         raise result.error
     return result
+
+
+@asynccontextmanager
+async def opened(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIterator[T]:
+    """What `make` gives, until `end` is called with it: both may block, and run in threads. It is ended also when the
+    caller is cancelled while it is made."""
+    async with AsyncExitStack() as held:
+
+        async def enter() -> T:
+            made = await asyncio.to_thread(make)
+            held.push_async_callback(shielded, partial(asyncio.to_thread, end, made))
+            return made
+
+        yield await shielded(enter)
 
 
 class _Failure:

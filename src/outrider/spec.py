@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import posixpath
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -163,6 +164,15 @@ class Mount(Spec):
 
     source: AbsolutePath
     target: AbsolutePath | None = None
+
+    @model_validator(mode="after")
+    def _below_the_root(self) -> Self:
+        target = self.target or self.source
+        if target == "/" or target != posixpath.normpath(target) or target.startswith("//"):
+            raise ValueError(
+                "the target must be a plain path below the root: no '/' alone, '//', '/.' or '/' at its end"
+            )
+        return self
 
 
 class RuntimeSpec(Spec):

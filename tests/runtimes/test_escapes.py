@@ -234,7 +234,7 @@ async def test_what_a_link_in_a_layer_does_to_a_mount(world: World, folder: Path
 async def test_a_plan_too_large_for_a_message(world: World) -> None:
     """It fails by itself, if it does, and takes no other sandbox with it."""
     beside = await world.start("namespace")
-    named = [Mount(source="/usr/lib", target=f"/{'x' * 200}/" * 18 + str(number)) for number in range(64)]
+    named = [Mount(source="/usr/lib", target=f"/{'x' * 200}" * 18 + f"/{number}") for number in range(64)]
     sandbox = world.create("namespace", named=named)
     with contextlib.suppress(RuntimeFailure):
         await sandbox.start()

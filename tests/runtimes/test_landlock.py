@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -17,6 +19,18 @@ from outrider.runtimes.inside import landlock
 from outrider.runtimes.landlock import LandlockRuntime
 
 from .world import World
+
+MPTCP = 262
+FASTOPEN = 0x20000000
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+SENDMMSG = """
+import ctypes, socket, struct
+P, s, data = ctypes.c_void_p, socket.socket(), ctypes.create_string_buffer(b'GET', 3)
+to = ctypes.create_string_buffer(struct.pack('=H', 2) + struct.pack('!H', {to}[1]) + socket.inet_aton('127.0.0.1'), 16)
+part = ctypes.create_string_buffer(struct.pack('PN', ctypes.addressof(data), 3))
+message = struct.pack('PIxxxxPNPNiIxxxx', ctypes.addressof(to), 16, ctypes.addressof(part), 1, 0, 0, 0, 0)
+assert ctypes.CDLL(None).sendmmsg(s.fileno(), ctypes.create_string_buffer(message), 1, {flags}) == 1
+"""
 
 
 @pytest.fixture
@@ -102,6 +116,103 @@ async def test_only_the_gateway_is_reached(world: World) -> None:
                 port = other.getsockname()[1]
                 program = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
                 assert not await succeeds(sandbox, program)
+
+
+@pytest.mark.skipif(landlock.version() < landlock.NETWORK_SINCE, reason="this kernel's Landlock knows no TCP")
+async def test_no_other_way_leads_to_a_port(sandbox: Runtime) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        to = other.getsockname()
+        plain = "import socket; s = socket.socket(); "
+        for program in (
+            f"import socket; socket.socket(socket.AF_INET, socket.SOCK_STREAM, {MPTCP}).connect({to!r})",
+            f"{plain} s.sendto(b'GET', {FASTOPEN}, {to!r})",
+            f"{plain} s.sendmsg([b'GET'], [], {FASTOPEN}, {to!r})",
+            SENDMMSG.format(to=to, flags=FASTOPEN),
+            f"{plain} s.setsockopt(socket.IPPROTO_TCP, 30, 1); s.connect({to!r}); s.send(b'GET')",
+        ):
+            assert not await succeeds(sandbox, program), program
+
+
+async def test_a_pair_of_sockets_sends_to_no_other(sandbox: Runtime, folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        path = str(folder / "other.sock")
+        other.bind(path)
+        other.setblocking(False)
+        for kind in ("SOCK_DGRAM", "SOCK_RAW", "SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK"):
+            program = f"import socket; socket.socketpair(socket.AF_UNIX, socket.{kind})[0].sendto(b'forged', {path!r})"
+            assert not await succeeds(sandbox, program), kind
+        with pytest.raises(BlockingIOError):
+            other.recv(10)
+    assert await succeeds(sandbox, "import socket as s; a, b = s.socketpair(s.AF_UNIX, s.SOCK_SEQPACKET); a.send(b'x')")
+
+
+async def test_processes_of_the_host_keep_their_limits_and_their_turn(sandbox: Runtime) -> None:
+    machine = os.uname().machine
+    other = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    pid = other.pid
+    before = turn_of(pid)
+    try:
+        for program in (
+            f"import resource; resource.prlimit({pid}, resource.RLIMIT_CPU, (5, 5))",
+            f"import os; os.sched_setscheduler({pid}, os.SCHED_IDLE, os.sched_param(0))",
+            f"import os; os.sched_setparam({pid}, os.sched_param(0))",
+            f"import os; os.sched_setaffinity({pid}, [min(os.sched_getaffinity(0))])",
+            f"import os; os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+            f"import os; os.setpriority(os.PRIO_PGRP, {os.getpgid(pid)}, 19)",
+            f"import ctypes; assert ctypes.CDLL(None).syscall({IOPRIO_SET[machine]}, 1, {pid}, 3 << 13) == 0",
+        ):
+            assert not await succeeds(sandbox, program), program
+        assert turn_of(pid) == before
+    finally:
+        other.kill()
+        await other.wait()
+
+
+def turn_of(pid: int) -> tuple[object, ...]:
+    limits = resource.prlimit(pid, resource.RLIMIT_CPU)
+    return limits, os.sched_getscheduler(pid), os.sched_getaffinity(pid), os.getpriority(os.PRIO_PROCESS, pid)
+
+
+async def test_nothing_is_left_in_the_kernel(sandbox: Runtime) -> None:
+    """Of what is not a process's own, and would be there after `stop`."""
+    for call, undo in (
+        ("shmget(0x0DDB0DE, 4096, 0o1600)", "shmctl(found, 0, None)"),
+        ("semget(0x0DDB0DE, 1, 0o1600)", "semctl(found, 0, 0)"),
+        ("msgget(0x0DDB0DE, 0o1600)", "msgctl(found, 0, None)"),
+        ("mq_open(b'/outrider-x', 0o102, 0o600, None)", "mq_unlink(b'/outrider-x')"),
+    ):
+        program = f"import ctypes; libc = ctypes.CDLL(None); found = libc.{call}; assert found >= 0; libc.{undo}"
+        assert not await succeeds(sandbox, program), call
+
+
+async def test_ordinary_work_goes_on(world: World) -> None:
+    async def hello(request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    async with world.gateway(hello):
+        sandbox = await world.start("process-landlock")
+        for command in (
+            "nice -n 3 true && renice -n 5 -g 0 && nice -n 1 true",
+            "ulimit -n 50 && test $(ulimit -n) = 50",
+            "! command -v taskset || taskset -c 0 true",
+            "! command -v prlimit || { prlimit --pid $$ --nofile && prlimit --nofile=40 true; }",
+            "! command -v git || { git init -q r && cd r && echo x > x && git add x && git -c user.name=a "
+            "-c user.email=a@example.org commit -qm x && git log --oneline; }",
+            f"! command -v curl || test $(curl -sS {sandbox.endpoint}) = hello",
+        ):
+            result = await sandbox.exec(command, seconds=20)
+            assert result.exit_code == 0, (command, result.stderr)
+        for program in (
+            f"import urllib.request as u; assert u.urlopen({sandbox.endpoint!r}).read() == b'hello'",
+            "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))",
+            "import os; os.sched_setaffinity(0, os.sched_getaffinity(0)); os.nice(1)",
+            "import multiprocessing as m; a, b = m.Pipe(); m.Process(target=a.send, args=[1]).start(); assert b.recv()",
+            "import asyncio; asyncio.run(asyncio.sleep(0))",
+            "import os; os.openpty()",
+        ):
+            assert await succeeds(sandbox, program), program
+        shell = await sandbox.open_shell()
+        assert (await shell.run("test -t 1 && echo yes", seconds=10)).output == "yes\n"
 
 
 async def test_it_has_no_privileges(sandbox: Runtime) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 
@@ -17,6 +18,15 @@ from .world import CONTAINERS, ISOLATING, World
 
 HOG = "x = bytearray(1 << 20)\nwhile True: x += bytes(1 << 20)"
 BOMB = "f() { f | f & }; f; sleep 20"
+SPINNERS = """
+import os, time
+BEGIN = time.time() + 4
+for _ in range(200):
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(max(0, BEGIN - time.time()))
+        while True: pass
+"""
 SPIN = "import time; t = time.time() + 1.5\nwhile time.time() < t: pass\nprint(time.process_time())"
 
 
@@ -71,6 +81,16 @@ async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:
     await sandbox.exec(BOMB.replace("sleep 20", "true"), seconds=5)
     await sandbox.stop()
     assert time.monotonic() - started < 15
+
+
+async def test_a_sandbox_whose_first_process_has_to_wait_for_all_others_is_stopped_in_time(world: World) -> None:
+    needs("namespace", "cpu")
+    sandbox = await world.start("namespace", resources=Resources(cpus=0.1, pids=1000))
+    assert (await sandbox.exec(["python3", "-c", SPINNERS], seconds=30)).exit_code == 0
+    await asyncio.sleep(5)
+    started = time.monotonic()
+    await sandbox.stop()
+    assert time.monotonic() - started < 3
 
 
 async def test_cpu(world: World, kind: str) -> None:

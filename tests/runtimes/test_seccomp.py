@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import struct
 
@@ -10,20 +11,62 @@ import pytest
 
 from outrider.runtimes.inside import kernel, seccomp
 
+from .world import ISOLATING, World
+
 ALLOW, EPERM, ENOSYS = seccomp.ALLOW, seccomp.ERRNO | 1, seccomp.ERRNO | 38
-STREAM, DATAGRAM, CLOEXEC = 1, 2, 0x80000
+STREAM, DATAGRAM, RAW, SEQPACKET = 1, 2, 3, 5
+CLOEXEC, NONBLOCK = 0x80000, 0x800
+FASTOPEN = 0x20000000
 MACHINES = sorted(seccomp.MACHINES)
+KINDS = ("x86_64", "aarch64")
+LOOKED_AT = {
+    "clone": (56, 220),
+    "ioctl": (16, 29),
+    "ioprio_set": (251, 30),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "setpriority": (141, 140),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+}
+SENDING = {"sendto": (44, 206), "sendmsg": (46, 211), "sendmmsg": (307, 269)}
+HOST_WIDE = {
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184),
+    "mq_getsetattr": (245, 185),
+}
 
 
-def verdict(code: bytes, machine: str, number: int, first: int = 0, second: int = 0) -> int:
-    """What the filter says to a call; fails when a jump leaves the program."""
+def number_of(name: str, machine: str) -> int:
+    return {**LOOKED_AT, **SENDING, **HOST_WIDE}[name][KINDS.index(machine)]
+
+
+def verdict(code: bytes, machine: str, number: int, *words: int) -> int:
+    """What the filter says to a call with these arguments, of 64 bits each; fails when a jump leaves the program."""
     steps = list(struct.iter_unpack("HBBI", code))
     data = {
         seccomp.AT_NUMBER: number,
         seccomp.AT_MACHINE: seccomp.MACHINES.get(machine, 0),
-        seccomp.AT_FIRST: first,
-        seccomp.AT_SECOND: second,
     }
+    for place, word in enumerate([*words, 0, 0, 0, 0, 0, 0][:6]):
+        data[16 + 8 * place], data[20 + 8 * place] = word & 0xFFFFFFFF, word >> 32
     loaded = at = 0
     while True:
         operation, then, otherwise, value = steps[at]
@@ -50,9 +93,11 @@ def test_calls_by_number(machine: str, tcp_only: bool) -> None:
     denied = {**seccomp.DENIED_EVERYWHERE, **seccomp.DENIED[machine]}
     for name, number in denied.items():
         assert verdict(code, machine, number) == EPERM, name
-    special = {seccomp.CLONE[machine], seccomp.IOCTL[machine], seccomp.SOCKET[machine], seccomp.CLONE3}
+    host_wide = {number_of(name, machine) for name in HOST_WIDE}
+    special = {seccomp.CLONE3, *(number_of(name, machine) for name in LOOKED_AT)}
     for number in set(range(450)) - set(denied.values()) - special:
-        assert verdict(code, machine, number) == ALLOW, number
+        expected = ENOSYS if tcp_only and number in host_wide else ALLOW
+        assert verdict(code, machine, number, 7, 7, 7, 7) == expected, number
     assert verdict(code, machine, seccomp.CLONE3) == ENOSYS
     assert verdict(code, "another", 0) == seccomp.KILL
 
@@ -60,7 +105,7 @@ def test_calls_by_number(machine: str, tcp_only: bool) -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_calls_by_argument(machine: str) -> None:
     code = seccomp.program(machine)
-    clone, ioctl = seccomp.CLONE[machine], seccomp.IOCTL[machine]
+    clone, ioctl = number_of("clone", machine), number_of("ioctl", machine)
     for bit in range(32):
         namespaces = (kernel.NEWNS, kernel.NEWCGROUP, kernel.NEWUTS, kernel.NEWIPC, kernel.NEWUSER, kernel.NEWPID)
         expected = EPERM if 1 << bit in (*namespaces, kernel.NEWNET) else ALLOW
@@ -71,16 +116,104 @@ def test_calls_by_argument(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_sockets(machine: str) -> None:
-    open_to_all, tcp_only = seccomp.program(machine), seccomp.program(machine, True)
+    codes, number = (seccomp.program(machine), seccomp.program(machine, True)), number_of("socket", machine)
     unix, internet = socket.AF_UNIX, (socket.AF_INET, socket.AF_INET6)
-    for family, kind in itertools.product(range(46), (STREAM, DATAGRAM, 3, STREAM | CLOEXEC)):
-        found = [verdict(code, machine, seccomp.SOCKET[machine], family, kind) for code in (open_to_all, tcp_only)]
+    for family, kind in itertools.product(range(46), (STREAM, DATAGRAM, RAW, STREAM | CLOEXEC)):
+        found = [verdict(code, machine, number, family, kind) for code in codes]
         if family == socket.AF_NETLINK or (family in internet and kind & 0xF == STREAM):
             assert found == [ALLOW, ALLOW], (family, kind)
         elif family == unix or family in internet:
             assert found == [ALLOW, EPERM], (family, kind)
         else:
             assert found == [EPERM, EPERM], (family, kind)
+    for family, protocol in itertools.product(internet, (0, 6, 132, 256, 262)):
+        found = [verdict(code, machine, number, family, STREAM | NONBLOCK, protocol) for code in codes]
+        assert found == [ALLOW, ALLOW if protocol in (0, 6) else EPERM], (family, protocol)
+    assert verdict(codes[1], machine, number, socket.AF_NETLINK, RAW, 4) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_pairs_of_sockets(machine: str) -> None:
+    codes, number = (seccomp.program(machine), seccomp.program(machine, True)), number_of("socketpair", machine)
+    for family, kind, flags in itertools.product(range(46), range(1, 11), (0, CLOEXEC, CLOEXEC | NONBLOCK)):
+        found = [verdict(code, machine, number, family, kind | flags) for code in codes]
+        if family == socket.AF_UNIX:
+            assert found == [ALLOW, ALLOW if kind in (STREAM, SEQPACKET) else EPERM], (kind, flags)
+        else:
+            assert found == [EPERM, EPERM], (family, kind)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_connection_is_made_by_sending(machine: str) -> None:
+    codes = (seccomp.program(machine), seccomp.program(machine, True))
+    for name, place in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):
+        for flags in (0, FASTOPEN, FASTOPEN | 0x4000, 0x4000, ~FASTOPEN & 0xFFFFFFFF):
+            words = [FASTOPEN] * place + [flags] + [FASTOPEN] * 2
+            found = [verdict(code, machine, number_of(name, machine), *words) for code in codes]
+            assert found == [ALLOW, EPERM if flags & FASTOPEN else ALLOW], (name, hex(flags))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_who_else_can_be_slowed_or_limited(machine: str) -> None:
+    """Not the first process of a sandbox, nor the tool server's; and where the host's processes have numbers, none."""
+    codes = (seccomp.program(machine, server=7), seccomp.program(machine, True))
+    for name in ("sched_setscheduler", "sched_setparam", "sched_setattr", "sched_setaffinity"):
+        for pid, expected in ((0, [ALLOW, ALLOW]), (1, [EPERM, EPERM]), (7, [EPERM, EPERM]), (8, [ALLOW, EPERM])):
+            for word in (pid, pid | 5 << 32):  # the kernel looks at 32 bits
+                assert [verdict(code, machine, number_of(name, machine), word) for code in codes] == expected, name
+    for name, kinds in (("setpriority", (0, 1, 2)), ("ioprio_set", (1, 2, 3))):
+        for kind, who in itertools.product(kinds, (0, 1, 7, 8)):
+            expected = [ALLOW if who in (0, 8) else EPERM, ALLOW if who == 0 else EPERM]
+            expected = [EPERM, EPERM] if kind == kinds[-1] else expected  # of a user: whoever that reaches
+            assert [verdict(code, machine, number_of(name, machine), kind, who) for code in codes] == expected
+    for pid, new in itertools.product((0, 1, 7, 8), (0, 0x7FFF12345678, 0x7FFF00000000, 0x1000)):
+        expected = [ALLOW if pid in (0, 8) or not new else EPERM, ALLOW if pid == 0 or not new else EPERM]
+        found = [verdict(code, machine, number_of("prlimit64", machine), pid, 7, new, 1) for code in codes]
+        assert found == expected, (pid, hex(new))
+
+
+REACH = """
+import ctypes, os, resource, struct
+libc, failed = ctypes.CDLL(None), []
+def tried(done):
+    failed.append(not done)
+for pid in {1, TOOLS}:
+    for call in (lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
+                 lambda: os.sched_setparam(pid, os.sched_param(0)),
+                 lambda: os.sched_setaffinity(pid, os.sched_getaffinity(0)),
+                 lambda: os.setpriority(os.PRIO_PROCESS, pid, 19),
+                 lambda: os.setpriority(os.PRIO_USER, 0, 19),
+                 lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE, (10, 10))):
+        try:
+            call()
+            tried(True)
+        except OSError:
+            tried(False)
+    tried(libc.syscall(IOPRIO_SET, 1, pid, 3 << 13) == 0)
+    tried(libc.syscall(SCHED_SETATTR, pid, struct.pack("IIQiIQQQ", 48, 5, 0, 0, 0, 0, 0, 0), 0) == 0)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE)
+print(all(failed), failed)
+"""
+
+
+@pytest.mark.parametrize("kind", ISOLATING)
+async def test_the_first_process_is_let_alone(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    tools = (await sandbox.exec("echo $PPID", seconds=10)).stdout.decode().strip()
+    machine = os.uname().machine
+    program = REACH.replace("TOOLS", tools)
+    for name in ("ioprio_set", "sched_setattr"):
+        program = program.replace(name.upper(), str(number_of(name, machine)))
+    result = await sandbox.exec(["python3", "-c", program], seconds=20)
+    assert result.stdout.startswith(b"True"), (result.stdout, result.stderr)
+    own = (
+        "renice -n 5 -p $$ && ulimit -n 50 && test $(ulimit -n) = 50 && nice -n 3 true",
+        "! command -v taskset || { taskset -c 0 true && taskset -p 1 $$; }",
+        "python3 -c 'import os, resource; p = os.getpid(); resource.prlimit(p, resource.RLIMIT_NOFILE, (9, 9))'",
+    )
+    for command in own:
+        result = await sandbox.exec(command, seconds=20)
+        assert result.exit_code == 0, (command, result.stderr)
 
 
 def test_the_other_numbering_of_x86_64() -> None:

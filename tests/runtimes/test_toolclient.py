@@ -159,3 +159,59 @@ async def test_what_a_server_says_of_an_error_is_cut(pair: tuple[ToolClient, Pee
     client, peer = pair
     await peer.send(frame(1, "error", {"code": "failed", "text": "x" * 5_000_000}))
     assert len((await failure(client.call("exec", {}, Done))).message) == TEXT_MAX
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_a_client_closed_while_it_opens_leaves_nothing(turns: int) -> None:
+    """Not a transport, nor a callback for a descriptor that is another's by then."""
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    ours, theirs = socket.socketpair()
+    client = ToolClient(ours, lambda: "")
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        opening = group.create_task(failure(client.open()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await client.close()
+    assert opening.result().message == "the sandbox was stopped"
+    async with asyncio.timeout(10):
+        await client.close()
+    assert ours.fileno() == -1
+    with theirs:
+        theirs.setblocking(False)
+        assert theirs.recv(1) == b""
+    assert faults == []
+
+
+async def test_arguments_that_cannot_be_sent_are_a_failure_of_their_call(pair: tuple[ToolClient, Peer]) -> None:
+    client, peer = pair
+    for value in ("\udc80", 1 << 70):
+        assert (await failure(client.call("exec", {"script": value}, Done))).message.startswith("cannot send exec")
+    assert client._calls == {}
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(client.call("a", {}, Done))
+        await peer.send(frame((await peer.request())[0], "ok", {}))
+    assert task.result() == Done()
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_client_whose_opening_is_cancelled_is_lost(turns: int) -> None:
+    """On a service's loop, whose transports take longer to close."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def cancelled() -> None:
+        ours, theirs = socket.socketpair()
+        client, peer = ToolClient(ours, lambda: ""), Peer(theirs)
+        async with asyncio.TaskGroup() as group:
+            opening = group.create_task(client.open())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            opening.cancel()
+        assert opening.cancelled()
+        assert "was not opened" in (await failure(client.call("stop", {}, Done))).message
+        await client.close()
+        assert await asyncio.get_running_loop().sock_recv(peer.end, 1) == b""
+        theirs.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(cancelled())

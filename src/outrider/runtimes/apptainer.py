@@ -22,7 +22,7 @@ from outrider.runtimes.apptainer_start import Bind
 from outrider.runtimes.base import Availability
 from outrider.runtimes.bundle import behind, delivery
 from outrider.runtimes.cgroups import Cgroups
-from outrider.runtimes.child import Child, readable
+from outrider.runtimes.child import Child
 from outrider.runtimes.container_server import interpreter
 from outrider.runtimes.family import Family
 from outrider.runtimes.held import RootedRuntime
@@ -172,15 +172,9 @@ async def end(child: Child, family: Family, mark: str) -> None:
     server that is not held yet, because it is just being started, ends by that."""
     family.hold()
     family.kill_first_inside()
-    try:
-        async with asyncio.timeout(STOP_SECONDS):
-            await readable(child.pidfd)
-    except TimeoutError:
+    if not await child.end(STOP_SECONDS):
         await asyncio.to_thread(kill_marked, f"{mark}:")
-        child.kill()
     await family.end()
-    await child.gone()
-    child.close()
 
 
 async def environment_of(tools: ToolClient) -> dict[str, str]:

@@ -102,6 +102,7 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
     return found
 
 
+UNBOUND = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
 OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
 """Not there where the kernel does not account for swap."""
 
@@ -120,6 +121,18 @@ class Group:
     def add(self, pid: int) -> None:
         for entrance in self.entrances:
             Path(entrance).write_text(str(pid))
+
+    def unbind(self) -> None:
+        """No limit of processor time any more: for those that are to die, which takes some."""
+        for file, value in UNBOUND.items():
+            for folder in self._folders:
+                with contextlib.suppress(OSError):  # of the other version, or of another controller
+                    (folder / file).write_text(value)
+
+    def kill(self) -> None:
+        """Whoever is in it now."""
+        for folder in self._folders:
+            _kill_members(folder)
 
     async def remove(self) -> None:
         """With all that may still run in it. Raises RuntimeFailure, when as many are removed as can be."""

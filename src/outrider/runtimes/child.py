@@ -1,7 +1,7 @@
 """A process that works for the service: a child, spawned without copying the service's memory, or one forked for it
 by its zygote. Watched by pidfd.
 
-It knows nothing of sandboxes. Invariant: after `gone` returned, the process is dead, and reaped if it was a child.
+It knows nothing of sandboxes. Invariant: after `end` returned, the process is dead, and reaped if it was a child.
 """
 
 from __future__ import annotations
@@ -64,10 +64,20 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    async def gone(self) -> None:
-        """Wait for its death and reap it. Call once."""
-        await readable(self.pidfd)
+    async def end(self, seconds: float) -> bool:
+        """Wait for its end, which comes by force after so many seconds, reap it and close. Whether it came by itself.
+        Call once; not cancel-safe by itself."""
+        in_time = True
+        try:
+            async with asyncio.timeout(seconds):
+                await readable(self.pidfd)
+        except TimeoutError:
+            in_time = False
+            self.kill()
+            await readable(self.pidfd)
         self._reap()
+        self.close()
+        return in_time
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):  # it may be a child of the zygote's, not ours

@@ -74,8 +74,9 @@ class HeldRuntime(ServedRuntime):
             self._tools = None
             try:
                 await self._held.aclose()
-            except (RuntimeFailure, OSError) as error:
-                log.error("%s is not stopped in full: %s", self._context.directory.name, error)
+            except Exception as error:  # whatever it is: `stop` never raises, and the other parts are undone
+                bug = not isinstance(error, (RuntimeFailure, OSError))
+                log.error("%s is not stopped in full: %s", self._context.directory.name, error, exc_info=bug)
 
 
 class RootedRuntime(HeldRuntime):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
@@ -35,7 +36,8 @@ class Host:
         self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(4)}"
         self._stack = AsyncExitStack()
         self._parts: dict[object, Any] = {}
-        self._opening = asyncio.Lock()
+        self._opening: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By kind: one that hangs holds up no other."""
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -47,7 +49,7 @@ class Host:
     async def part(self, kind: Callable[[Host], AbstractAsyncContextManager[P]]) -> P:
         """The one `kind(host)` of this node, entered. What entering raises is raised again at the next try."""
         if kind not in self._parts:
-            async with self._opening:
+            async with self._opening[kind]:
                 if kind not in self._parts:
                     self._parts[kind] = await self._stack.enter_async_context(kind(self))
         return cast(P, self._parts[kind])

@@ -17,7 +17,7 @@ import msgspec
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.bundle import delivery
 from outrider.runtimes.cgroups import Group
-from outrider.runtimes.child import Child, readable
+from outrider.runtimes.child import Child
 from outrider.runtimes.marks import VARIABLE, kill_marked
 from outrider.runtimes.toolclient import Done, Stopped, ToolClient
 from outrider.shield import shielded
@@ -97,22 +97,9 @@ class HostedServer:
             async with asyncio.timeout(STOP_SECONDS):
                 ended = (await self.tools.call("stop", {}, Stopped)).left == 0
         await self.tools.close()
-        in_time = await self._ends_in_time()
+        in_time = await self._child.end(STOP_SECONDS)
         if not (ended and in_time):
             await asyncio.to_thread(kill_marked, f"{self._mark}:")
-        self._child.close()
-
-    async def _ends_in_time(self) -> bool:
-        """Wait for the child's end, which comes by force when it does not come by itself."""
-        try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await readable(self._child.pidfd)
-        except TimeoutError:
-            self._child.kill()
-            await self._child.gone()
-            return False
-        await self._child.gone()
-        return True
 
 
 async def configure(tools: ToolClient, setup: Setup) -> None:

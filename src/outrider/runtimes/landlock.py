@@ -2,8 +2,8 @@
 
 Weaker than a sandbox of namespaces: what is on the host's system folders can be seen, and so can its processes, though
 not what is in them; and what is bound is each process, where no control groups are there for all of them.
-It does not know what it runs. Invariant: as that of the process runtime, and nothing can be written but in the
-sandbox's own directory.
+It does not know what it runs. Invariant: what is in files is changed in the sandbox's own directory alone; the
+terminals of the service's user can be written to. What `stop` kills is what the process runtime's does.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from outrider.runtimes.base import Availability
 from outrider.runtimes.bundle import behind, server_command
 from outrider.runtimes.cgroups import find
+from outrider.runtimes.hosted import Setup
 from outrider.runtimes.inside import landlock, seccomp
 from outrider.runtimes.process import ProcessRuntime
 
@@ -30,10 +33,13 @@ READ = (
     *("/etc/os-release", "/etc/protocols", "/etc/services", "/sys/devices/system/cpu"),
 )
 WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
+"""The last also leads to other terminals of the service's user; without it no terminal of one's own can be opened."""
+ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
+"""Git gives up where there is a configuration for the whole host and it cannot read it."""
 
 
 class LandlockRuntime(ProcessRuntime):
-    """As `ProcessRuntime`, but that nothing is written outside of the sandbox's own directory, nothing read but the
+    """As `ProcessRuntime`, but that no file is written outside of the sandbox's own directory, nothing read but the
     system's folders and the harness's programs, and no TCP connection made but to the gateway."""
 
     @classmethod
@@ -58,3 +64,7 @@ class LandlockRuntime(ProcessRuntime):
             *(f"{name}={value}" for name, value in limits.items()),
         ]
         return [*server_command(sys.executable), *words], behind(FENCE, bytecode)
+
+    def _setup(self) -> Setup:
+        setup = super()._setup()
+        return msgspec.structs.replace(setup, env={**ENVIRONMENT, **setup.env})

@@ -23,7 +23,7 @@ from outrider.rootfs.store import ImageStore, known_image
 from outrider.runtimes import cgroups, plans
 from outrider.runtimes.base import Availability
 from outrider.runtimes.cgroups import Cgroups, Group
-from outrider.runtimes.child import Child
+from outrider.runtimes.child import Child, readable
 from outrider.runtimes.finder import Finder
 from outrider.runtimes.held import RootedRuntime
 from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, configure
@@ -43,6 +43,7 @@ import ctypes, os, sys
 if ctypes.CDLL(None, use_errno=True).unshare(0x7e020000):
     sys.exit(os.strerror(ctypes.get_errno()))
 """
+PATIENCE_SECONDS = 0.5
 PROBE = (sys.executable, "-I", "-c", TRY)
 """All the namespaces of a sandbox at once."""
 
@@ -71,7 +72,8 @@ class NamespaceRuntime(RootedRuntime):
 
     async def _start(self) -> ToolClient:
         host = self._context.host
-        zygote, groups = await host.part(Zygote), await host.part(Cgroups)
+        groups = await host.part(Cgroups)
+        zygote = await host.part(Zygote)  # after them: a process that starts meanwhile would be in the way
         root, env = self._root(zygote)
         root, python = await _with_python(root)
         group = groups.make(self._context.directory.name, self._spec.resources)
@@ -85,7 +87,7 @@ class NamespaceRuntime(RootedRuntime):
                 raise
         tools = ToolClient(ours, child.log_tail)
         self._held.push_async_callback(tools.close)
-        self._held.push_async_callback(_end, child)
+        self._held.push_async_callback(_end, child, group)
         await tools.open()
         await configure(tools, self._setup(env, python))
         return tools
@@ -163,10 +165,20 @@ def _has_python(folder: str) -> bool:
     return any(os.path.lexists(f"{folder}/{path}") for path in PYTHONS)
 
 
-async def _end(child: Child) -> None:
+async def _end(child: Child, group: Group) -> None:
+    """The first process takes the others with it. Where that is slow, because they have made it wait for its turn
+    behind them all, they are killed one by one."""
+    group.unbind()
     child.kill()
-    await child.gone()
-    child.close()
+    ended = False
+    while not ended:
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await readable(child.pidfd)
+            ended = True
+        except TimeoutError:
+            await asyncio.to_thread(group.kill)
+    await child.end(0.0)
 
 
 def possible() -> None:

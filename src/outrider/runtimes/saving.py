@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.toolclient import Done, ToolClient
-from outrider.shield import shielded
+from outrider.shield import opened, shielded
 
 BACKLOG = 4 << 20
 SAVE_SECONDS = 600.0
@@ -24,9 +25,9 @@ async def save_parts(tools: ToolClient, method: str, args: Mapping[str, Any], ta
     """Call, and write what it answers with into a new file that only this user can read. Raises OSError when there can
     be no such file, RuntimeFailure when the server has more than `limit` bytes or else fails, and when the file cannot
     be written."""
-    fd = await asyncio.to_thread(os.open, target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     whole = False
-    try:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    async with opened(partial(os.open, target, flags, 0o600), lambda fd: finish(fd, target, whole)) as fd:
         saving = Saving(tools, fd)
         async with asyncio.TaskGroup() as group:
             call = group.create_task(saving.call(method, {**args, "limit": limit}, limit))
@@ -39,8 +40,6 @@ async def save_parts(tools: ToolClient, method: str, args: Mapping[str, Any], ta
         if saving.fault is not None:
             raise saving.fault
         whole = True
-    finally:
-        await asyncio.to_thread(finish, fd, target, whole)
 
 
 class Saving:

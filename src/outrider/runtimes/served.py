@@ -13,6 +13,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ from outrider.runtimes.bundle import shell_program
 from outrider.runtimes.saving import save_parts
 from outrider.runtimes.toolclient import UNREADABLE, Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
 from outrider.runtimes.uploads import entries, open_plain
+from outrider.shield import opened
 
 PIECE = 4 << 20
 MAX_SNAPSHOT = 1 << 30
@@ -185,16 +187,13 @@ class ServedRuntime(ABC):
                 await self._upload_file(entry.path, place)
 
     async def _upload_file(self, path: Path, place: str) -> None:
-        fd, mode = await asyncio.to_thread(open_plain, path)
-        try:
+        async with opened(partial(open_plain, path), lambda plain: os.close(plain[0])) as (fd, mode):
             offset = 0
             while data := await asyncio.to_thread(os.pread, fd, PIECE, offset):
                 await self._write(place, data, mode, append=offset > 0)
                 offset += len(data)
             if offset == 0:
                 await self._write(place, b"", mode, append=False)
-        finally:
-            os.close(fd)
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
         named = [[self.place(path), self.member(path)] for path in paths]
@@ -203,15 +202,12 @@ class ServedRuntime(ABC):
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
         roots = [[posixpath.normpath(self.place(path)), self.member(path)] for path in self.outermost(paths)]
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
-        fd = await asyncio.to_thread(os.open, archive, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        async with opened(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
             offset, data = 0, b"-"
             while data:
                 data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
                 offset += len(data)
                 await self.tools.call("restore", {**args, "data": data, "last": not data}, Done, seconds=600.0)
-        finally:
-            os.close(fd)
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
         """The paths that are below no other of them, each once."""

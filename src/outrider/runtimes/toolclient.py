@@ -28,6 +28,8 @@ STRAY_MAX = 64 << 20
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """What decoding raises for bytes that are not of the type: also text that is no UTF-8, and what is nested deeply."""
+UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
+"""What encoding raises for what is not of the wire: text that is no Unicode, an integer of more than 64 bits."""
 GRACE_SECONDS = 30.0
 """How much longer than its own time limit a call may take before the server counts as stuck."""
 CANCEL_SECONDS = 5.0
@@ -105,7 +107,8 @@ class ToolClient(asyncio.Protocol):
 
     def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
         """`end` is one end of a Unix stream connection to the server; it is ours from now on."""
-        self._end = end
+        self._end: socket.socket | None = end
+        """Until it is the transport's."""
         self._log_tail = log_tail
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -117,7 +120,18 @@ class ToolClient(asyncio.Protocol):
         self._closed = asyncio.Event()
 
     async def open(self) -> None:
-        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=self._end)
+        """Once. Raises RuntimeFailure when it is closed before that is done."""
+        self._check()
+        end, self._end = self._end, None
+        try:
+            self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
+        except BaseException:  # also a cancel: the loop closes what it has begun
+            self._lose("the connection to the tool server was not opened")
+            raise
+        if self._lost is not None:
+            self._transport.abort()
+            await self._closed.wait()
+            raise self._failure(self._lost)
 
     def data_received(self, data: bytes) -> None:
         received = self._received
@@ -166,18 +180,19 @@ class ToolClient(asyncio.Protocol):
         on_part: Callable[[bytes], None] | None = None,
         room: int = 0,
     ) -> T:
-        """Call and wait for the reply. Raises FileNotFoundError, IsADirectoryError, RuntimeFailure.
+        """Call and wait for the reply. Raises FileNotFoundError, IsADirectoryError, RuntimeFailure, the latter also for
+        arguments that cannot be sent.
 
         `seconds` is the call's own limit inside; past it by GRACE_SECONDS the server counts as stuck. A server whose
         parts have more than `room` bytes is dropped.
         """
-        if self._lost is not None:
-            raise self._failure(self._lost)
+        self._check()
         self._number += 1
         number = self._number
+        frame = self._frame(number, method, args)
         outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._calls[number] = Call(outcome, on_part, room)
-        self._send(number, method, args)
+        self._send(frame)
         alarm = self._loop.call_later(seconds + GRACE_SECONDS, self._lose, f"the tool server is stuck in {method}")
         try:
             return self._decoded(await outcome, reply)
@@ -207,15 +222,21 @@ class ToolClient(asyncio.Protocol):
             return
         ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._calls[number] = Call(ended)
-        self._send(0, "cancel", {"call": number})
+        self._send(self._frame(0, "cancel", {"call": number}))
         with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
             async with asyncio.timeout(CANCEL_SECONDS):
                 await ended
 
-    def _send(self, number: int, method: str, args: Mapping[str, Any]) -> None:
-        body = msgspec.msgpack.encode([number, method, args])
+    def _frame(self, number: int, method: str, args: Mapping[str, Any]) -> bytes:
+        try:
+            body = msgspec.msgpack.encode([number, method, args])
+        except UNSENDABLE as error:
+            raise self._failure(f"cannot send {method} to the sandbox: {error}") from error
+        return len(body).to_bytes(4, "big") + body
+
+    def _send(self, frame: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(len(body).to_bytes(4, "big") + body)
+        self._transport.write(frame)
 
     def _take(self, reply: Reply, size: int) -> None:
         """`size` is what the frame counts for."""
@@ -254,6 +275,11 @@ class ToolClient(asyncio.Protocol):
         except UNREADABLE as error:
             raise self._failure(f"the tool server sent a wrong reply: {error}") from error
 
+    def _check(self) -> None:
+        """Raises RuntimeFailure when the connection is lost."""
+        if self._lost is not None:
+            raise self._failure(self._lost)
+
     def _failure(self, message: str) -> RuntimeFailure:
         return RuntimeFailure(message, log_tail=self._log_tail() or None)
 
@@ -263,6 +289,6 @@ class ToolClient(asyncio.Protocol):
         self._lost = reason
         if self._transport is not None:
             self._transport.abort()
-        else:
+        elif self._end is not None:  # else `open` has it now
             self._end.close()
         self.fail_all(reason)

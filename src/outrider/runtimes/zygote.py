@@ -13,16 +13,18 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.child import Child, readable
+from outrider.runtimes.child import Child
 from outrider.runtimes.host import Host
 from outrider.runtimes.marks import VARIABLE
 from outrider.runtimes.plans import Plan, host_root, make_skeleton
+from outrider.shield import shielded
 
 ANSWER_MAX = 1 << 16
 STOP_SECONDS = 5.0
@@ -62,28 +64,18 @@ class Zygote:
 
     async def __aenter__(self) -> Self:
         self.base.mkdir(exist_ok=True)
-        skeleton = self._folder / "skeleton"
-        if not skeleton.exists():
-            await asyncio.to_thread(make_skeleton, skeleton)
-        self.host_root = host_root(skeleton)
+        self.host_root = host_root(await shielded(lambda: asyncio.to_thread(_skeleton, self._folder)))
         self._spawn()
         return self
 
     async def __aexit__(self, *_: Any) -> None:
         self._lose()
-        await self._bury()
+        await shielded(self._bury)
 
     async def _bury(self) -> None:
         """Wait for the death of those that lost their connection, and so for that of all that came from them."""
         while self._lost:
-            child = self._lost.pop()
-            try:
-                async with asyncio.timeout(STOP_SECONDS):
-                    await readable(child.pidfd)
-            except TimeoutError:
-                child.kill()
-            await child.gone()
-            child.close()
+            await self._lost.pop().end(STOP_SECONDS)
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -102,7 +94,7 @@ class Zygote:
         """A new sandbox whose tool server speaks on `connection`. Raises RuntimeFailure, and OSError when there are no
         descriptors left."""
         if self._child is None:
-            await self._bury()
+            await shielded(self._bury)
         if self._child is None:  # and nobody has started it meanwhile
             self._spawn()
         with contextlib.ExitStack() as undo, os.fdopen(os.memfd_create("plan"), "wb", buffering=0) as file:
@@ -177,6 +169,21 @@ class Zygote:
             answer.set_exception(RuntimeFailure("the process that makes sandboxes is gone", log_tail=tail))
         while self._spares:
             os.close(self._spares.pop())
+
+
+def _skeleton(folder: Path) -> Path:
+    """The skeleton of a root in `folder`, whole, whoever else makes it now or has failed to. Blocks."""
+    skeleton = folder / "skeleton"
+    if not skeleton.exists():
+        with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:
+            made = Path(half, "root")
+            make_skeleton(made)
+            try:
+                made.rename(skeleton)
+            except OSError:
+                if not skeleton.exists():  # else another was faster
+                    raise
+    return skeleton
 
 
 def _discard(answer: asyncio.Future[tuple[int, int]]) -> None:

@@ -36,6 +36,7 @@ from outrider.sessions.sandboxes import Sandbox, Sandboxes
 from outrider.sessions.session import Ending, Parts, SessionRun
 from outrider.sessions.sweeps import keep_sweeping, try_to_sweep
 from outrider.sessions.warm import Warm, WarmLimits
+from outrider.shield import opened
 from outrider.spec import TaskSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.base import Store
@@ -67,7 +68,7 @@ class Node(Protocol):
 
 
 class LocalNode:
-    """The node in this process. Enter it before use; leaving it waits for every teardown."""
+    """The node in this process. Enter it before use; leaving it ends what it does in the background."""
 
     def __init__(
         self,
@@ -89,25 +90,27 @@ class LocalNode:
         self._files = files
         self._warm_limits = warm or WarmLimits()
         self._held = AsyncExitStack()
-        self._teardowns = asyncio.TaskGroup()
+        self._background = asyncio.TaskGroup()
+        """Sweeps, sandboxes that are made ahead of sessions, and those for grading while they start."""
         self._conversations: dict[str, Conversation] = {}
         self._sessions = 0
 
     async def __aenter__(self) -> Self:
-        self._folder = await asyncio.to_thread(NodeFolder.make)
-        self._held.push_async_callback(asyncio.to_thread, self._folder.remove)
-        host = await self._held.enter_async_context(Host(self._folder.path))
-        await try_to_sweep(host)
-        await self._held.enter_async_context(self._teardowns)
-        self._held.callback(self._teardowns.create_task(keep_sweeping(host), name="sweeps").cancel)
-        self._sandboxes = Sandboxes(
-            host=host,
-            owner=self._teardowns,
-            files=self._files,
-            gateway_url=lambda: self.gateway_url,
-            gateway_socket=self.gateway_socket,
-        )
-        self._warm = await self._held.enter_async_context(Warm(self._sandboxes, self._warm_limits))
+        async with AsyncExitStack() as held:
+            self._folder = await held.enter_async_context(opened(NodeFolder.make, NodeFolder.remove))
+            host = await held.enter_async_context(Host(self._folder.path))
+            await try_to_sweep(host)
+            await held.enter_async_context(self._background)
+            held.callback(self._background.create_task(keep_sweeping(host), name="sweeps").cancel)
+            self._sandboxes = Sandboxes(
+                host=host,
+                owner=self._background,
+                files=self._files,
+                gateway_url=lambda: self.gateway_url,
+                gateway_socket=self.gateway_socket,
+            )
+            self._warm = await held.enter_async_context(Warm(self._sandboxes, self._warm_limits))
+            self._held = held.pop_all()
         return self
 
     async def __aexit__(
@@ -207,7 +210,7 @@ class LocalNode:
             starts=self._lanes.grading,
             priority=assignment.priority,
             folder=self._folder.path / f"{assignment.session_id}-{assignment.attempt}-graded",
-            owner=self._teardowns,
+            owner=self._background,
         )
 
     async def _turns(self, assignment: Assignment, *, images: bool = False) -> list[Turn]:

@@ -55,8 +55,8 @@ class Sandbox:
 
 
 class Sandboxes(msgspec.Struct, frozen=True, kw_only=True):
-    """Makes them. `owner` is where their teardowns run, `files` where uploads come from; `gateway_url` is asked when a
-    sandbox is made, for only then the gateway is served."""
+    """Makes them. `owner` has the tasks of those that are made ahead, `files` is where uploads come from; `gateway_url`
+    is asked when a sandbox is made, for only then the gateway is served."""
 
     host: Host
     owner: asyncio.TaskGroup

@@ -8,6 +8,8 @@ once `enter` has returned, nothing that this process does or starts can undo any
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import resource
 import stat
@@ -38,7 +40,11 @@ GUARDED = ("bus", "fs", "irq", "sys", "sysrq-trigger")
 HIDDEN = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
 PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 SHOWN = kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV
-PTS = "newinstance,ptmxmode=0666,mode=620"
+PROC = kernel.ATTR_NOSUID | kernel.ATTR_NODEV | kernel.ATTR_NOEXEC
+PTS = "newinstance,ptmxmode=0666,mode=620,max=128"
+"""Of terminals the host has some thousands for all sandboxes."""
+INOTIFY_MAX = 32
+"""Of what the user outside may have for all sandboxes, usually 128."""
 
 
 def identify(plan: Plan) -> None:
@@ -76,7 +82,8 @@ def enter(plan: Plan) -> list[int]:
 
 
 def change_root(plan: Plan) -> list[int]:
-    """All that is wanted of the host is taken hold of first; then the root is changed; then what was held is shown."""
+    """All that is wanted of the host is taken hold of first. Then the root is changed and the host's is gone, and only
+    then a path of the sandbox is resolved, which an image or another sandbox may have filled with links."""
     base = plan["base"]
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     shown = [(kernel.clone_tree(source, SHOWN), target) for source, target in plan["shown"]]
@@ -95,18 +102,17 @@ def change_root(plan: Plan) -> list[int]:
 
         restore_layers(saved, [f"{base}/upper{number}" for number in range(len(plan["layers"]))])
     uppers = [put_up(base, number, lower, target) for number, (lower, target) in enumerate(plan["layers"])]
-    old = os.open("/", os.O_PATH | os.O_DIRECTORY)
+    proc = kernel.new_mount("proc", PROC)  # here, because the kernel allows it only where one is to be seen
     os.chdir(f"{base}/root")
-    kernel.pivot_root(".", ".")
+    kernel.pivot_root(".", ".")  # which puts the old root over the new one
+    kernel.detach(".")
     os.chdir("/")
     for tree, target in shown:
         show(tree, target)
     make_dev(devices)
-    make_proc()  # the last of it: the links of /proc lead to what is held here of the host
-    os.fchdir(old)
-    kernel.detach(".")
-    os.chdir("/")
-    os.close(old)
+    make_proc(proc)  # the last of it: the links of /proc lead to what is held here
+    if not os.path.samestat(os.stat("/.."), os.stat("/")):
+        raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
     return uppers
 
 
@@ -122,9 +128,10 @@ def put_up(base: str, number: int, lower: str, target: str) -> int:
     return os.open(f"upper{number}", os.O_RDONLY | os.O_DIRECTORY)
 
 
-def make_proc() -> None:
-    make_folders("/proc")
-    kernel.mount("proc", "/proc", "proc", PLAIN | kernel.MS_NOEXEC)
+def make_proc(proc: int) -> None:
+    make_own("/proc")
+    kernel.attach(proc, "/proc")
+    write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
     for name in GUARDED:
         if os.path.exists(f"/proc/{name}"):
             kernel.attach(kernel.clone_tree(f"/proc/{name}", kernel.ATTR_RDONLY), f"/proc/{name}")
@@ -136,7 +143,7 @@ def make_proc() -> None:
 
 
 def make_dev(devices: list[tuple[int, str]]) -> None:
-    make_folders("/dev")
+    make_own("/dev")
     kernel.mount("none", "/dev", "tmpfs", kernel.MS_NOSUID | kernel.MS_NOEXEC, "mode=755,size=64k,nr_inodes=64")
     for tree, target in devices:
         show(tree, target)
@@ -146,13 +153,21 @@ def make_dev(devices: list[tuple[int, str]]) -> None:
         os.symlink(aim, f"/dev/{name}")
 
 
+def make_own(folder: str) -> None:
+    """A folder right below the root, which nothing but a folder may stand for."""
+    make_folders(folder)
+    if not stat.S_ISDIR(os.lstat(folder).st_mode):
+        raise OSError(errno.ENOTDIR, f"{folder} of the sandbox's root is not a folder")
+
+
 def show(tree: int, target: str) -> None:
     """Attach mounts at a path that is made if it is missing."""
     if stat.S_ISDIR(os.fstat(tree).st_mode):
         make_folders(target)
     else:
         make_folders(folder_of(target))
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        with contextlib.suppress(FileExistsError):  # a pipe, perhaps, which must not be opened
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
     kernel.attach(tree, target)
 
 

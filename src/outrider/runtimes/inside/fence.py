@@ -25,7 +25,7 @@ def enter(arguments: list[str]) -> None:
     for target, flags in (SESSION, SHARED_MEMORY):
         kernel.mount("none", target, "tmpfs", MS_REMOUNT | flags, f"size={size},nr_inodes={files}")
     kernel.unshare(kernel.NEWCGROUP)
-    cage.make_proc()
+    cage.make_proc(kernel.new_mount("proc", cage.PROC))
     kernel.raise_loopback()
     for limit in limits:
         name, _, value = limit.partition("=")

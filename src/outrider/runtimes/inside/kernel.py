@@ -25,9 +25,11 @@ MNT_DETACH = 2
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH = 4
-ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
+ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
+SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432
+FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC, FSCONFIG_CMD_CREATE = 1, 1, 6
 BY_MACHINE = {"x86_64": {"clone": 56, "pivot_root": 155}, "aarch64": {"clone": 220, "pivot_root": 41}}
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
@@ -91,8 +93,18 @@ def clone_tree(path: str, attributes: int = 0) -> int:
     return tree
 
 
+def new_mount(kind: str, attributes: int) -> int:
+    """A new file system of that kind, attached nowhere; a descriptor of it."""
+    context = syscall(f"fsopen {kind}", SYS_FSOPEN, kind.encode(), FSOPEN_CLOEXEC)
+    try:
+        syscall(f"fsconfig {kind}", SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, 0, 0, 0)
+        return syscall(f"fsmount {kind}", SYS_FSMOUNT, context, FSMOUNT_CLOEXEC, attributes)
+    finally:
+        os.close(context)
+
+
 def attach(tree: int, target: str) -> None:
-    """Mount what `clone_tree` gave."""
+    """Mount what `clone_tree` or `new_mount` gave."""
     syscall(f"mount on {target}", SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
     os.close(tree)
 

@@ -18,20 +18,66 @@ ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS = 1, 38
 
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-AT_NUMBER, AT_MACHINE, AT_FIRST, AT_SECOND = 0, 4, 16, 24
+AT_NUMBER, AT_MACHINE = 0, 4
+FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
+"""Where a call's arguments are: the lower half of each, and the upper one UPPER behind it."""
+UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
 """From here on the numbers of x86-64 mean the x32 calls."""
-CLONE = {"x86_64": 56, "aarch64": 220}
-IOCTL = {"x86_64": 16, "aarch64": 29}
-SOCKET = {"x86_64": 41, "aarch64": 198}
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
 """The families of sockets that there are: others, such as those between a virtual machine and its host, know of no
 network namespace."""
-STREAM, KIND = 1, 0xF
+STREAM, SEQUENCED, KIND = 1, 5, 0xF
+TCP = 6
+FASTOPEN = 0x20000000
+"""Sending with this makes a connection, which Landlock does not see."""
+PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+
+LOOKED_AT = {
+    "x86_64": {
+        "ioctl": 16,
+        "socket": 41,
+        "sendto": 44,
+        "sendmsg": 46,
+        "socketpair": 53,
+        "clone": 56,
+        "setpriority": 141,
+        "sched_setparam": 142,
+        "sched_setscheduler": 144,
+        "sched_setaffinity": 203,
+        "ioprio_set": 251,
+        "prlimit64": 302,
+        "sendmmsg": 307,
+        "sched_setattr": 314,
+    },
+    "aarch64": {
+        "ioctl": 29,
+        "ioprio_set": 30,
+        "sched_setparam": 118,
+        "sched_setscheduler": 119,
+        "sched_setaffinity": 122,
+        "setpriority": 140,
+        "socket": 198,
+        "socketpair": 199,
+        "sendto": 206,
+        "sendmsg": 211,
+        "clone": 220,
+        "prlimit64": 261,
+        "sendmmsg": 269,
+        "sched_setattr": 274,
+    },
+}
+"""Allowed or not by their arguments: see `checks`."""
+HOST_WIDE = {
+    "x86_64": (29, 30, 31, *range(64, 67), *range(68, 72), 220, *range(240, 246)),
+    "aarch64": (*range(180, 197),),
+}
+"""System V's shared memory, semaphores and messages, POSIX's messages: outside of namespaces all programs share them,
+and they outlive who made them. Without `shmdt`, which lets go of one."""
 
 CLONE3 = 435
 """Its flags are in memory, where a filter cannot look: without it the C library uses `clone`."""
@@ -150,10 +196,56 @@ def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
     return struct.pack("HBBI", code, then, otherwise, value)
 
 
+REFUSED, PASSED = step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)
+SIZE = len(PASSED)
+
+
+def refuse(at: int, *values: int, test: int = EQUAL) -> bytes:
+    """Refuses a call whose argument at `at` is one of the values."""
+    return step(LOAD, at) + b"".join(step(test, value, 0, 1) + REFUSED for value in values)
+
+
+def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
+    """Refuses a call unless its argument at `at` is one of the values."""
+    tests = [step(EQUAL, value, len(values) - place) for place, value in enumerate(values)]
+    return b"".join([step(LOAD, at), step(AND, mask), *tests, REFUSED])
+
+
+def accept(at: int, value: int) -> bytes:
+    """Lets a call through, whatever its other arguments are."""
+    return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
+
+
+def checks(tcp_only: bool, server: int) -> dict[str, bytes]:
+    """By the name of a call, what is done with it: where that does not refuse it, it is let through."""
+    found = {
+        "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),
+        "ioctl": refuse(SECOND, TIOCSTI, TIOCLINUX),
+        "socket": require(FIRST, UNIX, INTERNET, INTERNET_6, NETLINK),
+        "socketpair": require(FIRST, UNIX),
+    }
+    if tcp_only:
+        kind = require(SECOND, STREAM, mask=KIND) + require(THIRD, 0, TCP)
+        found["socket"] = require(FIRST, INTERNET, INTERNET_6, NETLINK) + accept(FIRST, NETLINK) + kind
+        found["socketpair"] += require(SECOND, STREAM, SEQUENCED, mask=KIND)
+        found["sendto"] = found["sendmmsg"] = refuse(FOURTH, FASTOPEN, test=ANY_BIT)
+        found["sendmsg"] = refuse(THIRD, FASTOPEN, test=ANY_BIT)
+    first, second = (require(at, 0) if tcp_only else refuse(at, 1, server) for at in (FIRST, SECOND))
+    for name in ("sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"):
+        found[name] = first
+    found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
+    found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
+    lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
+    found["prlimit64"] = lower + upper + first  # with no new limit, it only asks
+    return found
+
+
 @functools.lru_cache(maxsize=2)
-def program(machine: str, tcp_only: bool = False) -> bytes:
-    """The filter for a machine by the name that `uname -m` gives it. With `tcp_only` there are sockets for that and to
-    ask the kernel, and no others. Raises KeyError for a machine without a list."""
+def program(machine: str, tcp_only: bool = False, server: int = 1) -> bytes:
+    """The filter for a machine by the name that `uname -m` gives it. Neither process 1 nor `server` can be slowed down
+    or limited. With `tcp_only`, which is for programs among the host's, no other process can, there are sockets for TCP
+    and to ask the kernel and no others, and nothing that all programs share. Raises KeyError for a machine without a
+    list."""
     steps = [
         step(LOAD, AT_MACHINE),
         step(EQUAL, MACHINES[machine], 1, 0),
@@ -162,24 +254,19 @@ def program(machine: str, tcp_only: bool = False) -> bytes:
     ]
     if machine == "x86_64":
         steps += [step(AT_LEAST, X32, 0, 1), step(RETURN, ERRNO | ENOSYS)]
-    steps += [step(EQUAL, CLONE3, 0, 1), step(RETURN, ERRNO | ENOSYS)]
+    for number in (CLONE3, *(HOST_WIDE[machine] if tcp_only else ())):
+        steps += [step(EQUAL, number, 0, 1), step(RETURN, ERRNO | ENOSYS)]
     for number in sorted([*DENIED_EVERYWHERE.values(), *DENIED[machine].values()]):
-        steps += [step(EQUAL, number, 0, 1), step(RETURN, ERRNO | EPERM)]
-    sockets = [step(LOAD, AT_FIRST), step(EQUAL, NETLINK, 8, 0), step(EQUAL, INTERNET, 3, 0)]
-    sockets += [step(EQUAL, INTERNET_6, 2, 0), step(EQUAL, UNIX, 4, 0)]
-    sockets += [step(RETURN, ERRNO | EPERM), step(LOAD, AT_SECOND), step(AND, KIND)]
-    sockets += [step(EQUAL, STREAM, 1, 0), step(RETURN, ERRNO | EPERM if tcp_only else ALLOW), step(RETURN, ALLOW)]
-    steps += [step(EQUAL, SOCKET[machine], 0, len(sockets)), *sockets]
-    steps += [step(EQUAL, CLONE[machine], 0, 4), step(LOAD, AT_FIRST), step(ANY_BIT, NAMESPACES, 0, 1)]
-    steps += [step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)]
-    steps += [step(EQUAL, IOCTL[machine], 0, 4), step(LOAD, AT_SECOND), step(EQUAL, TIOCSTI, 1, 0)]
-    steps += [step(EQUAL, TIOCLINUX, 0, 1), step(RETURN, ERRNO | EPERM)]
-    return b"".join([*steps, step(RETURN, ALLOW)])
+        steps += [step(EQUAL, number, 0, 1), REFUSED]
+    for name, check in checks(tcp_only, server).items():
+        steps += [step(EQUAL, LOOKED_AT[machine][name], 0, len(check) // SIZE + 1), check, PASSED]
+    return b"".join([*steps, PASSED])
 
 
 def confine(tcp_only: bool = False) -> None:
-    """Put the filter on this process and all that it starts, for good. Raises OSError, and KeyError as `program`."""
-    code = program(os.uname().machine, tcp_only)
+    """Put the filter on this process, the tool server, and all that it starts, for good. Raises OSError, and KeyError
+    as `program`."""
+    code = program(os.uname().machine, tcp_only, os.getpid())
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)

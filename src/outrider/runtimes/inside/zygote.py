@@ -135,7 +135,7 @@ def become_sandbox(plan: dict[str, Any], connection: int, log: int, told: int, t
 def main() -> None:
     """Serve the socket on descriptor 0 until it ends."""
     preload()
-    seccomp.program(platform.machine())
+    seccomp.program(platform.machine(), False, 1)
     kernel.rename_process(b"outrider-sandbox")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o022)
