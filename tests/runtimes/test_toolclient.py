@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Coroutine
 
 import msgspec
 import pytest
 
 from outrider.errors import RuntimeFailure
+from outrider.runtimes import toolclient
 from outrider.runtimes.toolclient import FRAME_MAX, PART_MIN, STRAY_MAX, TEXT_MAX, Done, ExecDone, Part, ToolClient
 
 
@@ -215,3 +217,18 @@ def test_a_client_whose_opening_is_cancelled_is_lost(turns: int) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(cancelled())
+
+
+async def test_a_server_that_does_not_answer_is_stuck_and_one_whose_answer_lies_there_is_not(
+    pair: tuple[ToolClient, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the whole loop has been held up for longer than the call might take."""
+    monkeypatch.setattr(toolclient, "GRACE_SECONDS", 0.1)
+    client, peer = pair
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        answered = group.create_task(client.call("a", {}, Done, seconds=0.1))
+        number, _, _ = await peer.request()
+        peer.end.send(frame(number, "ok", {}))
+        time.sleep(0.5)  # noqa: ASYNC251  # as something that should not be in a loop
+        await answered
+        assert "stuck in b" in (await failure(client.call("b", {}, Done, seconds=0.1))).message

@@ -32,6 +32,7 @@ UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
 """What encoding raises for what is not of the wire: text that is no Unicode, an integer of more than 64 bits."""
 GRACE_SECONDS = 30.0
 """How much longer than its own time limit a call may take before the server counts as stuck."""
+LAST_LOOK_SECONDS = 0.5
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -193,7 +194,7 @@ class ToolClient(asyncio.Protocol):
         outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._calls[number] = Call(outcome, on_part, room)
         self._send(frame)
-        alarm = self._loop.call_later(seconds + GRACE_SECONDS, self._lose, f"the tool server is stuck in {method}")
+        alarm = self._loop.call_later(seconds + GRACE_SECONDS, self._late, number, method)
         try:
             return self._decoded(await outcome, reply)
         except asyncio.CancelledError:
@@ -202,6 +203,15 @@ class ToolClient(asyncio.Protocol):
         finally:
             alarm.cancel()
             self._calls.pop(number, None)
+
+    def _late(self, number: int, method: str) -> None:
+        """This loop may have been held up itself: what has come meanwhile is read first."""
+        self._loop.call_later(LAST_LOOK_SECONDS, self._stuck, number, method)
+
+    def _stuck(self, number: int, method: str) -> None:
+        call = self._calls.get(number)
+        if call is not None and not call.outcome.done():
+            self._lose(f"the tool server is stuck in {method}")
 
     def fail_all(self, reason: str) -> None:
         """The calls under way fail; new ones can be made."""
