@@ -3,7 +3,7 @@ import os
 import msgspec
 import pytest
 
-from outrider.errors import EvaluatorError
+from outrider.errors import EvaluatorError, RuntimeFailure
 from outrider.evaluators.factory import make_evaluator
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
@@ -28,6 +28,9 @@ def grade(outcome):
         ('echo 0.25 > "$OUTRIDER_VERDICT"', 0.25),
         ('echo 0.25 > "$OUTRIDER_VERDICT"; exit 1', 0.25),
         ('printf %s -3 > "$OUTRIDER_VERDICT"; echo noise; echo noise >&2', -3.0),
+        ('echo 0.25 >> "$OUTRIDER_VERDICT"', 0.25),
+        ('echo 0.25 > new; mv new "$OUTRIDER_VERDICT"', 0.25),
+        ('printf 0.25 | dd of="$OUTRIDER_VERDICT" conv=notrunc', 0.25),
         ("cat", 1.0),
     ],
 )
@@ -55,6 +58,10 @@ async def test_a_json_verdict(grade):
         ('echo why; echo true > "$OUTRIDER_VERDICT"', "must be a number, not bool"),
         ('echo why; echo passed > "$OUTRIDER_VERDICT"', "neither a number nor JSON"),
         ('echo why; false > "$OUTRIDER_VERDICT"', "the verdict is empty"),
+        ('echo why; : > "$OUTRIDER_VERDICT"; exit 1', "the verdict is empty"),
+        ('echo why; truncate -s 7 "$OUTRIDER_VERDICT"', "the verdict is empty"),
+        ('echo why; rm -f "$OUTRIDER_VERDICT"', "took away the file for the verdict"),
+        ('echo why; rm -f "$OUTRIDER_VERDICT"; exit 1', "took away the file for the verdict"),
         ('echo why; head -c 2000000 /dev/zero > "$OUTRIDER_VERDICT"', "larger than"),
     ],
 )
@@ -70,7 +77,7 @@ async def test_a_grader_that_hangs_is_an_error(grade):
 
 
 async def test_the_verdict_file_is_fresh_and_outside_of_the_working_directory(grade, sandbox):
-    run = 'test ! -e "$OUTRIDER_VERDICT" && case "$OUTRIDER_VERDICT" in "$PWD"*) exit 9;; esac'
+    run = 'test -f "$OUTRIDER_VERDICT" || exit 8; case "$OUTRIDER_VERDICT" in "$PWD"*) exit 9;; esac'
     run += '; echo "$OUTRIDER_VERDICT" >> paths'
     await grade(run)
     await grade(run)
@@ -85,7 +92,7 @@ async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_bac
     class Breaking:
         """The sandbox, which stops with the clean-up."""
 
-        read, scratch = sandbox.read, sandbox.scratch
+        read, write, scratch = sandbox.read, sandbox.write, sandbox.scratch
 
         async def exec(self, command, **options):
             if not isinstance(command, str):
@@ -96,3 +103,16 @@ async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_bac
     spec = EvaluatorSpec(run="echo 0.5 > $OUTRIDER_VERDICT")
     graded = msgspec.structs.replace(outcome(spec), runtime=Breaking())
     assert await make_evaluator(spec).evaluate(graded) == Verdict(reward=0.5)
+
+
+async def test_a_sandbox_that_is_broken_before_grading_is_no_fault_of_the_grader(grade, sandbox):
+    await sandbox.stop()
+    with pytest.raises(RuntimeFailure):
+        await grade("true")
+
+
+async def test_no_place_for_a_verdict_is_an_error(grade, sandbox):
+    await sandbox.exec(["rm", "-r", sandbox.scratch], seconds=20)
+    await sandbox.exec(["touch", sandbox.scratch], seconds=20)
+    with pytest.raises(EvaluatorError, match="no file for the verdict"):
+        await grade("true")

@@ -6,7 +6,19 @@ import pytest
 
 from support.ordinary import ordinary_user, run_as
 
-TESTS = ("contract", "isolation", "escapes", "limits", "layers", "leaks", "users", "landlock")
+TESTS = (
+    "contract",
+    "isolation",
+    "escapes",
+    "limits",
+    "layers",
+    "leaks",
+    "users",
+    "landlock",
+    "roots",
+    "poverty",
+    "threads",
+)
 
 
 @pytest.mark.real

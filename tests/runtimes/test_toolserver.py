@@ -137,6 +137,18 @@ async def test_without_a_python_there_is_no_live_one(world: World) -> None:
     assert (await shell.run("1 + 1", seconds=30)).output == "2\n"
 
 
+TRACED = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 1); print('goes on')"
+
+
+async def test_a_program_that_is_stopped_for_its_parent_has_not_ended(sandbox: Runtime) -> None:
+    """PTRACE_TRACEME: each signal stops it until its parent, the tool server, says more."""
+    result = await sandbox.exec(
+        ["python3", "-c", f"open('pid', 'w').write(str(__import__('os').getpid())); {TRACED}"], seconds=20
+    )
+    assert result.exit_code == 128 + 9
+    assert (await sandbox.exec("test -e /proc/$(cat pid)", seconds=10)).exit_code == 1
+
+
 class Listening(Terminal):
     """A terminal without a shell."""
 

@@ -91,20 +91,43 @@ def _signal(pids: set[int], held: dict[int, int], number: signal.Signals) -> Non
 
 
 def _environ(pid: int) -> bytes:
-    """What it was started with, each entry after a NUL; empty for what is dead, a zombie, or not ours to read."""
-    try:
-        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
+    """What it was started with, each entry after a NUL; empty for what is dead, or not ours to read."""
+    found = _bytes(f"/proc/{pid}/environ")
+    if not found and _state(pid)[0] in "ZX":
+        for thread in _threads(pid):
+            found = found or _bytes(f"/proc/{pid}/task/{thread}/environ")
+    return b"\0" + found
 
 
 def _parent(pid: int) -> int:
     """0 for what is gone, and for a zombie, which has nothing below it and cannot be killed again."""
+    state, parent = _state(pid)
+    return 0 if state in "ZX" and not _threads(pid) else parent
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """As one letter, and the parent. That of a zombie also where only the first thread has ended and others live."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
-        return 0
-    return 0 if state in "ZX" else int(parent)
+        return "X", 0
+    return state, int(parent)
+
+
+def _threads(pid: int) -> list[str]:
+    """By their numbers; none of what is gone, or has but one."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return threads if len(threads) > 1 else []
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
 
 
 def keep(folder: str, *, patience: float = PATIENCE_SECONDS) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,9 @@ MEBIBYTE = 1 << 20
 BYTES_PER_FILE = 4096
 """What a sandbox may write bounds the number of its files, too: each takes kernel memory."""
 FILES_OF_MEMORY = 0.75
+OPEN_FILES_LEAST = 1024
+"""What programs take for granted."""
+OPEN_FILES_MOST = 1 << 16
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 EMPTY_FOLDERS = ("dev", "etc", "proc", "root", "run", "tmp", "usr", "var/tmp")
 ETC_FOLDERS = ("alternatives", "ssl/certs", "pki/ca-trust/extracted", "pki/tls/certs", "crypto-policies")
@@ -108,12 +112,20 @@ def _link(name: str) -> str | None:
 def rlimits(resources: Resources, controllers: Mapping[str, object], *, own_users: bool = False) -> dict[str, int]:
     """What each process is bound by where no control group does it for all of them together. With `own_users` the
     sandbox has a user namespace: else the number of processes would be that of the user on all of the host."""
-    limits = {"RLIMIT_CORE": 0}
+    limits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))}
     if "pids" not in controllers and own_users:
         limits["RLIMIT_NPROC"] = resources.pids
     if "memory" not in controllers and resources.memory_mb is not None:
         limits["RLIMIT_AS"] = resources.memory_mb * MEBIBYTE
     return limits
+
+
+def open_files(soft: int, hard: int) -> int:
+    """Descriptors that a program may have open, by what its node may. The kernel lets a process send one only while the
+    user has no more on their way than the process may have open: half of the node's own leaves the node as many,
+    whatever its sandboxes send each other."""
+    soft, hard = (OPEN_FILES_MOST * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    return max(min(OPEN_FILES_MOST, soft // 2), min(OPEN_FILES_LEAST, hard))
 
 
 def room(resources: Resources) -> tuple[int, int]:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUFFER = 4 << 20
+AGAIN_SECONDS = 0.01
+MAX_PAIRS = 256
+"""Each has a descriptor of the node, too, which has some thousands for all its sandboxes."""
 
 
 class Stream:
@@ -48,10 +51,13 @@ class Stream:
 
 
 class Pair:
-    """A client's connection and the one that was made for it."""
+    """A client's connection and the one that was made for it. `closed` is called once, when both are."""
 
-    def __init__(self, loop: Loop, client: _socket.socket, upstream: _socket.socket) -> None:
+    def __init__(
+        self, loop: Loop, client: _socket.socket, upstream: _socket.socket, closed: Callable[[], object]
+    ) -> None:
         self.loop = loop
+        self.closed = closed
         self.streams = (Stream(client, upstream), Stream(upstream, client))
         self.masks: dict[int, int] = {}
         self.open = True
@@ -95,10 +101,11 @@ class Pair:
         for stream in self.streams:
             self.loop.forget(stream.source.fileno())
             stream.source.close()
+        self.closed()
 
 
 class Bridge:
-    """127.0.0.1:port inside, the gateway's Unix socket outside."""
+    """127.0.0.1:port inside, the gateway's Unix socket outside. Of clients beyond MAX_PAIRS at once, each is closed."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
         import _socket  # `socket` costs as much as the interpreter itself
@@ -106,37 +113,60 @@ class Bridge:
         self.socket = _socket
         self.loop = loop
         self.path = path
+        self.clients = 0
         self.listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
         self.listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
         self.listener.bind(("127.0.0.1", port))
         self.listener.listen(512)
         self.listener.setblocking(False)
-        loop.watch(self.listener.fileno(), POLL_READ, self._accept)
+        self._listen()
+
+    def _listen(self) -> None:
+        self.loop.watch(self.listener.fileno(), POLL_READ, self._accept)
 
     def _accept(self, events: int) -> None:
         try:
             fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # the stub lacks it
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError:  # there is no descriptor for it, and it would be told of again at once
+            self.loop.forget(self.listener.fileno())
+            self.loop.at(self, AGAIN_SECONDS, self._listen)
             return
         client = self.socket.socket(fileno=fd)
+        self.clients += 1
+        if self.clients > MAX_PAIRS:
+            self._refuse(client)
+            return
         client.setblocking(False)
         client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
         self._connect(client, 200)
 
+    def _refuse(self, client: _socket.socket) -> None:
+        client.close()
+        self._closed()
+
+    def _closed(self) -> None:
+        self.clients -= 1
+
     def _connect(self, client: _socket.socket, tries: int) -> None:
         """A Unix socket answers at once, or says EAGAIN while the listener's queue is full."""
-        upstream = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
+        try:
+            upstream = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
+        except OSError:
+            self._refuse(client)
+            return
         upstream.setblocking(False)
         try:
             upstream.connect(self.path)
         except BlockingIOError:
             upstream.close()
             if tries:
-                self.loop.at(client, 0.01, lambda: self._connect(client, tries - 1))
+                self.loop.at(client, AGAIN_SECONDS, lambda: self._connect(client, tries - 1))
             else:
-                client.close()
+                self._refuse(client)
         except OSError:
             upstream.close()
-            client.close()
+            self._refuse(client)
         else:
-            Pair(self.loop, client, upstream)
+            Pair(self.loop, client, upstream, self._closed)

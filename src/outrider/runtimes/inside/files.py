@@ -9,7 +9,7 @@ from outrider.runtimes.inside.calls import Calls
 from outrider.runtimes.inside.loop import POLL_READ, read_ready
 from outrider.runtimes.inside.paths import folder_of, make_folders
 from outrider.runtimes.inside.processes import send_signal
-from outrider.runtimes.inside.trees import Packer
+from outrider.runtimes.inside.trees import Packer, must_be_absent
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -106,7 +106,8 @@ def write_and_leave(write: Callable[[int], object], fd: int) -> None:
 
 
 def write_tar(fd: int, paths: list[list[str]]) -> None:
-    """Archive `[path, name]` pairs, leaving out what is missing or vanishes."""
+    """Archive `[path, name]` pairs, leaving out what is missing or vanishes. Raises OSError when that
+    cannot be known."""
     import tarfile
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
@@ -118,6 +119,7 @@ def write_tar(fd: int, paths: list[list[str]]) -> None:
                 base, above = ".", path
             try:
                 folder = posix.open(above, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
-            except OSError:
+            except OSError as error:
+                must_be_absent(error)
                 continue
             packer.add_tree(folder, base, name)

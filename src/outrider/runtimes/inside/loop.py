@@ -11,7 +11,7 @@ import select
 import time
 from typing import TYPE_CHECKING
 
-from outrider.runtimes.inside.processes import exit_code
+from outrider.runtimes.inside.processes import exit_code, send_signal
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -85,6 +85,9 @@ class Loop:
                 return
             if pid == 0:
                 return
+            if posix.WIFSTOPPED(status):  # it asked to be traced by us, and nothing would ever let it go on
+                send_signal(pid, _signal.SIGKILL)
+                continue
             watcher = self.exits.pop(pid, None)
             if watcher is not None:
                 watcher(exit_code(status))

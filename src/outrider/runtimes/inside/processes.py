@@ -22,9 +22,11 @@ LOOKS = 200
 
 
 class Process:
+    """What is a zombie has ended. Its first thread alone may have, and is one then, while others go on."""
+
     def __init__(self, pid: int, fields: list[bytes]) -> None:
         self.pid = pid
-        self.zombie = fields[0] in (b"Z", b"X")
+        self.zombie = fields[0] in (b"Z", b"X") and len(threads(pid)) <= 1
         self.parent = int(fields[1])
         self.group = int(fields[2])
 
@@ -47,6 +49,22 @@ def slurp(path: str) -> bytes:
         return b""
 
 
+def threads(pid: int) -> list[str]:
+    """By their numbers; none of what is gone."""
+    try:
+        return posix.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def environment_of(pid: int) -> bytes:
+    """As it was started. A thread that has ended has none to show, others have."""
+    found = slurp(f"/proc/{pid}/environ")
+    for thread in () if found else threads(pid):
+        found = found or slurp(f"/proc/{pid}/task/{thread}/environ")
+    return found
+
+
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
     """`roots` and everything below them that is alive."""
     below: dict[int, list[int]] = {}
@@ -65,7 +83,7 @@ def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
 def adopted(table: dict[int, Process], mark: bytes) -> set[int]:
     """Orphans that were re-parented to this server and carry `mark` in their environment."""
     me = posix.getpid()
-    return {p.pid for p in table.values() if p.parent == me and mark in slurp(f"/proc/{p.pid}/environ")}
+    return {p.pid for p in table.values() if p.parent == me and mark in environment_of(p.pid)}
 
 
 def send_signal(pid: int, number: int) -> bool:

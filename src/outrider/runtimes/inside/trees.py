@@ -1,12 +1,14 @@
 """Trees of files, however deep and long their paths: walked by one descriptor, and archived.
 
 It does not know what an archive is for. Whoever made a tree may still be changing it. Invariants: no link is followed,
-nothing that could block is read; and what cannot be archived is left out, or filled up with zeros, and spoils nothing
-else.
+nothing that could block is read; what is not there, not to be had, or changes is left out, or filled up with zeros, and
+spoils nothing else; and where something cannot be read for another reason, that is an error: nothing is left out
+silently.
 """
 
 from __future__ import annotations
 
+import errno
 import posix
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,19 @@ KIND = 0o170000
 REGULAR, LINK, DEVICES = 0o100000, 0o120000, (0o020000, 0o060000)
 KINDS = {REGULAR: b"0", LINK: b"2", 0o020000: b"3", 0o060000: b"4", 0o040000: b"5", 0o010000: b"6"}
 """What an archive calls what a file's mode says. It has no word for sockets."""
+
+ABSENT = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE, errno.EACCES, errno.EPERM),
+    *(errno.EINVAL, errno.ESRCH),
+)
+"""What such errors say is wrong with one file, and with that only: EINVAL that it was a link, ESRCH that it was of a
+process. Of others, such as that there are no more descriptors, or no memory, a file may be as good as any."""
+
+
+def must_be_absent(error: OSError) -> None:
+    """Raises it unless it says that a file is not there, or not to be had."""
+    if error.errno not in ABSENT:
+        raise error
 
 
 def identity(status: posix.stat_result) -> tuple[int, int]:
@@ -37,16 +52,19 @@ class Descent:
         self.above: list[tuple[int, int]] = []
 
     def down(self, name: str, mode: int = 0) -> bool:
-        """Into a folder, which is given that mode first; whether there is one that can be left again."""
+        """Into a folder, which is given that mode first; whether there is one that can be left again. Raises OSError
+        when that cannot be known."""
         try:
             fd = posix.open(name, FOLDER, dir_fd=self.fd)
-        except OSError:
+        except OSError as error:
+            must_be_absent(error)
             return False
         try:
             if mode:
                 allow(fd, mode)
             returns = identity(posix.stat("..", dir_fd=fd)) == self.here
-        except OSError:
+        except OSError as error:
+            must_be_absent(error)
             returns = False
         if not returns:
             posix.close(fd)
@@ -56,10 +74,12 @@ class Descent:
         return True
 
     def up(self) -> bool:
-        """Back to where it came from; False when that is somewhere else now: the walk is at its end."""
+        """Back to where it came from; False when that is somewhere else now: the walk is at its end. Raises OSError
+        when that cannot be known."""
         try:
             fd = posix.open("..", FOLDER, dir_fd=self.fd)
-        except OSError:
+        except OSError as error:
+            must_be_absent(error)
             return False
         if identity(posix.fstat(fd)) != self.above.pop():
             posix.close(fd)
@@ -82,10 +102,11 @@ def allow(fd: int, mode: int) -> None:
 
 
 def names_in(fd: int) -> list[str]:
-    """The last first, to be taken from the end; none if they cannot be read."""
+    """The last first, to be taken from the end; none if they are not to be had."""
     try:
         return sorted(posix.listdir(fd), reverse=True)
-    except OSError:
+    except OSError as error:
+        must_be_absent(error)
         return []
 
 
@@ -134,7 +155,10 @@ class Packer:
             if not self.describe(member, status, folder, name):
                 return
             fd = posix.open(name, PLAIN, dir_fd=folder) if member.isreg() else -1
-        except (OSError, ValueError):
+        except ValueError:
+            return
+        except OSError as error:
+            must_be_absent(error)
             return
         if fd < 0:
             self.archive.addfile(member)
@@ -187,6 +211,6 @@ class Steady:
                 if not piece:
                     break
                 data += piece
-        except OSError:
-            pass
+        except OSError as error:
+            must_be_absent(error)
         return data + bytes(size - len(data))

@@ -1,0 +1,47 @@
+"""Grading in a sandbox whose disk the agent has filled: an error, never a reward."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from outrider.errors import EvaluatorError
+from outrider.evaluators.factory import make_evaluator
+from outrider.runtimes.base import Runtime
+from outrider.runtimes.host import Host
+from outrider.spec import EvaluatorSpec, Resources
+from runtimes.world import World
+
+FILES = "n=0; while : > /work/$n; do n=$((n + 1)); done 2> /dev/null"
+BYTES = "head -c 9000000 /dev/zero > /work/large 2> /dev/null"
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[Runtime]:
+    with tempfile.TemporaryDirectory(prefix="or-") as name:
+        async with Host(Path(name)) as host:
+            sandbox = await World(host).start("namespace", resources=Resources(disk_mb=4))
+            yield sandbox
+            await sandbox.stop()
+
+
+@pytest.mark.parametrize("fill", [FILES, BYTES], ids=["files", "bytes"])
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_verdict_that_could_not_be_written_is_no_reward(
+    outcome, small: Runtime, fill: str, number: int
+) -> None:
+    """Whether the disk is full before the grader begins, or only when it writes."""
+    late = f'rm -f "$OUTRIDER_VERDICT"; {fill}; printf {number} > "$OUTRIDER_VERDICT"; exit $((1 - {number}))'
+    await graded_as_error(outcome, small, late)
+    await small.exec(fill, seconds=20)
+    await graded_as_error(outcome, small, f'printf {number} > "$OUTRIDER_VERDICT"; true')
+
+
+async def graded_as_error(outcome, sandbox: Runtime, run: str) -> None:
+    spec = EvaluatorSpec(run=run, seconds=20)
+    with pytest.raises(EvaluatorError):
+        await make_evaluator(spec).evaluate(msgspec.structs.replace(outcome(spec), runtime=sandbox))

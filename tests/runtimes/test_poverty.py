@@ -1,0 +1,176 @@
+"""A sandbox whose programs take away what its tool server needs: that is told, and changes nothing silently."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from aiohttp import web
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes import plans
+from outrider.runtimes.base import ExecResult, Runtime
+from outrider.runtimes.inside.bridge import MAX_PAIRS
+from outrider.runtimes.inside.trees import Packer
+
+from .test_leaks import at_most, first_process
+from .world import World, snapshot
+
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))"
+"""Else a program has its tool server's."""
+CALL = """
+import socket, time
+def connect():
+    client = socket.create_connection(('127.0.0.1', {port}))
+    client.settimeout(5)
+    return client
+def ends(client):
+    try:
+        client.sendall(b'GET /x HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n')
+        return not client.recv(4096)
+    except ConnectionError:
+        return True
+clients = [connect() for _ in range({number})]
+ended = sum(map(ends, clients))
+for client in clients: client.close()
+"""
+FLOOD = """
+import array, os, socket
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [os.open('/dev/null', os.O_RDONLY)] * 253))]
+sent = []
+try:
+    while len(sent) < 1000:
+        pair = socket.socketpair()
+        pair[0].setblocking(False)
+        sent.append(pair)
+        try:
+            for _ in range(100): pair[0].sendmsg([b'x'], rights)
+        except BlockingIOError:
+            pass
+except OSError as error:
+    print(error.errno, flush=True)
+os.write(1, b'full\\n')
+os.read(0, 1)
+"""
+
+
+def impoverish(number: int) -> None:
+    """Let the tool server of the only sandbox have no more descriptors than that."""
+    hard = resource.prlimit(first_process(), resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(first_process(), resource.RLIMIT_NOFILE, (number, hard))
+
+
+async def python(sandbox: Runtime, program: str) -> ExecResult:
+    return await sandbox.exec(["python3", "-c", program], seconds=30)
+
+
+async def test_a_snapshot_for_want_of_descriptors_fails(world: World) -> None:
+    """However many are missing: it has all, or it is none."""
+    sandbox = await world.start("namespace")
+    await sandbox.exec("mkdir -p t/a/b; echo x | tee t/1 t/a/2 > t/a/b/3", seconds=20)
+    failed = 0
+    for number in range(30, 3, -1):
+        impoverish(number)
+        try:
+            data = await snapshot(sandbox, world.folder, "t")
+        except RuntimeFailure:
+            failed += 1
+            assert not (world.folder / "snapshot").exists()
+            continue
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            assert archive.getnames() == [f"work/t{end}" for end in ("", "/1", "/a", "/a/2", "/a/b", "/a/b/3")], number
+    assert failed
+
+
+@pytest.mark.parametrize("name", ["file", "tree"])
+def test_what_cannot_be_opened_for_want_of_descriptors_is_not_left_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "file").touch()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with tarfile.open(fileobj=io.BytesIO(), mode="w|") as archive, at_most(0):
+        last = os.dup(folder)  # to count them took one
+        with pytest.raises(OSError, match="Too many open files"):
+            Packer(archive, lambda *_: None).add_tree(folder, name, "t")
+    os.close(last)
+    os.close(folder)
+
+
+async def idle(request: web.Request) -> web.Response:
+    return web.Response(text="hello")
+
+
+async def test_a_bridge_without_descriptors_ends_nothing_but_the_connection(world: World) -> None:
+    async with world.gateway(idle):
+        sandbox = await world.start("namespace")
+        program = CALL.format(port=urlsplit(sandbox.endpoint).port, number=150)
+        for most in (101, 102, 500):  # a pair is two: for one of them, or for the whole, there is none left
+            impoverish(most)
+            result = await python(
+                sandbox, f"{LIMIT}{program.replace('ends, clients', 'ends, clients[:20]')}\nprint(ended)"
+            )
+            assert (result.stdout, result.stderr) == (b"0\n", b"")
+        assert (await python(sandbox, f"{LIMIT}{program}\nprint(ended)")).stdout == b"0\n"
+
+
+async def test_only_so_many_connections_are_bridged_at_once(world: World) -> None:
+    async with world.gateway(idle):
+        sandbox = await world.start("namespace")
+        port = urlsplit(sandbox.endpoint).port
+        program = CALL.format(port=port, number=MAX_PAIRS + 20)
+        assert (await python(sandbox, f"{program}\nprint(ended)")).stdout == b"20\n"
+        for _ in range(3):  # those that have ended do not count
+            program = CALL.format(port=port, number=MAX_PAIRS)
+            assert (await python(sandbox, f"{program}\nprint(ended)")).stdout == b"0\n"
+
+
+@pytest.mark.parametrize("kind", ["namespace", "process-landlock"])
+async def test_a_sandbox_has_half_of_the_descriptors_of_its_node(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    most = max(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    assert int((await sandbox.exec("ulimit -Hn", seconds=10)).stdout) <= most
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most"),
+    [
+        (20_000, 20_000, 10_000),
+        (1 << 16, 1 << 20, 1 << 15),
+        (1 << 20, 1 << 20, 1 << 16),
+        (-1, -1, 1 << 16),
+        (1500, 1500, 1024),
+        (1024, 4096, 1024),
+        (256, 4096, 1024),
+        (512, 512, 512),
+    ],
+)
+def test_how_many_descriptors_a_program_has(soft: int, hard: int, most: int) -> None:
+    assert plans.open_files(soft, hard) == most
+
+
+@pytest.fixture
+def plenty() -> Iterator[None]:
+    """As `outrider serve`, this process takes what it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("plenty")
+async def test_descriptors_on_their_way_in_a_sandbox_keep_none_from_the_node(world: World) -> None:
+    """The kernel counts them for the user; root may have any number."""
+    sandbox = await world.start("namespace")
+    shell = await sandbox.open_shell()
+    await sandbox.write("flood.py", FLOOD.encode())
+    flood = "sleep 60 | python3 flood.py > told & until grep -q full told; do sleep 0.01; done"
+    assert (await shell.run(flood, seconds=30)).exit_code == 0
+    assert str(errno.ETOOMANYREFS) in (await sandbox.read("told")).decode()
+    fresh = await world.start("namespace")
+    assert (await fresh.exec("echo fine", seconds=10)).stdout == b"fine\n"
