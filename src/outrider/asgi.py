@@ -1,14 +1,16 @@
 """The HTTP server under all that we serve: uvicorn, which here also tells an application when its client hangs up.
 
-ASGI's own way, waiting for `http.disconnect`, takes a second task for every request. It knows no route. Invariant: an
-application that asked is told once, whether the client left before or after it asked.
+ASGI's own way, waiting for `http.disconnect`, takes a second task for every request. It knows no route. Invariants: an
+application that asked is told once, whether the client left before or after it asked; and what a client sends around
+bodies, or leaves unfinished, costs a bounded amount of memory and of time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,7 +22,24 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 HANG_UP = "outrider.hang_up"
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75
+MAX_HEAD = 64 << 10
+"""Bytes of a request before its body, between two pieces of it, or behind it. Clients send a few thousand."""
+MAX_PIPELINED = 16
+"""Requests that wait for the replies to those before them. Clients that we know send none ahead."""
+TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class Patience(NamedTuple):
+    """Seconds. A connection is ended when a request's head takes longer than `head`, when nothing of a body comes for
+    that long, when no request follows a reply for `idle`, and when a client reads nothing of its reply for `unread`.
+    It is seen half of `head` later at most."""
+
+    head: float = 60
+    idle: float = 75
+    unread: float = 600
+
+
+PATIENCE = Patience()
 
 
 class HangUp:
@@ -73,18 +92,98 @@ class _Corked:
 
 
 class _Protocol(HttpToolsProtocol):
+    """uvicorn's, for clients that nobody trusts. One timer of a connection looks after it now and then, since requests
+    are many and short."""
+
+    def __init__(self, *args: Any, patience: Patience, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self._patience = patience
+        self._head = 0
+        self._pieces = 0
+        self._due = self._moved = self.loop.time()
+        self._seen = (0, 0)
+        self._timer: asyncio.TimerHandle | None = None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(_Corked(transport))  # type: ignore[arg-type]  # it passes on what it has not
+        self._due = self.loop.time() + self._patience.head
+        self._look_later()
+
+    def data_received(self, data: bytes) -> None:
+        self._pieces += 1
+        self._head += len(data)
+        super().data_received(data)
+        if self._head > MAX_HEAD and not self.transport.is_closing():
+            if not self._busy:
+                self.transport.write(TOO_LONG)
+                self.transport.close()
+            else:
+                self.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {HANG_UP: HangUp()}  # type: ignore[dict-item]  # typed for dicts alone
+        self._due = self.loop.time() + self._patience.head
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.abort()
+            raise ConnectionAbortedError("too many requests were sent ahead")  # ends the parsing of what has come
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._due = self.loop.time() + self._patience.idle
+        if self.pipeline:
+            super().on_response_complete()
+            return
+        # As uvicorn has it, but for its timer of each reply, which costs more than all that is watched here.
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+        self.cycle.body = bytearray()  # of a request that was refused unread
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         cycle = self.cycle
         super().connection_lost(exc)
         if cycle is not None and cycle.disconnected:
             hang_up_of(cycle.scope).leave()  # type: ignore[arg-type]  # a TypedDict there
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is a request to be answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _look_later(self) -> None:
+        self._timer = self.loop.call_later(self._patience.head / 2, self._look)
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        seen = (self._pieces, self.transport.get_write_buffer_size())
+        if seen != self._seen:
+            self._seen, self._moved = seen, now
+        if self._overdue(now):
+            self.transport.abort()
+        else:
+            self._look_later()
+
+    def _overdue(self, now: float) -> bool:
+        still = now - self._moved
+        if self.transport.get_write_buffer_size():
+            return still >= self._patience.unread
+        if not self._busy:
+            return now >= self._due
+        waits = self.cycle.more_body and not self.pipeline and not self.flow.read_paused
+        return waits and still >= self._patience.head
 
 
 def hang_up_of(scope: Scope) -> HangUp:
@@ -108,11 +207,11 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
         hang_up.tell(None)
 
 
-def server_settings(application: Application) -> uvicorn.Config:
+def server_settings(application: Application, patience: Patience = PATIENCE) -> uvicorn.Config:
     """For servers that run in somebody else's event loop and are told by him when to end."""
     return uvicorn.Config(
         application,
-        http=_Protocol,
+        http=partial(_Protocol, patience=patience),  # type: ignore[arg-type]  # typed for classes alone
         ws="none",
         loop="none",
         lifespan="off",
@@ -120,7 +219,6 @@ def server_settings(application: Application) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         server_header=False,
         date_header=False,
     )

@@ -20,10 +20,13 @@ from outrider.dialects import dialects
 from outrider.dialects.base import Action, Completion, Dialect, ModelRequest, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, TooLarge, Unauthorized
 from outrider.messages import Delta
-from outrider.sessions.conversation import Conversation, Ended
+from outrider.sessions.conversation import Conversation, Ended, TooMuchAtOnce
 
 PREFIX = "/s/"
 MAX_BODY = 64 << 20
+"""Bytes of a body, and of all that are arriving for one session."""
+MIN_COUNTED = 64 << 10
+"""What a body counts at the least while it arrives, so that they are bounded in number, too."""
 JSON = b"application/json"
 PING_SECONDS = 10.0
 """A streamed reply that is silent for this long gets a sign of life."""
@@ -103,7 +106,7 @@ class Gateway:
             names = [conversation.endpoint.model]
             await reply.whole(200, dialect.models(call, names, await conversation.context_tokens()))
             return
-        request = dialect.parse(call, await _body(receive), conversation.memory(dialect.name))
+        request = dialect.parse(call, await _body(receive, conversation), conversation.memory(dialect.name))
         if routed.action is Action.COUNT_TOKENS:
             await reply.whole(200, dialect.count(request, await conversation.count(request)))
             return
@@ -223,21 +226,30 @@ def _api_key(call: WireCall) -> str:
     return dict(parse_qsl(call.query.decode("latin-1"))).get("key", "")
 
 
-async def _body(receive: Receive) -> bytes:
-    """The request's body. Raises TooLarge past MAX_BODY."""
+async def _body(receive: Receive, conversation: Conversation) -> bytes:
+    """The request's body. Raises TooLarge past MAX_BODY, TooMuchAtOnce where all that are arriving pass it."""
     parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise Unauthorized("the client hung up before its request was complete")
-        part: bytes = message.get("body", b"")
-        size += len(part)
-        if size > MAX_BODY:
-            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
-        parts.append(part)
-        if not message.get("more_body"):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+    size, counted = 0, MIN_COUNTED
+    conversation.arriving += counted
+    try:
+        while True:
+            if conversation.arriving > MAX_BODY:
+                raise TooMuchAtOnce(f"this session's unfinished requests have more than {MAX_BODY} bytes together")
+            message = await receive()
+            if message["type"] != "http.request":
+                raise Unauthorized("the client hung up before its request was complete")
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > MAX_BODY:
+                raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
+            parts.append(part)
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+            if size > counted:
+                conversation.arriving += size - counted
+                counted = size
+    finally:
+        conversation.arriving -= counted
 
 
 async def _cut_off(reply: _Reply) -> None:

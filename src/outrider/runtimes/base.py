@@ -180,9 +180,10 @@ class Runtime(Protocol):
         ...
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """Write a tar archive of the given paths into a new host file. What is missing, vanishes or may not be read
-        is left out; what cannot be read for want of anything is a failure. With `alone`, all else that runs in the sandbox is ended first, live shells too: what is archived is
-        what it left. Raises RuntimeFailure, leaving no file, also when it is more than can be carried."""
+        """Write a tar archive of the given paths into a new host file. What is missing, vanishes or may not be read is
+        left out; what cannot be read for want of anything is a failure. With `alone`, all else that runs in the sandbox
+        is ended first, live shells too: what is archived is what it left. Raises RuntimeFailure, leaving no file, also
+        when it is more than can be carried."""
         ...
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:

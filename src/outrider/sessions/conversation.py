@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
 from outrider.dialects.base import AskedSampling, Memory, ModelRequest
@@ -23,10 +24,16 @@ from outrider.sessions.capture import CaptureCall, CaptureRecord
 from outrider.shield import shielded
 from outrider.spec import Limits, Sampling
 from outrider.tokens.renderer import History
+from outrider.tokens.tokenizer import Unencoded
 from outrider.tokens.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 
 T = TypeVar("T")
+
+CHARACTERS_PER_TOKEN = 64
+"""Text that is longer than this times the context does not fit, whatever it is: so long are few tokens."""
+LAYOUTS = 3
+"""In so many ways a text of a prompt is laid out at the most, until one is found that holds."""
 
 
 class LimitReached(RequestError):
@@ -47,13 +54,21 @@ class Ended(RequestError):
     http_status = 410
 
 
+class TooMuchAtOnce(RequestError):
+    """Calls of a session that are still arriving side by side have more bytes than a single one may have."""
+
+    code = "too_much_at_once"
+    http_status = 429
+
+
 class Conversation:
     """One attempt's calls. `record` stores a turn and is awaited before a call's completion is given out;
     `on_limit`, set by the session, is called once, when a call is refused because the session used up its
     turns or tokens.
 
     `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
-    record of a turn, after which no call is taken.
+    record of a turn, after which no call is taken. `arriving` is how many bytes of calls wait for their rest: whoever
+    receives them counts.
     """
 
     def __init__(
@@ -70,6 +85,7 @@ class Conversation:
         self.session_key = session_key
         self.tree = TokenTree(endpoint.renderer, history)
         self._captured = CaptureRecord()
+        self.arriving = 0
         self.turns = 0
         self.sampled_tokens = 0
         self.limit: StopReason | None = None
@@ -84,6 +100,7 @@ class Conversation:
         self._idle.set()
         self._open = True
         self._memories: dict[str, Memory] = {}
+        self._encoding = asyncio.Lock()
 
     def memory(self, dialect: str) -> Memory:
         """What that dialect keeps for this session."""
@@ -93,10 +110,12 @@ class Conversation:
         """How many tokens the request's prompt has, as `call` would send it; nothing is generated or recorded.
 
         No engine is asked: for one that renders prompts itself the count is this renderer's, which knows no images.
-        Raises RequestError; for images Ended and EngineError too.
+        Raises RequestError; for images Ended and EngineError too, and ContextOverflow for far too much text.
         """
         try:
-            return self.tree.measure(request.messages, request.tools, request.tools_raw)
+            return await self._sparing(
+                lambda: self.tree.measure(request.messages, request.tools, request.tools_raw), self.context_tokens
+            )
         except RequestError as error:
             if _shows_images(request) and (await self._assigned()).mode is not TokenMode.TOKENS:
                 raise RequestError(
@@ -176,7 +195,7 @@ class Conversation:
 
     async def _run(self, request: ModelRequest, dialect: str) -> AsyncGenerator[Step, None]:
         assigned = await self.endpoint.pool.select(self.session_key)
-        call = self._begin(request, dialect, assigned)
+        call = await self._begin(request, dialect, assigned)
         try:
             async with aclosing(call.steps()) as steps:
                 async for step in steps:
@@ -189,18 +208,41 @@ class Conversation:
         self.failure = self.broken
         yield call.completion()
 
-    def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
+    async def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
         if assigned.mode is not TokenMode.TOKENS:
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             return CaptureCall(
                 self.endpoint, self._captured, request, sampling, dialect=dialect, session_key=self.session_key
             )
-        joined = self.tree.join(request.messages, request.tools, request.tools_raw)
+
+        async def known_context() -> int | None:
+            return context
+
+        joined = await self._sparing(
+            lambda: self.tree.join(request.messages, request.tools, request.tools_raw), known_context
+        )
         sampling = self._sampling_for(request.sampling, context, prompt_tokens=joined.prompt.length)
         return TokenCall(
             self.endpoint, self.tree, joined, request, sampling, dialect=dialect, session_key=self.session_key
         )
+
+    async def _sparing(self, work: Callable[[], T], context: Callable[[], Awaitable[int | None]]) -> T:
+        """What `work` on the tree gives. Where that takes long texts, they are encoded in a thread, for one call at a
+        time, and the work is tried anew. Raises as it does, and ContextOverflow for texts far beyond the context."""
+        tokenizer = self.endpoint.renderer.tokenizer
+        known: dict[str, list[int]] = {}
+        while True:
+            try:
+                with tokenizer.sparing(known):
+                    return work()
+            except Unencoded as missing:
+                texts = missing.texts
+            limit = await context()
+            _refuse_beyond(limit, sum(map(len, texts)) // CHARACTERS_PER_TOKEN)
+            async with self._encoding:
+                known |= await shielded(partial(asyncio.to_thread, tokenizer.encode_ahead, texts))
+            _refuse_beyond(limit, sum(map(len, known.values())) // LAYOUTS)
 
     def _sampling_for(self, asked: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
         """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left."""
@@ -247,6 +289,11 @@ class Conversation:
 
 def _shows_images(request: ModelRequest) -> bool:
     return any(images_in(message) for message in parsed(request.messages, 0))
+
+
+def _refuse_beyond(context: int | None, tokens: int) -> None:
+    if context is not None and tokens > context:
+        raise ContextOverflow(f"the prompt has at least {tokens} tokens; the model's context is {context}")
 
 
 def _nothing() -> None:

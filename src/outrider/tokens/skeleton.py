@@ -42,6 +42,7 @@ class Skeleton:
     def fill_parts(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The same for several parts of one layout."""
         texts, self._texts = self._texts, []
+        self._tokenizer.want(texts)
         return [self._filled(part, texts) for part in parts]
 
     def _filled(self, laid_out: Sequence[int], texts: Sequence[str]) -> list[int]:

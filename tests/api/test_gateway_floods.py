@@ -1,0 +1,107 @@
+"""The gateway against a client that sends more than a node should keep: bodies without end, prompts without measure."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from api.test_gateway import CHAT, KEY, a_gateway
+from outrider.api.gateway import MAX_BODY, MIN_COUNTED
+from outrider.sessions.conversation import CHARACTERS_PER_TOKEN
+
+COUNT = f"/s/{KEY}/v1/messages/count_tokens"
+WORDS = "many more wörds than fit "
+
+
+async def opened(http: aiohttp.ClientSession, path: str, size: int, held: AsyncExitStack) -> Any:
+    """A connection with the head of a POST of `size` bytes on it."""
+    base = http._base_url
+    assert base is not None
+    reader, writer = await asyncio.open_connection(base.host, base.port)
+    held.callback(writer.transport.abort)
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {size}\r\n\r\n".encode())
+    return reader, writer
+
+
+async def refusal(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = int(head.lower().split(b"content-length: ")[1].split()[0])
+    return int(head.split()[1]), json.loads(await reader.readexactly(size))["error"]
+
+
+async def test_bodies_that_arrive_side_by_side_share_one_bound(tmp_path: Path) -> None:
+    size = MAX_BODY * 2 // 5
+    async with a_gateway(tmp_path, "hi<|im_end|>") as (world, http), AsyncExitStack() as held:
+        clients = [await opened(http, CHAT, size, held) for _ in range(3)]
+        for _, writer in clients:
+            writer.write(b"x" * (size - 1))
+        answers = [asyncio.ensure_future(refusal(reader)) for reader, _ in clients]
+        done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        assert [answer.result()[0] for answer in done] == [429]
+        assert "together" in done.pop().result()[1]["message"]
+        for _, writer in clients:
+            writer.write(b"x")
+        assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
+        assert world.conversation.arriving == 0
+
+
+async def test_bodies_that_do_not_arrive_are_bounded_in_number(tmp_path: Path) -> None:
+    async with a_gateway(tmp_path, "hi<|im_end|>") as (world, http), AsyncExitStack() as held:
+        world.conversation.arriving = MAX_BODY - MIN_COUNTED
+        clients = [await opened(http, CHAT, 10, held) for _ in range(2)]
+        answers = [asyncio.ensure_future(refusal(reader)) for reader, _ in clients]
+        done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        assert [answer.result()[0] for answer in done] == [429]
+        world.conversation.arriving = 0
+        for _, writer in clients:
+            writer.write(b"x" * 10)
+        assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
+
+
+@pytest.mark.parametrize("path", [CHAT, COUNT])
+async def test_without_a_key_no_body_is_waited_for(tmp_path: Path, path: str) -> None:
+    async with a_gateway(tmp_path, "hi<|im_end|>") as (_, http), AsyncExitStack() as held:
+        reader, _ = await opened(http, path.replace(KEY, "unknown"), MAX_BODY, held)
+        assert (await refusal(reader))[0] == 401
+
+
+def asking(characters: int) -> dict[str, Any]:
+    words = WORDS * (characters // len(WORDS) + 1)
+    return {"model": "any", "max_tokens": 5, "messages": [{"role": "user", "content": words[:characters]}]}
+
+
+@pytest.mark.parametrize("path", [CHAT, COUNT, COUNT.removesuffix("/count_tokens")])
+async def test_others_are_answered_while_a_long_prompt_is_encoded(tmp_path: Path, path: str) -> None:
+    async with a_gateway(tmp_path, "hi<|im_end|>", context_tokens=1 << 20) as (_, http):
+        answered = 0
+        asked = asyncio.ensure_future(_posted(http, path, asking(512 << 10)))
+        while not asked.done():
+            async with http.get(f"/s/{KEY}/v1/models") as reply:
+                assert reply.status == 200
+            answered += 1
+        status, body = await asked
+        assert status == 200
+        assert answered >= 10
+        if path == COUNT:
+            assert body["input_tokens"] > 100_000
+
+
+@pytest.mark.parametrize("path", [CHAT, COUNT, COUNT.removesuffix("/count_tokens")])
+async def test_a_prompt_far_beyond_the_context_is_refused_unread(tmp_path: Path, path: str) -> None:
+    async with a_gateway(tmp_path, "hi<|im_end|>", context_tokens=4096) as (world, http):
+        status, body = await _posted(http, path, asking(4 << 20))
+        assert status == 400
+        assert str((4 << 20) // CHARACTERS_PER_TOKEN) in body["error"]["message"]
+        assert world.turns == []
+
+
+async def _posted(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    async with http.post(path, data=io.BytesIO(json.dumps(body).encode())) as reply:
+        return reply.status, await reply.json()

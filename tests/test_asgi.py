@@ -1,0 +1,178 @@
+"""The HTTP server against clients that never finish what they began: what it keeps of them and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from uvicorn.server import ServerState
+
+from outrider.asgi import MAX_HEAD, MAX_PIPELINED, Patience, Receive, Scope, Send, server_settings
+from outrider.engines.serve.app import serving
+
+GET = b"GET / HTTP/1.1\r\nhost: here\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
+PIECE = 64 << 10
+FLOOD = 32 << 20
+BRIEF = Patience(head=0.1, idle=1, unread=0.3)
+LONG = 100_000_000
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Says how long the body was; a GET of /long is given much to read, one of /wait nothing."""
+    size = LONG if scope["path"] == "/long" else 0
+    more = True
+    while scope["path"] == "/wait":
+        if (await receive())["type"] != "http.request":
+            return
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        size += len(message["body"])
+        more = message["more_body"]
+    said = b"%d!" % size if size < LONG else b"x" * size
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]})
+    await send({"type": "http.response.body", "body": said})
+
+
+@asynccontextmanager
+async def a_connection(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+@asynccontextmanager
+async def hasty() -> AsyncIterator[str]:
+    """The server with little patience."""
+    config = server_settings(app, patience=BRIEF)
+    config.load()
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    make = config.http_protocol_class
+    server = await loop.create_server(
+        lambda: make(config=config, server_state=state, app_state={}, _loop=loop),  # type: ignore[call-arg]
+        "127.0.0.1",
+        0,
+    )
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for connection in tuple(state.connections):
+            connection.transport.abort()
+
+
+async def taken(writer: asyncio.StreamWriter, piece: bytes) -> int:
+    """How many bytes of `piece`, over and over, the server takes until it hangs up, up to FLOOD."""
+    sent = 0
+    try:
+        while sent < FLOOD:
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+    except ConnectionError:
+        pass
+    return sent
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the server hangs up."""
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (GET, b"a: " + b"x" * PIECE + b"\r\n"),
+        (GET, b"a: b\r\n" * 10_000),
+        (GET + b"a: ", b"x" * PIECE),
+        (b"GET /", b"x" * PIECE),
+        (CHUNKED + b"1;", b"x" * PIECE),
+        (CHUNKED + b"1\r\nx\r\n0\r\n", b"a: " + b"x" * PIECE + b"\r\n"),
+    ],
+    ids=["headers", "small headers", "one header", "address", "chunk head", "trailers"],
+)
+async def test_a_head_without_end_is_not_kept(start: bytes, piece: bytes) -> None:
+    async with serving(app) as url, a_connection(url) as (_, writer):
+        writer.write(start)
+        assert await taken(writer, piece) < FLOOD
+
+
+async def test_a_head_that_is_too_long_is_a_431() -> None:
+    async with serving(app) as url, a_connection(url) as (reader, writer):
+        writer.write(GET + b"a: " + b"x" * MAX_HEAD)
+        assert (await rest(reader)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_head_just_within_the_bound_is_served() -> None:
+    async with serving(app) as url, a_connection(url) as (reader, writer):
+        for _ in range(3):
+            writer.write(GET + b"a: " + b"x" * (MAX_HEAD - 200) + b"\r\n\r\n")
+            assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_what_stands_between_the_chunks_of_a_long_body_does_not_add_up() -> None:
+    chunks = 40_000
+    async with serving(app) as url, a_connection(url) as (reader, writer):
+        writer.write(CHUNKED + b"1\r\nx\r\n" * chunks + b"0\r\n\r\n")
+        assert (await reader.readuntil(b"!")).endswith(b"%d!" % chunks)
+
+
+async def test_requests_sent_ahead_are_few() -> None:
+    request = GET + b"\r\n"
+    async with serving(app) as url, a_connection(url) as (reader, writer):
+        writer.write(request * MAX_PIPELINED)
+        for _ in range(MAX_PIPELINED):
+            await reader.readuntil(b"!")
+        writer.write(request.replace(b"/", b"/wait", 1) + request * (MAX_PIPELINED + 1))
+        assert await rest(reader) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        GET,
+        CHUNKED + b"5\r\nx",
+        GET + b"\r\n",
+        GET + b"\r\n" + GET,
+        b"GET /long HTTP/1.1\r\nhost: here\r\n\r\n",
+    ],
+    ids=["nothing", "half a head", "half a body", "no second request", "half a second head", "a reply not read"],
+)
+async def test_a_client_that_stays_silent_is_hung_up_on(sent: bytes) -> None:
+    async with hasty() as url, a_connection(url) as (reader, writer):
+        writer.write(sent)
+        if b"/long" in sent:
+            await asyncio.sleep(10 * BRIEF.unread)  # not to synchronise: this client is slow
+        assert len(await rest(reader)) < LONG
+
+
+async def test_a_client_that_sends_something_now_and_then_is_hung_up_on_too() -> None:
+    async with hasty() as url, a_connection(url) as (_, writer):
+        writer.write(GET)
+        async with asyncio.timeout(30):
+            try:
+                while True:
+                    writer.write(b"a: b\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(BRIEF.head / 4)
+            except ConnectionError:
+                pass
+
+
+async def test_a_body_may_take_its_time_as_long_as_it_comes() -> None:
+    async with hasty() as url, a_connection(url) as (reader, writer):
+        writer.write(CHUNKED)
+        for _ in range(12):
+            writer.write(b"1\r\nx\r\n")
+            await asyncio.sleep(BRIEF.head / 4)
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readuntil(b"!")).endswith(b"12!")
