@@ -9,6 +9,7 @@ import pytest
 PROGRAMS = Path(__file__).parent / "real"
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, two workers: one drives agents and engines of models, the other container engines.
     Within each one test runs after the other: what they look for on the machine afterwards must not be another's."""
