@@ -39,7 +39,7 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/mypy
 
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, agents (installs them; 4 GB), container engines that are there
-	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadgroup -m real \
+	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m real \
 		tests/real tests/bench tests/runtimes tests/rootfs $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-PROGRAMS = Path(__file__).parent / "real"
+PROGRAMS = f"{Path(__file__).parent.name}/real/"
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, two workers: one drives agents and engines of models, the other container engines.
-    Within each one test runs after the other: what they look for on the machine afterwards must not be another's."""
-    for item in items:
-        if item.get_closest_marker("real"):
-            group = "programs" if item.path.is_relative_to(PROGRAMS) else "sandboxes"
-            item.add_marker(pytest.mark.xdist_group(group))
+class TwoHalves(LoadScopeScheduling):
+    """For two workers: one drives agents and engines of models, the other container engines. Within each one test runs
+    after the other: what they look for on the machine afterwards must not be another's."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "programs" if nodeid.startswith(PROGRAMS) else "sandboxes"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoHalves | None:
+    return TwoHalves(config, log) if config.getvalue("dist") == "loadscope" else None
