@@ -63,10 +63,13 @@ class Family:
 
 
 def _children(pid: int) -> set[int]:
+    """None of what is gone, which it may be at any moment."""
     found: set[int] = set()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found.update(int(word) for word in path.read_text().split())
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+                found.update(map(int, words))
     return found
 
 
