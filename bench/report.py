@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import orjson
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.sheets import sheets
@@ -46,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     for sheet in sheets(report.results):
-        table = Table(title=sheet.title, title_justify="left", caption=sheet.note or None, caption_justify="left")
+        table = Table(title=sheet.title, title_justify="left", caption=escape(sheet.note) or None, caption_justify="left")
         for number, column in enumerate(sheet.columns):
             table.add_column(column, justify="left" if number == 0 else "right")
         for row in sheet.rows:
