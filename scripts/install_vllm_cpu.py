@@ -225,7 +225,7 @@ def step(what: str) -> Iterator[None]:
     print(f"  {what} ... ", end="", flush=True)
     try:
         yield
-    except BaseException:
+    except BaseException:  # also an interrupt: the line is ended
         print("failed", flush=True)
         raise
     print(f"{time.monotonic() - began:.0f} s", flush=True)

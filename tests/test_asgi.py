@@ -56,7 +56,7 @@ async def hasty() -> AsyncIterator[str]:
     loop = asyncio.get_running_loop()
     make = config.http_protocol_class
     server = await loop.create_server(
-        lambda: make(config=config, server_state=state, app_state={}, _loop=loop),  # type: ignore[call-arg]
+        lambda: make(config=config, server_state=state, app_state={}, _loop=loop),  # type: ignore[call-arg]  # uvicorn's own way to make one
         "127.0.0.1",
         0,
     )

@@ -134,7 +134,7 @@ async def test_what_a_text_only_engine_refuses_is_not_stored(tmp_path: Path) -> 
 )
 async def test_an_image_is_served_so_that_no_browser_runs_it(media_type: str, served: str) -> None:
     app = FastAPI()
-    app.include_router(image_routes(SimpleNamespace(store=OneImage(image_from_bytes(media_type, PNG)))))  # type: ignore[arg-type]
+    app.include_router(image_routes(SimpleNamespace(store=OneImage(image_from_bytes(media_type, PNG)))))  # type: ignore[arg-type]  # all that the routes use of a service
     async with serving(app) as url, aiohttp.ClientSession(url) as http, http.get(f"/v1/images/{DIGEST}") as reply:
         assert (reply.status, reply.headers["Content-Type"], await reply.read()) == (200, served, PNG)
         assert "Set-Cookie" not in reply.headers

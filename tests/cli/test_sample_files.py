@@ -111,7 +111,7 @@ def test_an_image_folder_has_each_digest_once(tmp_path: Path) -> None:
 
 
 def test_an_image_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    broken = Image("image/png", "ab", data="no bytes")  # type: ignore[arg-type]
+    broken = Image("image/png", "ab", data="no bytes")  # type: ignore[arg-type]  # as a broken store would give it
     with pytest.raises(TypeError):
         ImageFolder(tmp_path).add(broken)
     assert list(tmp_path.iterdir()) == []

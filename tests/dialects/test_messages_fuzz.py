@@ -210,7 +210,7 @@ def test_odd_requests(chunk: int) -> None:
             again = reader.read(call, json.dumps(request, indent=2, ensure_ascii=False).encode())
             keys = [None if read is None else list(map(message_key, read)) for read in (plain, again)]
             assert keys[0] == keys[1]
-        except Exception as error:
+        except Exception as error:  # any is a failure of the test
             error.add_note(f"seed {seed}")
             raise
     assert reader.accepted > REQUESTS // CHUNKS

@@ -116,7 +116,7 @@ def test_config_has_every_setting_with_its_default_and_its_variable() -> None:
 
 def test_config_has_every_flag_of_serve() -> None:
     (table,) = page("docs/config.md").tables("Setting")
-    serve: Any = typer.main.get_command(commands()).commands["serve"]  # type: ignore[attr-defined]
+    serve: Any = typer.main.get_command(commands()).commands["serve"]  # type: ignore[attr-defined]  # a group of commands, typed as one
     flags = {option for parameter in serve.params for option in parameter.opts if option.startswith("--")}
     assert {code(cell) for cell in table.column("Flag")} == flags - {"--config", "--verbose"}
 
@@ -186,7 +186,7 @@ def test_api_has_every_route() -> None:
     # The routes are read, never called: no service is needed.
     app = FastAPI(docs_url=None, redoc_url=None)
     for routes in (group_routes, artifact_routes, image_routes, engine_routes):
-        app.include_router(routes(None))  # type: ignore[arg-type]
+        app.include_router(routes(None))  # type: ignore[arg-type]  # its paths are looked at, not called
     control = {f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
     (table,) = page("docs/api.md").tables("Route")
     assert set(listed(table)) == control | {"GET /healthz", "GET /readyz", "GET /openapi.json"}

@@ -131,7 +131,7 @@ async def drive(preset: str, kind: str, model: Scripted, directory: Path) -> tup
         try:
             endpoint = Endpoint(base_url=f"{sandbox.endpoint}/s/key-1", api_key="key-1", model="policy")
             # A program in the sandbox has no use for the in-process client.
-            context = HarnessContext(task=task, runtime=sandbox, endpoint=endpoint, model=None)  # type: ignore[arg-type]
+            context = HarnessContext(task=task, runtime=sandbox, endpoint=endpoint, model=None)  # type: ignore[arg-type]  # a program has no use for it
             await harness.install(context)
             return await harness.run(context), await sandbox.read("out.txt")
         finally:

@@ -142,7 +142,7 @@ class Storm:
             if number % WAVE == 0:
                 await self._progress.until(number - WAVE)
             spec = group.model_copy(update={"idempotency_key": f"{MARK}-{number}"})
-            view = await self._nodes.ask(lambda client, spec=spec: client.submit(spec))  # type: ignore[misc]
+            view = await self._nodes.ask(lambda client, spec=spec: client.submit(spec))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
             self.accepted.append(view.id)
             if number >= len(FATES) and self._rng.random() < CANCELLED:
                 tasks.create_task(self._cancel(view.id, self._rng.uniform(0, 10)))
@@ -154,7 +154,7 @@ class Storm:
     async def _follow(self) -> None:
         while len(self.told) < len(self.groups):
             after = len(self.told)
-            page = await self._nodes.ask(lambda client, after=after: client.results(after=after, wait=10))  # type: ignore[misc]
+            page = await self._nodes.ask(lambda client, after=after: client.results(after=after, wait=10))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
             assert [view.cursor for view in page.groups] == list(range(after + 1, after + 1 + len(page.groups)))
             self.told += page.groups
             await self._progress.add(len(page.groups))

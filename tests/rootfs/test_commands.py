@@ -72,6 +72,6 @@ def test_a_task_may_name_an_image_that_is_there(tmp_path: Path) -> None:
     assert refused.value.field == "task.runtime.image"
     ImageStore().import_(as_tar(oci_files(), tmp_path / "x.tar"), "tools")
     check_group(group, files=tmp_path)
-    both = {**TASK, "runtime": {**TASK["runtime"], "rootfs": "/x"}}  # type: ignore[dict-item]
+    both = {**TASK, "runtime": {**TASK["runtime"], "rootfs": "/x"}}  # type: ignore[dict-item]  # a dict of dicts and texts
     with pytest.raises(InvalidField, match="not both"):
         parse_group(json.dumps({"task": both}).encode())

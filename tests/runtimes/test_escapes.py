@@ -183,7 +183,7 @@ async def test_mounts_and_namespaces(world: World, kind: str) -> None:
 
 
 async def test_the_kernels_switches(world: World, kind: str) -> None:
-    before = Path("/proc/sys/kernel/core_pattern").read_text()  # noqa: ASYNC240
+    before = Path("/proc/sys/kernel/core_pattern").read_text()  # noqa: ASYNC240  # a file of /proc does not block
     sandbox = await world.start(kind)
     for path in (
         "sys/kernel/core_pattern",
@@ -193,7 +193,7 @@ async def test_the_kernels_switches(world: World, kind: str) -> None:
         "irq/0/smp_affinity",
     ):
         assert not await succeeds(sandbox, f"open('/proc/{path}', 'w').write('|/tmp/x')"), path
-    assert Path("/proc/sys/kernel/core_pattern").read_text() == before  # noqa: ASYNC240
+    assert Path("/proc/sys/kernel/core_pattern").read_text() == before  # noqa: ASYNC240  # a file of /proc does not block
     for program in (
         "import os; os.mknod('/tmp/disk', 0o60600, os.makedev(254, 0))",
         "open('/proc/kcore', 'rb').read(4).decode() or 1/0",

@@ -64,7 +64,7 @@ async def test_failures_on_demand(world: World) -> None:
     ]
     for call in calls:
         with pytest.raises(RuntimeFailure, match="told to"):
-            await call()  # type: ignore[misc]
+            await call()  # type: ignore[misc]  # any of several calls
 
 
 async def test_ledger_counts_every_start_and_stop_once(world: World) -> None:

@@ -60,7 +60,7 @@ async def test_a_gigabyte_of_output_takes_no_more_memory_than_is_kept(sandbox: R
 
 async def test_a_flood_ends_at_its_time_limit(sandbox: Runtime) -> None:
     for kind, text in (("bash", "cat /dev/zero"), ("python", "while True: print('x' * 1000)")):
-        shell = await sandbox.open_shell(kind)  # type: ignore[arg-type]
+        shell = await sandbox.open_shell(kind)  # type: ignore[arg-type]  # one of the literals
         late = await shell.run(text, seconds=0.5)
         assert late.timed_out
         assert len(late.output) < MAX_OUTPUT + 10_000
@@ -76,7 +76,7 @@ async def test_binary_output(sandbox: Runtime) -> None:
 
 async def hosted(folder: Path, **fields: object) -> HostedServer:
     bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
-    setup = Setup(env={"PATH": os.defpath}, workdir=str(folder), subreaper=True, **fields)  # type: ignore[arg-type]
+    setup = Setup(env={"PATH": os.defpath}, workdir=str(folder), subreaper=True, **fields)  # type: ignore[arg-type]  # fields of any type
     return await HostedServer.start(server_command(sys.executable), bytecode, setup)
 
 

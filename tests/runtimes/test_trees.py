@@ -131,8 +131,8 @@ def test_a_file_that_changes_while_it_is_archived_has_the_size_that_was_announce
     sink.seek(0)
     with tarfile.open(fileobj=sink) as found:
         assert found.getnames() == ["t", "t/file", "t/next"]
-        assert found.extractfile("t/file").read() == kept  # type: ignore[union-attr]
-        assert found.extractfile("t/next").read() == b"n"  # type: ignore[union-attr]
+        assert found.extractfile("t/file").read() == kept  # type: ignore[union-attr]  # None for what is no file
+        assert found.extractfile("t/next").read() == b"n"  # type: ignore[union-attr]  # None for what is no file
 
 
 @pytest.mark.timeout(20)

@@ -105,7 +105,7 @@ class World:
         port = web.TCPSite(runner, "127.0.0.1", 0)
         await port.start()
         assert port._server is not None
-        self.url = f"http://127.0.0.1:{port._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        self.url = f"http://127.0.0.1:{port._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]  # asyncio's server, typed abstractly
         try:
             yield
         finally:

@@ -90,7 +90,7 @@ async def told(folder: Path, *ids: tuple[list[int], list[int]] | None) -> AsyncI
             history="recorded",
             record=record,
         )
-        yield World(conversation, None, turns), turns  # type: ignore[arg-type]
+        yield World(conversation, None, turns), turns  # type: ignore[arg-type]  # it has no scripted engine
         await conversation.close()
 
 

@@ -51,7 +51,7 @@ def fails() -> int:
 
 async def shared(host: Host, *parts: object) -> None:
     for part in parts:
-        await host.part(lambda _, part=part: nullcontext(part))  # type: ignore[misc]
+        await host.part(lambda _, part=part: nullcontext(part))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def test_a_stop_string_ends_the_text_wherever_it_is_split(data: st.DataObject) -
 
 
 def shown(pieces: list[str], **options: tuple[ToolSpec, ...]) -> list[ReplyPart]:
-    reading = stream(**options)  # type: ignore[arg-type]
+    reading = stream(**options)  # type: ignore[arg-type]  # options of any type
     return [reading.push(TOKENIZER.encode(piece)) for piece in pieces]
 
 

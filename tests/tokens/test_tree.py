@@ -323,7 +323,7 @@ def test_ids_after_the_stop_token_are_never_cut_off() -> None:
 
 def test_template_history_forks_at_a_user_message() -> None:
     for history, expected in (("recorded", append(0)), ("template", (JoinKind.FORK, ForkCause.TEMPLATE_HISTORY, None))):
-        rollout = Rollout(family_renderer("qwen3"), history)  # type: ignore[arg-type]
+        rollout = Rollout(family_renderer("qwen3"), history)  # type: ignore[arg-type]  # one of the literals
         reply = rollout.answer(rollout.join([QUESTION], TOOLS), ids(THOUGHT + CALL), tools=TOOLS)
         result = result_of(reply)
         assert outcome(rollout.join([QUESTION, reply, result], TOOLS)) == append(0)

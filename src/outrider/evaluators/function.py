@@ -91,7 +91,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         value, error = None, None
         try:
             value = context.run(call)
-        except BaseException as raised:
+        except BaseException as raised:  # whatever ends a thread, its caller waits for
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)

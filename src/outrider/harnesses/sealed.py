@@ -54,7 +54,7 @@ def build_once(folder: Path, contents: Contents, build: Callable[[], None]) -> N
             draft = folder / f"{SEAL}.draft"
             draft.write_bytes(msgspec.json.encode(contents))
             draft.rename(folder / SEAL)
-        except BaseException:  # also a cancel: the descriptor is given back
+        except BaseException:  # also an interrupt: a folder is whole, or not there
             shutil.rmtree(folder, ignore_errors=True)
             raise
 

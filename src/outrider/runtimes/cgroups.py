@@ -122,16 +122,12 @@ class Group:
         for entrance in self.entrances:
             Path(entrance).write_text(str(pid))
 
-    def unbind(self) -> None:
-        """No limit of processor time any more: for those that are to die, which takes some."""
-        for file, value in UNBOUND.items():
-            for folder in self._folders:
+    def kill(self) -> None:
+        """Whoever is in it now, without the limit of processor time, of which dying takes some."""
+        for folder in self._folders:
+            for file, value in UNBOUND.items():
                 with contextlib.suppress(OSError):  # of the other version, or of another controller
                     (folder / file).write_text(value)
-
-    def kill(self) -> None:
-        """Whoever is in it now."""
-        for folder in self._folders:
             _kill_members(folder)
 
     async def remove(self) -> None:

@@ -67,17 +67,25 @@ class Child:
     async def end(self, seconds: float) -> bool:
         """Wait for its end, which comes by force after so many seconds, reap it and close. Whether it came by itself.
         Call once; not cancel-safe by itself."""
-        in_time = True
+        in_time = await self.ends_within(seconds)
+        if not in_time:
+            self.kill()
+            await readable(self.pidfd)
+        self.bury()
+        return in_time
+
+    async def ends_within(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
                 await readable(self.pidfd)
         except TimeoutError:
-            in_time = False
-            self.kill()
-            await readable(self.pidfd)
+            return False
+        return True
+
+    def bury(self) -> None:
+        """Reap what has ended, and close."""
         self._reap()
         self.close()
-        return in_time
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):  # it may be a child of the zygote's, not ours

@@ -23,7 +23,7 @@ from outrider.rootfs.store import ImageStore, known_image
 from outrider.runtimes import cgroups, plans
 from outrider.runtimes.base import Availability
 from outrider.runtimes.cgroups import Cgroups, Group
-from outrider.runtimes.child import Child, readable
+from outrider.runtimes.child import Child
 from outrider.runtimes.finder import Finder
 from outrider.runtimes.held import RootedRuntime
 from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment, configure
@@ -168,17 +168,10 @@ def _has_python(folder: str) -> bool:
 async def _end(child: Child, group: Group) -> None:
     """The first process takes the others with it. Where that is slow, because they have made it wait for its turn
     behind them all, they are killed one by one."""
-    group.unbind()
     child.kill()
-    ended = False
-    while not ended:
-        try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                await readable(child.pidfd)
-            ended = True
-        except TimeoutError:
-            await asyncio.to_thread(group.kill)
-    await child.end(0.0)
+    while not await child.ends_within(PATIENCE_SECONDS):
+        await asyncio.to_thread(group.kill)
+    child.bury()
 
 
 def possible() -> None:

@@ -118,12 +118,11 @@ class Scheduler:
             await self.cancel(await self._store.cancel_group(group_id))
         for session in recovered:
             if session.recovered > MAX_RECOVERED and session.group_id not in cancelled:
-                await self._give_up(session, session.last_error)
+                await self._give_up(session, await self._task_of(session), session.last_error)
 
-    async def _give_up(self, session: SessionRow, error: ErrorRecord | None) -> None:
+    async def _give_up(self, session: SessionRow, task: TaskSpec | None, error: ErrorRecord | None) -> None:
         """End a queued session as failed."""
         turns = await self._store.turns(session.id, session.attempt)
-        task = await self._task_of(session)
         result = interrupted_result(session, StopReason.ERROR, turns, task=task, error=error)
         await self._finish(session.id, session.attempt, result)
 
@@ -161,7 +160,7 @@ class Scheduler:
     async def _start(self, group: asyncio.TaskGroup, session: SessionRow) -> None:
         task = await self._task_of(session)
         if task is None:
-            await self._give_up(session, UNREADABLE)
+            await self._give_up(session, None, UNREADABLE)
             return
         node = self._node_for(task)
         try:

@@ -257,30 +257,23 @@ class Warm:
         return True
 
     async def _look(self) -> None:
-        """Stop those that do not answer; who wants one meanwhile may have it."""
+        """Stop those that nobody can use any more; who wants one meanwhile may have it."""
         for shelf in list(self._shelves.values()):
             for standing in list(shelf.ready):
-                if not await answers(standing.sandbox) and standing in shelf.ready:
+                if not await usable(standing.sandbox) and standing in shelf.ready:
                     shelf.ready.remove(standing)
                     await self._stop(standing, shelf)
 
 
 async def usable(sandbox: Sandbox) -> bool:
-    """Whether a session may have it: it answers, and its image is still what a new one would get."""
+    """Whether a session may have it: it does what it is told, by the cheapest of all calls, which starts no process;
+    and its image is still what a new one would get."""
+    runtime = sandbox.runtime
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            if isinstance(sandbox.runtime, Aging) and not await sandbox.runtime.current():
+            if isinstance(runtime, Aging) and not await runtime.current():
                 return False
-    except (RuntimeFailure, TimeoutError):
-        return False
-    return await answers(sandbox)
-
-
-async def answers(sandbox: Sandbox) -> bool:
-    """Whether a sandbox still does what it is told: the cheapest of all calls, which starts no process."""
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            await sandbox.runtime.read("/", limit=1)
+            await runtime.read("/", limit=1)
     except IsADirectoryError:
         return True
     except Exception:  # of whatever kind, also of a plugin's own: it is not what was asked for

@@ -68,7 +68,7 @@ async def exchange(app: Application, request: Request, *, leave_after: int | Non
             await app(scope, receive, send)
     except TimeoutError as error:
         raise Violation(f"no reply within {BOUND_SECONDS:g} s") from error
-    except Exception as error:
+    except Exception as error:  # any is a finding
         raise Violation(f"the application raised {type(error).__name__}: {error}") from error
     answer.seconds = time.perf_counter() - begun
     answer.payload = b"".join(told)

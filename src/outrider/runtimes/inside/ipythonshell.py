@@ -237,7 +237,7 @@ class RichEngine:
         try:
             result = shell.loop_runner(work) if waits else finished(work)
             return result.error_before_exec or result.error_in_exec
-        except BaseException as error:
+        except BaseException as error:  # of the code that was given: it is shown
             work.close()
             shell.showtraceback()
             return error

@@ -57,7 +57,7 @@ def restore_layers(source: int, folders: list[str]) -> None:
             unpack(source, f"{number}/")
             os.fchdir(old)
             os.chroot(".")
-    except BaseException as error:
+    except BaseException as error:  # whatever it is, the parent is told, and this fork ends
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
         os._exit(0)

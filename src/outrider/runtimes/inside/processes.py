@@ -150,7 +150,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         code = 127 if error.errno == errno.ENOENT else 126
         where = cwd if not is_folder(cwd) else argv[0]
         posix.write(2, (where + ": " + posix.strerror(error.errno or 0) + "\n").encode("utf-8", "surrogateescape"))
-    except BaseException as error:
+    except BaseException as error:  # whatever it is: this fork ends, and must not go on as the server
         posix.write(2, (type(error).__name__ + ": " + str(error) + "\n").encode("utf-8", "replace"))
     finally:
         posix._exit(code)

@@ -75,7 +75,7 @@ class PlainEngine:
             return 0
         except SystemExit as stop:
             return left_with(stop)
-        except BaseException as error:
+        except BaseException as error:  # of the code that was given: it is shown
             self.session.interruptible = False
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != name:
