@@ -24,6 +24,8 @@ from pydantic import (
 )
 
 MAX_TEXT = 1 << 20
+MEBIBYTE = 1 << 20
+"""Bytes in the unit of all fields that end in `_mb`."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
 

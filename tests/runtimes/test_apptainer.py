@@ -23,7 +23,7 @@ from outrider.runtimes.apptainer import ApptainerRuntime
 from outrider.runtimes.apptainer_start import FINDER, look
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.marks import marked
-from support.ordinary import ordinary_user, run_as
+from support.ordinary import ordinary_user, python_of, run_tests
 
 from . import sif_images
 from .world import World
@@ -360,7 +360,7 @@ def test_all_of_it_as_an_ordinary_user(image: str) -> None:
     if image.endswith(".sif"):
         pytest.skip("with a folder and a SIF file in one run")
     tests = ("runtimes/test_apptainer.py", "rootfs/test_build.py")
-    with ordinary_user(shutil.which("apptainer") or "") as user:
-        told = run_as(user, tests, "-m", "real", seconds=540)
+    with ordinary_user(shutil.which("apptainer") or "") as user, python_of(user) as python:
+        told = run_tests(python, tests, "-m", "real", seconds=540)
     assert " passed" in told
     assert "is not installed" not in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
@@ -41,6 +42,7 @@ clients = [connect() for _ in range({number})]
 ended = sum(map(ends, clients))
 for client in clients: client.close()
 """
+ESTABLISHED, CLOSE_WAIT = "01", "08"
 FLOOD = """
 import array, os, socket
 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [os.open('/dev/null', os.O_RDONLY)] * 253))]
@@ -65,6 +67,17 @@ def impoverish(number: int) -> None:
     """Let the tool server of the only sandbox have no more descriptors than that."""
     hard = resource.prlimit(first_process(), resource.RLIMIT_NOFILE)[1]
     resource.prlimit(first_process(), resource.RLIMIT_NOFILE, (number, hard))
+
+
+async def until_closed(sandbox: Runtime) -> None:
+    """Until the connections that a program has left are ended by the tool server too, when its loop comes to them."""
+    impoverish(1000)
+    for _ in range(1000):
+        states = [line.split()[3] for line in (await sandbox.read("/proc/net/tcp")).decode().splitlines()[1:]]
+        if not {ESTABLISHED, CLOSE_WAIT} & set(states):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(states)
 
 
 async def python(sandbox: Runtime, program: str) -> ExecResult:
@@ -111,6 +124,7 @@ async def test_a_bridge_without_descriptors_ends_nothing_but_the_connection(worl
         sandbox = await world.start("namespace")
         program = CALL.format(port=urlsplit(sandbox.endpoint).port, number=150)
         for most in (101, 102, 500):  # a pair is two: for one of them, or for the whole, there is none left
+            await until_closed(sandbox)
             impoverish(most)
             result = await python(
                 sandbox, f"{LIMIT}{program.replace('ends, clients', 'ends, clients[:20]')}\nprint(ended)"

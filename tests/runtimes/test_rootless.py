@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.ordinary import ordinary_user, run_as
+from support.ordinary import ordinary_user, python_of, run_tests
 
 TESTS = (
     "contract",
@@ -25,6 +25,6 @@ TESTS = (
 @pytest.mark.timeout(560)
 def test_all_of_it_as_an_ordinary_user() -> None:
     files = [f"runtimes/test_{name}.py" for name in TESTS]
-    with ordinary_user() as user:
-        told = run_as(user, files, "-m", "not real", "-k", "not [memory] and not [process", seconds=540)
+    with ordinary_user() as user, python_of(user) as python:
+        told = run_tests(python, files, "-m", "not real", "-k", "not [memory] and not [process", seconds=540)
     assert " passed" in told

@@ -96,7 +96,7 @@ def test_the_keeper_kills_what_is_left_of_a_node_that_was_killed(temporary: Path
     left = start(OUTRIDER_CALL=f"{name}/s-1-1:0")
     node.kill()
     node.communicate()
-    assert left.wait(30) == -signal.SIGKILL
+    assert left.wait(50) == -signal.SIGKILL
 
 
 PROGRAM = """
@@ -114,6 +114,15 @@ def test_a_keeper_goes_with_its_node(temporary: Path) -> None:
     assert folder.keeper.poll() is None
     folder.remove()
     assert folder.keeper.returncode is not None
+
+
+def test_a_folder_without_a_keeper_is_not_left(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        NodeFolder.make()
+    assert os.listdir(temporary) == []
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_cannot_be_removed_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,8 +36,10 @@ def ordinary_user(*readable: str | Path) -> Iterator[str]:
         subprocess.run(remove, check=True, capture_output=True)
 
 
-def run_as(user: str, tests: Sequence[str], *options: str, seconds: float) -> str:
-    """What pytest printed. By the portable interpreter, as ours may be in a folder of root's own."""
+@contextlib.contextmanager
+def python_of(user: str, *before: str, **environment: str) -> Iterator[list[str]]:
+    """The command of an interpreter that has our packages, run as `user`, by the program that stands `before` it, with
+    this environment. It is the portable one, as ours may be in a folder of root's own."""
     with tempfile.TemporaryDirectory(prefix="outrider-user-") as shared:
         os.chmod(shared, 0o755)
         python = shutil.copytree(portable_python(), Path(shared, "python"), symlinks=True)
@@ -48,10 +50,16 @@ def run_as(user: str, tests: Sequence[str], *options: str, seconds: float) -> st
             "PYTHONPATH": ":".join(packages),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TMPDIR": f"/home/{user}",
+            **environment,
         }
-        enter = ["runuser", "-u", user, "--", "env", "-i", *(f"{name}={value}" for name, value in environment.items())]
-        pytest_of_theirs = [*portable_command(str(python)), "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
-        command = [*enter, *pytest_of_theirs, *(str(ROOT / "tests" / test) for test in tests)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, check=False)
+        variables = (f"{name}={value}" for name, value in environment.items())
+        yield ["runuser", "-u", user, "--", "env", "-i", *variables, *before, *portable_command(str(python))]
+
+
+def run_tests(python: Sequence[str], tests: Sequence[str], *options: str, seconds: float) -> str:
+    """What pytest printed, which this interpreter ran."""
+    command = [*python, "-m", "pytest", "-p", "no:cacheprovider", "-q", *options]
+    command += [str(ROOT / "tests" / test) for test in tests]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=seconds, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     return done.stdout

@@ -22,7 +22,7 @@ import msgspec
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.host import PREFIX, Host, lives
-from outrider.spec import Resources
+from outrider.spec import MEBIBYTE, Resources
 
 log = logging.getLogger("outrider.node")
 
@@ -31,7 +31,6 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 UNIFIED = ""
 """What /proc/self/cgroup calls the controllers of version 2."""
 CONTROLLERS = ("cpu", "memory", "pids")
-MEBIBYTE = 1 << 20
 CPU_PERIOD = 100_000
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002

@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 
-from outrider.spec import Resources
+from outrider.spec import MEBIBYTE, Resources
 
 MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
 """Podman holds itself to that many."""
-MEBIBYTE = 1 << 20
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": ""}
 """Whatever the image sets must not get into the tool server's interpreter."""
 

@@ -16,7 +16,7 @@ from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT
 from outrider.runtimes import container_server
 from outrider.runtimes.base import Availability
-from outrider.runtimes.container_body import MEBIBYTE, ContainerPlan, Shown
+from outrider.runtimes.container_body import ContainerPlan, Shown
 from outrider.runtimes.container_daemon import (
     NODE_LABEL,
     SESSION_LABEL,
@@ -30,7 +30,7 @@ from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment
 from outrider.runtimes.marks import mark_of
 from outrider.runtimes.submounts import inner_mounts
 from outrider.runtimes.toolclient import ToolClient
-from outrider.spec import RuntimeSpec
+from outrider.spec import MEBIBYTE, RuntimeSpec
 
 if TYPE_CHECKING:
     from outrider.runtimes.container_client import LocalImage

@@ -32,9 +32,8 @@ from outrider.runtimes.saving import save_parts
 from outrider.runtimes.toolclient import ToolClient
 from outrider.runtimes.users import users
 from outrider.runtimes.zygote import Zygote
-from outrider.spec import RuntimeSpec
+from outrider.spec import MEBIBYTE, RuntimeSpec
 
-MEBIBYTE = 1 << 20
 LAYER_OVERHEAD = 2
 """An archive of many small files is larger than what they hold."""
 PYTHONS = tuple(f"{folder}/python3" for folder in ("usr/local/bin", "usr/bin", "bin"))

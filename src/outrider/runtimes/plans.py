@@ -15,9 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.spec import Resources
+from outrider.spec import MEBIBYTE, Resources
 
-MEBIBYTE = 1 << 20
 BYTES_PER_FILE = 4096
 """What a sandbox may write bounds the number of its files, too: each takes kernel memory."""
 FILES_OF_MEMORY = 0.75

@@ -47,7 +47,11 @@ class NodeFolder:
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX))
             if (made := cls._take(path, os.O_CREAT)) is not None:
-                return cls(made.path, made.lock, _keeper(path.name))
+                try:
+                    return cls(made.path, made.lock, _keeper(path.name))
+                except BaseException:  # without a keeper, nothing of it may be used
+                    made.remove()
+                    raise
 
     @classmethod
     def sweep(cls) -> int:

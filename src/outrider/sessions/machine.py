@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 
 from outrider.runtimes.cgroups import UNIFIED, by_controller
 from outrider.sessions.room import Amount
+from outrider.spec import MEBIBYTE
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-MEBIBYTE = 1 << 20
 
 
 def machine(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> Amount:

@@ -1,0 +1,32 @@
+"""Sandboxes whose programs do not end by themselves, in a process that waits for its own end.
+
+    python -m runtimes.busy_job MARK KIND...
+
+`sleep MARK` runs in each of them, in a session of its own. It prints a line when they all do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from outrider.runtimes.host import Host
+
+from .world import World
+
+
+async def main(mark: str, *kinds: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="or-") as name:
+        async with Host(Path(name)) as host:
+            world = World(host)
+            for kind in kinds:
+                sandbox = await world.start(kind)
+                await sandbox.exec(f"setsid sleep {mark} >/dev/null 2>&1 & true", seconds=10)
+            print("busy", flush=True)
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
