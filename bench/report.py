@@ -47,8 +47,8 @@ def machine() -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     for sheet in sheets(report.results):
-        table = Table(title=sheet.title, title_justify="left", caption=escape(sheet.note) or None)
-        table.caption_justify = "left"
+        caption = escape(sheet.note) or None
+        table = Table(title=sheet.title, title_justify="left", caption=caption, caption_justify="left")
         for number, column in enumerate(sheet.columns):
             table.add_column(column, justify="left" if number == 0 else "right")
         for row in sheet.rows:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,50 +19,53 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 VARIABLE = "SANDBOX_SLURM"
 KINDS = ("namespace", "apptainer")
-MARK = f"8{os.getpid():09}"
-"""So many seconds: no other's `sleep` has that number."""
-JOB = f"outrider-{MARK}"
+MARK = "4003"
+"""So many seconds the programs of a job's sandboxes sleep."""
 
 
 @pytest.fixture(scope="module")
-def job() -> Iterator[list[str]]:
-    """The command of an interpreter that runs in a job."""
+def user() -> Iterator[str]:
+    """Whose jobs they are."""
     if VARIABLE not in os.environ:
         pytest.skip(f"{VARIABLE} is not set: .ci/sandboxes FILE starts a Slurm and writes it to FILE")
-    conf = os.environ[VARIABLE]
-    with (
-        ordinary_user(conf) as user,
-        python_of(user, "srun", "--quiet", f"--job-name={JOB}", SLURM_CONF=conf) as python,
-    ):
+    with ordinary_user(os.environ[VARIABLE]) as name:
+        yield name
+        cancel(name, "--signal=KILL")
+        wait_for_none(name)
+
+
+@pytest.fixture(scope="module")
+def job(user: str) -> Iterator[list[str]]:
+    """The command of an interpreter that runs in a job."""
+    with python_of(user, "srun", "--quiet", SLURM_CONF=os.environ[VARIABLE]) as python:
         yield python
-        slurm("scancel", f"--user={user}", "--signal=KILL")
-        wait_for_none(user)
 
 
 def kinds() -> list[str]:
     return [kind for kind in KINDS if kind != "apptainer" or shutil.which(kind)]
 
 
-def slurm(*command: str) -> str:
+def cancel(user: str, *options: str) -> None:
     environment = {**os.environ, "SLURM_CONF": os.environ[VARIABLE]}
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    subprocess.run(["scancel", f"--user={user}", *options], env=environment, check=True, capture_output=True)
 
 
-def wait_for_none(mark: str) -> None:
-    """Until no process of this machine has this in its command line, whatever its namespaces."""
+def wait_for_none(user: str) -> None:
+    """Until nothing runs on this machine in this user's name, in whatever namespaces."""
     end = time.monotonic() + 15
-    while left := of_mark(mark):
+    while left := processes_of(user):
         assert time.monotonic() < end, left
         time.sleep(0.05)
 
 
-def of_mark(mark: str) -> list[str]:
+def processes_of(user: str) -> list[str]:
+    """Their command lines."""
+    line = f"\nUid:\t{pwd.getpwnam(user).pw_uid}\t"
     found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and process.name != str(os.getpid()):
-            with contextlib.suppress(OSError):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found += [f"{process.name} {command}"] if mark in command else []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # of one that has just ended
+            if line in (process / "status").read_text():
+                found.append((process / "cmdline").read_text(errors="replace").replace("\0", " "))
     return found
 
 
@@ -73,17 +77,17 @@ def test_sandboxes_in_a_job(job: list[str]) -> None:
     assert " passed" in told
 
 
-@pytest.mark.parametrize("signal", ["TERM", "KILL"])
-def test_a_job_that_is_cancelled(job: list[str], signal: str) -> None:
+@pytest.mark.parametrize("options", [(), ("--signal=KILL",)], ids=["asked", "killed"])
+def test_a_job_that_is_cancelled(user: str, job: list[str], options: Sequence[str]) -> None:
     """By a word that its program may heed, or by force: nothing of its sandboxes is left."""
     command = [*job, "-m", "runtimes.busy_job", MARK, *kinds()]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         try:
             assert running.stdout.readline() == "busy\n", running.communicate()[1]
-            assert len([line for line in of_mark(MARK) if f" sleep {MARK}" in line]) == len(kinds())
-            slurm("scancel", f"--name={JOB}", *(["--signal=KILL"] if signal == "KILL" else []))
+            assert processes_of(user).count(f"sleep {MARK} ") == len(kinds())
+            cancel(user, *options)
             running.communicate(timeout=30)
         finally:
             running.kill()
-    wait_for_none(MARK)
+    wait_for_none(user)
