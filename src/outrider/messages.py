@@ -15,6 +15,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
+# Structs of which a request may have tens of thousands are made with gc=False, here and in the dialects: they cannot be
+# part of a cycle, and the garbage collector stops everything for as long as it looks at them.
+
 
 class Role(StrEnum):
     SYSTEM = "system"
@@ -23,7 +26,7 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
     """A call as the model made it. `arguments` is JSON text, exactly as sampled or as the client sent it."""
 
     id: str
@@ -31,13 +34,13 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Text(msgspec.Struct, frozen=True, tag="text"):
+class Text(msgspec.Struct, frozen=True, tag="text", gc=False):
     """A piece of text between images."""
 
     text: str
 
 
-class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True):
+class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=False):
     """An image, known by the digest (SHA-256, hex) of its bytes, or of its address when the client sent only that: it
     then has no media type and no size. `data` is empty once the image has been stored; `size` is how many bytes it has.
     The media type is what the client said."""
@@ -61,7 +64,7 @@ def image_from_url(url: str) -> Image:
     return Image("", hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest(), url=url)
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One message. `content` is plain text ("" when absent); `reasoning` is the model's thinking, if any. `parts` is
     empty unless there are images: then it holds all of the content in order, and `content` the text in it."""
 
@@ -83,12 +86,13 @@ class WireMessages(Protocol):
     """A request's messages, parsed only when asked for: a long history is compared by its bytes.
 
     `raw(i)` is any byte string that determines message `i`, and `head(n)` any that determines the first `n`;
-    `parse(i)` raises `RequestError` naming the message when it is malformed.
+    `parse(i)` raises `RequestError` naming the message when it is malformed, and `size(i)` is how many bytes it reads.
     """
 
     def __len__(self) -> int: ...
     def raw(self, index: int) -> bytes: ...
     def head(self, count: int) -> bytes: ...
+    def size(self, index: int) -> int: ...
     def parse(self, index: int) -> Message: ...
 
 
@@ -106,6 +110,9 @@ class ParsedMessages:
 
     def head(self, count: int) -> bytes:
         return msgspec.msgpack.encode(self._messages[:count])
+
+    def size(self, index: int) -> int:
+        return len(self.raw(index))
 
     def parse(self, index: int) -> Message:
         return self._messages[index]

@@ -47,6 +47,17 @@ class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
     misses: int = 0
 
 
+class StallStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a node's event loop stood still for longer than 50 ms, for how long in all and at the longest, in
+    seconds. `held` is the longest that the loop's own thread was at work meanwhile; the rest is time in which others
+    had the interpreter or the processor."""
+
+    count: int = 0
+    total: float = 0.0
+    longest: float = 0.0
+    held: float = 0.0
+
+
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     """A node as the scheduler and the status page see it."""
 
@@ -56,6 +67,7 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[LaneStats, ...]
     room: RoomStats
     warm: WarmStats = WarmStats()
+    stalls: StallStats = StallStats()
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

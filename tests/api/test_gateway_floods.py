@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
+import sys
+from asyncio.subprocess import PIPE
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from api.test_gateway import CHAT, KEY, a_gateway
-from outrider.api.gateway import MAX_BODY, MIN_COUNTED
-from outrider.sessions.conversation import CHARACTERS_PER_TOKEN
+from api.test_gateway import CHAT, KEY, OneSession, a_gateway, serving
+from outrider.api.gateway import Gateway
+from outrider.aside import INLINE
+from outrider.sessions.intake import MAX_IN_SESSION, MAX_TEXT_BODY, MIN_COUNTED
+from outrider.watchdog import Watchdog
+from sessions.world import a_world
+from support.floods import FLOODS
 
+HELD = 0.1
+"""Seconds of work, on a machine that may be twice as slow as a quiet one."""
+TESTS = Path(__file__).parent.parent
 COUNT = f"/s/{KEY}/v1/messages/count_tokens"
 WORDS = "many more wörds than fit "
 
@@ -37,29 +47,32 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[int, Any]:
 
 
 async def test_bodies_that_arrive_side_by_side_share_one_bound(tmp_path: Path) -> None:
-    size = MAX_BODY * 2 // 5
-    async with a_gateway(tmp_path, "hi<|im_end|>") as (world, http), AsyncExitStack() as held:
-        clients = [await opened(http, CHAT, size, held) for _ in range(3)]
+    size = MAX_TEXT_BODY - 1
+    async with (
+        a_gateway(tmp_path, "hi<|im_end|>", context_tokens=1 << 20) as (world, http),
+        AsyncExitStack() as held,
+    ):
+        clients = [await opened(http, CHAT, size, held) for _ in range(MAX_IN_SESSION // size + 1)]
         for _, writer in clients:
             writer.write(b"x" * (size - 1))
         answers = [asyncio.ensure_future(refusal(reader)) for reader, _ in clients]
         done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         assert [answer.result()[0] for answer in done] == [429]
-        assert "together" in done.pop().result()[1]["message"]
+        assert "this session" in done.pop().result()[1]["message"]
         for _, writer in clients:
             writer.write(b"x")
         assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
-        assert world.conversation.arriving == 0
+        assert world.conversation.bodies.size == 0
 
 
 async def test_bodies_that_do_not_arrive_are_bounded_in_number(tmp_path: Path) -> None:
     async with a_gateway(tmp_path, "hi<|im_end|>") as (world, http), AsyncExitStack() as held:
-        world.conversation.arriving = MAX_BODY - MIN_COUNTED
+        world.conversation.bodies.size = MAX_IN_SESSION - MIN_COUNTED
         clients = [await opened(http, CHAT, 10, held) for _ in range(2)]
         answers = [asyncio.ensure_future(refusal(reader)) for reader, _ in clients]
         done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         assert [answer.result()[0] for answer in done] == [429]
-        world.conversation.arriving = 0
+        world.conversation.bodies.size = 0
         for _, writer in clients:
             writer.write(b"x" * 10)
         assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
@@ -68,7 +81,7 @@ async def test_bodies_that_do_not_arrive_are_bounded_in_number(tmp_path: Path) -
 @pytest.mark.parametrize("path", [CHAT, COUNT])
 async def test_without_a_key_no_body_is_waited_for(tmp_path: Path, path: str) -> None:
     async with a_gateway(tmp_path, "hi<|im_end|>") as (_, http), AsyncExitStack() as held:
-        reader, _ = await opened(http, path.replace(KEY, "unknown"), MAX_BODY, held)
+        reader, _ = await opened(http, path.replace(KEY, "unknown"), MAX_TEXT_BODY, held)
         assert (await refusal(reader))[0] == 401
 
 
@@ -98,8 +111,27 @@ async def test_a_prompt_far_beyond_the_context_is_refused_unread(tmp_path: Path,
     async with a_gateway(tmp_path, "hi<|im_end|>", context_tokens=4096) as (world, http):
         status, body = await _posted(http, path, asking(4 << 20))
         assert status == 400
-        assert str((4 << 20) // CHARACTERS_PER_TOKEN) in body["error"]["message"]
+        assert int(re.findall(r"\d+", body["error"]["message"])[0]) > 4096
         assert world.turns == []
+
+
+@pytest.mark.parametrize("name", FLOODS)
+async def test_no_body_holds_the_event_loop(tmp_path: Path, name: str) -> None:
+    """Bodies of three sizes: what is done at once, what is done beside the loop, and what cannot fit. The time that the
+    loop's own thread is at work does not depend on what else the machine does."""
+    async with (
+        a_world(tmp_path, ["hi<|im_end|>"] * 3, context_tokens=131_072) as world,
+        serving(Gateway(OneSession(world.conversation))) as url,
+        Watchdog() as watchdog,
+    ):
+        for size in (INLINE - 1, 400 << 10, MAX_TEXT_BODY - (1 << 16)):
+            flood = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "support.floods", f"{url}/s/{KEY}", name, str(size), stdout=PIPE, cwd=TESTS
+            )
+            out, _ = await flood.communicate()
+            assert int(out) in (200, 400, 413)
+        assert world.conversation.bodies.size == 0
+    assert watchdog.stalls.held < HELD
 
 
 async def _posted(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> tuple[int, Any]:

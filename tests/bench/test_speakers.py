@@ -12,7 +12,7 @@ from bench.speakers import DIALECTS, MESSAGES, STORED_RESPONSES, Speaker
 from bench.streams import Parsed, Sampled, Writing, both, write
 
 from outrider.dialects import dialects
-from outrider.dialects.base import Action, Completion
+from outrider.dialects.base import Action, Completion, Memory
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool import EnginePool
 from outrider.engines.scripted import ScriptedEngine
@@ -40,9 +40,10 @@ async def test_a_talk_goes_on_where_it_was(speaker: Speaker, corpus: Corpus) -> 
     dialect = next(one for one in dialects() if one.name == speaker.dialect)
     told = []
     turns: list[Turn] = []
+    memory: Memory = {}
     async with conversation(corpus, turns) as calls:
         for text in ("First.", "Second.", "Third."):
-            request = dialect.parse(speaker.whole, talk.ask(text), calls.memory(dialect.name))
+            request = dialect.parse(speaker.whole, talk.ask(text), memory)
             assert not request.stream
             assert request.sampling.max_tokens == REPLY_TOKENS
             async with aclosing(calls.call(request, dialect=dialect.name)) as steps:

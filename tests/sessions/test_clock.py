@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from outrider.sessions.clock import Budget, Stopwatch
 
 
+def never() -> float:
+    """The event loop did not stand still."""
+    return 0.0
+
+
 async def test_only_time_inside_the_block_is_charged() -> None:
-    budget = Budget(1000.0)
+    budget = Budget(1000.0, never)
     async with budget.spend():
         await asyncio.sleep(0)
     spent = 1000.0 - budget.remaining
@@ -20,7 +26,21 @@ async def test_only_time_inside_the_block_is_charged() -> None:
 
 
 async def test_an_empty_budget_ends_the_block() -> None:
-    budget = Budget(0.01)
+    budget = Budget(0.01, never)
+    with pytest.raises(TimeoutError):
+        async with budget.spend():
+            await asyncio.Event().wait()
+    assert budget.exhausted
+
+
+async def test_time_in_which_the_service_stood_still_is_not_charged() -> None:
+    stood = 0.0
+    budget = Budget(0.2, lambda: stood)
+    async with budget.spend():
+        time.sleep(0.3)  # noqa: ASYNC251  # the loop stands still
+        stood = 0.3
+        await asyncio.sleep(0)
+    assert 0 < budget.remaining <= 0.2
     with pytest.raises(TimeoutError):
         async with budget.spend():
             await asyncio.Event().wait()
@@ -28,7 +48,7 @@ async def test_an_empty_budget_ends_the_block() -> None:
 
 
 async def test_somebody_elses_timeout_is_not_the_budgets() -> None:
-    budget = Budget(1000.0)
+    budget = Budget(1000.0, never)
     with pytest.raises(TimeoutError):
         async with budget.spend():
             raise TimeoutError

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.aside import whole
 from outrider.messages import Message, Role
 from outrider.tokens import reading
 from outrider.tokens.canonical import EVERYTHING
@@ -43,6 +44,9 @@ class Marked:
         mine = [self._messages[index] for index in range(count)]
         return repr((mine, max(0, count - len(self) + self._marks))).encode()
 
+    def size(self, index: int) -> int:
+        return 1
+
     def parse(self, index: int) -> Message:
         return self._messages[index]
 
@@ -69,8 +73,8 @@ def test_a_reader_with_a_memory_reads_as_one_without(seed: int) -> None:
         talks[which] = talk = talk[: rng.randrange(len(talk) + 1) if rng.random() < 0.1 else None]
         talk += said(rng, rng.randrange(1, 5))
         tools, raw = rng.choice([((), b""), (TOOLS, RAW)])
-        got = known.read(Marked(talk), tools, raw)
-        anew = RequestReader(EVERYTHING).read(Marked(talk), tools, raw)
+        got = whole(known.read(Marked(talk), tools, raw))
+        anew = whole(RequestReader(EVERYTHING).read(Marked(talk), tools, raw))
         assert (got.keys, got.paths) == (anew.keys, anew.paths)
         known.remember(got, tree.join(Marked(talk), tools, raw).prompt)
 

@@ -8,7 +8,7 @@ A client that hangs up aborts its generation upstream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from typing import Protocol
 from urllib.parse import parse_qsl
@@ -18,15 +18,12 @@ import msgspec
 from outrider.asgi import Receive, Scope, Send, while_connected
 from outrider.dialects import dialects
 from outrider.dialects.base import Action, Completion, Dialect, ModelRequest, Opening, StreamWriter, WireCall
-from outrider.errors import NotFound, OutriderError, TooLarge, Unauthorized
+from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.messages import Delta
-from outrider.sessions.conversation import Conversation, Ended, TooMuchAtOnce
+from outrider.sessions.conversation import Conversation, Ended
+from outrider.sessions.intake import Body
 
 PREFIX = "/s/"
-MAX_BODY = 64 << 20
-"""Bytes of a body, and of all that are arriving for one session."""
-MIN_COUNTED = 64 << 10
-"""What a body counts at the least while it arrives, so that they are bounded in number, too."""
 JSON = b"application/json"
 PING_SECONDS = 10.0
 """A streamed reply that is silent for this long gets a sign of life."""
@@ -106,18 +103,26 @@ class Gateway:
             names = [conversation.endpoint.model]
             await reply.whole(200, dialect.models(call, names, await conversation.context_tokens()))
             return
-        request = dialect.parse(call, await _body(receive, conversation), conversation.memory(dialect.name))
+        with conversation.bodies.next() as body:
+            try:
+                await while_connected(scope, self._answered(routed, call, conversation, body, receive, reply))
+            except asyncio.CancelledError:
+                if conversation.open:
+                    raise
+                await _cut_off(reply)
+
+    async def _answered(
+        self, routed: _Routed, call: WireCall, conversation: Conversation, body: Body, receive: Receive, reply: _Reply
+    ) -> None:
+        """Receive a request, read it and answer it."""
+        dialect = routed.dialect
+        request = await conversation.read(body, _parts(receive), dialect, call)
         if routed.action is Action.COUNT_TOKENS:
             await reply.whole(200, dialect.count(request, await conversation.count(request)))
             return
         writer = dialect.stream(request) if request.stream else None
         work = self._answer(dialect, request, conversation, writer, reply)
-        try:
-            await while_connected(scope, work if writer is None else _kept_alive(work, reply, writer))
-        except asyncio.CancelledError:
-            if conversation.open:
-                raise
-            await _cut_off(reply)
+        await (work if writer is None else _kept_alive(work, reply, writer))
 
     async def _answer(
         self,
@@ -226,30 +231,15 @@ def _api_key(call: WireCall) -> str:
     return dict(parse_qsl(call.query.decode("latin-1"))).get("key", "")
 
 
-async def _body(receive: Receive, conversation: Conversation) -> bytes:
-    """The request's body. Raises TooLarge past MAX_BODY, TooMuchAtOnce where all that are arriving pass it."""
-    parts: list[bytes] = []
-    size, counted = 0, MIN_COUNTED
-    conversation.arriving += counted
-    try:
-        while True:
-            if conversation.arriving > MAX_BODY:
-                raise TooMuchAtOnce(f"this session's unfinished requests have more than {MAX_BODY} bytes together")
-            message = await receive()
-            if message["type"] != "http.request":
-                raise Unauthorized("the client hung up before its request was complete")
-            part: bytes = message.get("body", b"")
-            size += len(part)
-            if size > MAX_BODY:
-                raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
-            parts.append(part)
-            if not message.get("more_body"):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-            if size > counted:
-                conversation.arriving += size - counted
-                counted = size
-    finally:
-        conversation.arriving -= counted
+async def _parts(receive: Receive) -> AsyncIterator[bytes]:
+    """The request's body as it arrives."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise Unauthorized("the client hung up before its request was complete")
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
 
 
 async def _cut_off(reply: _Reply) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.engines import KIND, KIND_HELP, parse_engine
-from outrider.cli.loop import run_service
+from outrider.cli.loop import calm_interpreter, run_service
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.config import Config, load_config
 
@@ -168,6 +168,7 @@ async def _serve(terminal: Terminal, config: Config) -> None:
     stopped = _cancel_on_signal()
     try:
         async with Service(config) as service, serving(service) as url:
+            calm_interpreter()
             terminal.out.print(f"outrider is ready at {url}")
             terminal.out.print(_how_to_submit(url, config))
             await asyncio.get_running_loop().create_future()

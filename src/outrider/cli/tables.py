@@ -66,8 +66,8 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """One row a lane of a node, one for what is set aside on it, and one for sandboxes made ahead, if it makes any.
-    `waited` is the mean over all that have passed."""
+    """One row a lane of a node, one for what is set aside on it, one for sandboxes made ahead, if it makes any, and one
+    for the times that its event loop stood still, if it did. `waited` is the mean over all that have passed."""
     rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     room = node.room
     memory = f"{room.memory_mb_set_aside:,}/{room.memory_mb:,} MiB"
@@ -75,6 +75,9 @@ def node_table(node: NodeStats) -> RenderableType:
     warm = node.warm
     if warm.ready or warm.taken or warm.misses:
         rows.append(("made ahead", f"{warm.ready} ready", "-", str(warm.taken), f"{warm.misses} missed"))
+    stalls = node.stalls
+    if stalls.count:
+        rows.append(("stood still", f"{stalls.longest:.2f} s at most", "-", str(stalls.count), f"{stalls.total:.2f} s"))
     return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=f"node {node.name}")
 
 

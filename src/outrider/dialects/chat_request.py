@@ -64,29 +64,29 @@ class _Body(msgspec.Struct):
     return_token_ids: bool | None = None
 
 
-class _ImageUrl(msgspec.Struct):
+class _ImageUrl(msgspec.Struct, gc=False):
     url: str
 
 
-class _Part(msgspec.Struct):
+class _Part(msgspec.Struct, gc=False):
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
     image_url: _ImageUrl | str | None = None
 
 
-class _Function(msgspec.Struct):
+class _Function(msgspec.Struct, gc=False):
     name: str
     arguments: Raw = Raw()
 
 
-class _Call(msgspec.Struct):
+class _Call(msgspec.Struct, gc=False):
     function: _Function
     id: str | None = None
     type: str | None = None
 
 
-class _Message(msgspec.Struct):
+class _Message(msgspec.Struct, gc=False):
     role: str
     content: str | list[_Part] | UnsetType | None = UNSET
     reasoning_content: str | None = None
@@ -142,6 +142,9 @@ class ChatMessages:
 
     def head(self, count: int) -> bytes:
         return b"\0".join(self._raws[:count])
+
+    def size(self, index: int) -> int:
+        return len(self._raws[index])
 
     def parse(self, index: int) -> Message:
         return parse_message(self._raws[index], f"messages[{index}]")

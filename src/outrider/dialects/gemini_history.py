@@ -30,6 +30,7 @@ from outrider.dialects.decode import decode, refuse
 from outrider.dialects.gemini_fields import absent
 from outrider.dialects.gemini_parts import (
     FunctionCall,
+    WirePart,
     arguments_on_wire,
     check_model_parts,
     model_message,
@@ -55,7 +56,7 @@ _FUNCTION = (b"unction", rb"\u006", rb"\u007")
 digest = xxhash.xxh3_128_digest
 
 
-class _Call(msgspec.Struct, frozen=True):
+class _Call(msgspec.Struct, frozen=True, gc=False):
     """A call in the history: `signed` is the id in its signature, `spelled` its arguments in one spelling."""
 
     name: str
@@ -64,7 +65,7 @@ class _Call(msgspec.Struct, frozen=True):
     spelled: bytes
 
 
-class _Stretch(msgspec.Struct, frozen=True):
+class _Stretch(msgspec.Struct, frozen=True, gc=False):
     """Parts of a user's content that are one message: [start, stop), a tool's answer or not."""
 
     start: int
@@ -74,7 +75,7 @@ class _Stretch(msgspec.Struct, frozen=True):
     id: str | None = None
 
 
-class _Seen(msgspec.Struct, frozen=True):
+class _Seen(msgspec.Struct, frozen=True, gc=False):
     """A content as the history needs it."""
 
     role: Role
@@ -97,7 +98,7 @@ class Answers:
         self.walks: dict[bytes, _Walk] = {}
 
 
-class _Slot(msgspec.Struct, frozen=True):
+class _Slot(msgspec.Struct, frozen=True, gc=False):
     """A message: the contents and parts it is made of, and the ids it was given. `key` determines all of that."""
 
     key: bytes
@@ -111,11 +112,12 @@ class _Slot(msgspec.Struct, frozen=True):
 class GeminiMessages:
     """`WireMessages` over a system instruction (b"" for none) and contents."""
 
-    __slots__ = ("_answers", "_contents", "_place", "_slots", "_system")
+    __slots__ = ("_answers", "_contents", "_decoded", "_place", "_slots", "_system")
 
     def __init__(self, system: bytes | Raw, contents: Sequence[Raw], memory: Memory) -> None:
         self._system = Raw(bytes(system))
         self._contents = contents
+        self._decoded: tuple[int, list[WirePart]] = (-1, [])
         self._answers: Answers = memory.setdefault("answers", Answers())
         walk = _Walk.along(self._answers, contents)
         self._place = walk.place
@@ -132,12 +134,16 @@ class GeminiMessages:
     def head(self, count: int) -> bytes:
         return b"\0".join([slot.key for slot in self._slots[:count]])
 
+    def size(self, index: int) -> int:
+        slot = self._slots[index]
+        return sum(len(self._contents[at]) for at in slot.contents) if slot.contents else len(self._system)
+
     def parse(self, index: int) -> Message:
         slot = self._slots[index]
         if slot.role is Role.SYSTEM:
             return system_message(self._system, "systemInstruction")
         first = f"contents[{slot.contents[0]}]"
-        parts = [part for at in slot.contents for part in parts_of(self._contents[at], f"contents[{at}]")]
+        parts = [part for at in slot.contents for part in self._parts(at)]
         match slot.role:
             case Role.ASSISTANT:
                 return model_message(parts, [call_id or "" for call_id in slot.ids])
@@ -145,6 +151,12 @@ class GeminiMessages:
                 return tool_message(parts[slot.start], f"{first}.parts[{slot.start}]", slot.ids[0])
             case _:
                 return user_message(parts[slot.start : slot.stop], first, slot.start)
+
+    def _parts(self, at: int) -> list[WirePart]:
+        """The parts of a content. The newest is kept, because each tool's answer in it is a message of its own."""
+        if self._decoded[0] != at:
+            self._decoded = (at, parts_of(self._contents[at], f"contents[{at}]"))
+        return self._decoded[1]
 
     def answered(self, reply: Message) -> None:
         """Remember what this request was answered with."""
@@ -161,7 +173,7 @@ class GeminiMessages:
         self._answers.by_words.setdefault(words, []).append(ids)
 
 
-class _Open(msgspec.Struct):
+class _Open(msgspec.Struct, gc=False):
     """A call that waits for its answer."""
 
     name: str

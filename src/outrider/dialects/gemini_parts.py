@@ -39,7 +39,7 @@ _LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # every letter an escape
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
-class FunctionCall(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True, gc=False):
     """A call as the client sends it back; `args` is raw JSON."""
 
     name: str
@@ -47,7 +47,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
     id: str | None = None
 
 
-class FunctionResponse(msgspec.Struct, frozen=True):
+class FunctionResponse(msgspec.Struct, frozen=True, gc=False):
     """A tool's answer; `response` is raw JSON."""
 
     name: str | None = None
@@ -56,17 +56,17 @@ class FunctionResponse(msgspec.Struct, frozen=True):
     parts: Raw = Raw()
 
 
-class Blob(msgspec.Struct, frozen=True, rename="camel"):
+class Blob(msgspec.Struct, frozen=True, rename="camel", gc=False):
     mime_type: str | None = None
     data: str | None = None
 
 
-class FileData(msgspec.Struct, frozen=True, rename="camel"):
+class FileData(msgspec.Struct, frozen=True, rename="camel", gc=False):
     file_uri: str
     mime_type: str | None = None
 
 
-class WirePart(msgspec.Struct, frozen=True, rename="camel"):
+class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
     text: str | None = None
     thought: bool | None = None
     thought_signature: str | None = None
@@ -86,15 +86,15 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel"):
         return (1 if self.text else 0) + len(others) - others.count(None)
 
 
-class _Content(msgspec.Struct):
+class _Content(msgspec.Struct, gc=False):
     parts: list[WirePart] | WirePart | None = None
 
 
-class _LooseContent(msgspec.Struct):
+class _LooseContent(msgspec.Struct, gc=False):
     parts: Raw = Raw()
 
 
-class _Head(msgspec.Struct):
+class _Head(msgspec.Struct, gc=False):
     role: str | None = None
 
 

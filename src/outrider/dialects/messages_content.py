@@ -59,7 +59,7 @@ class Block(msgspec.Struct, gc=False):
 Content = str | list[Block]
 
 
-class Placed(msgspec.Struct, frozen=True):
+class Placed(msgspec.Struct, frozen=True, gc=False):
     """A block and its place in the request, as errors name it."""
 
     block: Block
@@ -98,13 +98,13 @@ def text_block(text: str) -> Block:
     return Block("text", text=Raw(msgspec.json.encode(text)))
 
 
-def placed(content: Content | None, where: str) -> list[Placed]:
-    """The blocks of a content, which may be a string or left out."""
+def placed(content: Content | None, where: str, start: int = 0, stop: int | None = None) -> list[Placed]:
+    """The blocks [start, stop) of a content, which may be a string or left out."""
     if content is None:
         return []
     if isinstance(content, str):
         return [Placed(text_block(content), where)]
-    return [Placed(block, f"{where}[{index}]") for index, block in enumerate(content)]
+    return [Placed(block, f"{where}[{index}]") for index, block in enumerate(content[start:stop], start)]
 
 
 def system_text(blocks: Sequence[Placed]) -> str:

@@ -146,9 +146,12 @@ class MessagesHistory:
     def head(self, count: int) -> bytes:
         return b"\0".join(map(self.raw, range(count)))
 
+    def size(self, index: int) -> int:
+        return len(self.raw(index))
+
     def parse(self, index: int) -> Message:
         span = self._spans[index]
-        blocks = [at for number in range(span.first, span.last) for at in self._placed(number)][span.start : span.stop]
+        blocks = [at for number in range(span.first, span.last) for at in self._placed(number, span)]
         match span.role:
             case Role.SYSTEM:
                 return Message(role=Role.SYSTEM, content=system_text(blocks))
@@ -159,9 +162,10 @@ class MessagesHistory:
             case Role.TOOL:
                 return tool_message(blocks[0])
 
-    def _placed(self, number: int) -> list[Placed]:
+    def _placed(self, number: int, span: _Span) -> list[Placed]:
         where = number - self._has_system
-        return placed(self._wire[number].content, f"messages[{where}].content" if where >= 0 else "system")
+        name = f"messages[{where}].content" if where >= 0 else "system"
+        return placed(self._wire[number].content, name, span.start, span.stop)
 
     def _add(self, index: int, message: _Wire) -> None:
         role = _ROLES.get(message.role)

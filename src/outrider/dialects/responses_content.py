@@ -17,7 +17,7 @@ from outrider.messages import Message, Part, Role, Text
 _TEXT = frozenset({"input_text", "output_text", "text"})
 
 
-class WirePart(msgspec.Struct):
+class WirePart(msgspec.Struct, gc=False):
     """One part of a content, or of a tool's output."""
 
     type: str

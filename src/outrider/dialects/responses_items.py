@@ -152,6 +152,9 @@ class ResponsesHistory:
     def head(self, count: int) -> bytes:
         return b"\0".join(map(self.raw, range(count)))
 
+    def size(self, index: int) -> int:
+        return len(self.raw(index))
+
     def parse(self, index: int) -> Message:
         span = self._spans[index]
         if span.first == span.last:

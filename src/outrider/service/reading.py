@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
+from outrider.aside import Aside
 from outrider.errors import NotFound
 from outrider.store.base import GroupRow, SessionRow, Store
 from outrider.tokens.branches import Lineage, lineages
@@ -16,9 +15,10 @@ from outrider.wire import GroupSummary, GroupView, SessionView, TurnView
 class Reader:
     """Groups, sessions, turns and samples, by id. Unknown ids raise NotFound."""
 
-    def __init__(self, store: Store, tokenizer: Tokenizer) -> None:
+    def __init__(self, store: Store, tokenizer: Tokenizer, aside: Aside) -> None:
         self._store = store
         self._tokenizer = tokenizer
+        self._aside = aside
 
     async def group(self, group_id: str, *, samples: bool = False) -> GroupView:
         return await self.view(await self._store.group(group_id), samples=samples)
@@ -45,7 +45,7 @@ class Reader:
 
     async def turns(self, session_id: str) -> tuple[TurnView, ...]:
         turns = await self._store.turns(session_id)
-        return tuple(map(self._turn_view, turns, await asyncio.to_thread(lineages, turns)))
+        return await self._aside.run(lambda: tuple(map(self._turn_view, turns, lineages(turns))))
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         session = await self._store.session(session_id)
@@ -61,7 +61,7 @@ class Reader:
         if result is None or result.turns == 0:
             return ()
         turns = await self._store.turns(session.id, result.attempt)
-        return tuple(await asyncio.to_thread(build_samples, turns, result))
+        return await self._aside.run(lambda: tuple(build_samples(turns, result)))
 
     def _turn_view(self, turn: Turn, lineage: Lineage) -> TurnView:
         return TurnView(

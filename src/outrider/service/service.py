@@ -86,7 +86,8 @@ class Service:
             files=config.files,
             warm=WarmLimits(each=config.sandboxes.warm, memory_mb=config.sandboxes.warm_memory_mb),
         )
-        self.reader = Reader(self.store, tokenizer)
+        self._aside = self.node.endpoint.aside
+        self.reader = Reader(self.store, tokenizer, self._aside)
         self._deliverer = Deliverer(self.store, self.reader)
         self._scheduler = Scheduler(self.store, [self.node], on_done=self._group_done, pauses=pauses)
         self._done = Bell()
@@ -96,6 +97,7 @@ class Service:
         async with AsyncExitStack() as stack:
             self.config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.callback(os.close, _lock(self.config.data))
+            stack.push_async_callback(self._aside.close)
             await self.store.open()
             stack.push_async_callback(self.store.close)
             await stack.enter_async_context(self.pool)

@@ -15,12 +15,14 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
+from outrider.aside import Aside
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.engines.member import Assignment
 from outrider.engines.pool import EnginePool
 from outrider.errors import EngineUnavailable
-from outrider.messages import Delta, Message, Role, WireMessages
+from outrider.messages import Delta, Message, Role
+from outrider.sessions.intake import Intake
 from outrider.tokens.renderer import Renderer
 from outrider.tokens.stream import ReplyStream
 from outrider.tokens.tree import Joined, TokenTree
@@ -37,12 +39,15 @@ Step = Opening | Delta | Completion
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the conversations of a node share: the policy, how it is rendered, and where it is served."""
+    """What the conversations of a node share: the policy, how it is rendered, where it is served, the room for requests
+    that arrive, and the thread for long work on them."""
 
     renderer: Renderer
     pool: EnginePool
     model: str
     context_tokens: int | None = None
+    intake: Intake = msgspec.field(default_factory=Intake)
+    aside: Aside = msgspec.field(default_factory=Aside)
 
 
 class Call(Protocol):
@@ -197,16 +202,11 @@ class TokenCall:
             sampling=msgspec.to_builtins(self._sampling),
             cached_tokens=self._last.cached_tokens if self._last else None,
             drift_tokens=self._drift,
-            messages=parsed(self._request.messages, prompt.parent.prompt.messages + 1 if prompt.parent else 0),
+            messages=self._joined.added,
             reply=reply,
             malformed_calls=self._malformed,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
-
-
-def parsed(messages: WireMessages, start: int) -> tuple[Message, ...]:
-    """A request's messages from `start` on."""
-    return tuple(messages.parse(index) for index in range(start, len(messages)))
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:

@@ -18,7 +18,7 @@ from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
-from outrider.sessions.calls import Endpoint, count_differences, parsed
+from outrider.sessions.calls import Endpoint, count_differences
 from outrider.tokens.canonical import digest, extend, message_key
 from outrider.trajectory import (
     FinishReason,
@@ -45,6 +45,7 @@ class CaptureCall:
         endpoint: Endpoint,
         record: CaptureRecord,
         request: ModelRequest,
+        messages: tuple[Message, ...],
         sampling: SamplingParams,
         *,
         dialect: str,
@@ -54,7 +55,7 @@ class CaptureCall:
         self._endpoint = endpoint
         self._record = record
         self._request = request
-        self._messages = parsed(request.messages, 0)
+        self._messages = messages
         self._sampling = sampling
         self._dialect = dialect
         self._session_key = session_key

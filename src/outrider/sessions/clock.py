@@ -1,29 +1,53 @@
-"""A session's own time: a budget that only runs while the session works, never while it waits for a lane."""
+"""A session's own time: a budget that only runs while the session works, never while it waits for a lane or while the
+service stands still."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 
 class Budget:
-    """Seconds left to spend. `async with budget.spend():` raises TimeoutError when they run out inside."""
+    """Seconds left to spend. `async with budget.spend():` raises TimeoutError when they run out inside.
 
-    def __init__(self, seconds: float) -> None:
+    `stood_still` tells for how many seconds in all the event loop has stood still until now: that is not charged.
+    """
+
+    def __init__(self, seconds: float, stood_still: Callable[[], float]) -> None:
         self.remaining = seconds
         self.exhausted = False
+        self._stood_still = stood_still
 
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
-        started = time.monotonic()
-        timeout = asyncio.timeout(max(0.0, self.remaining))
+        loop = asyncio.get_running_loop()
+        started, stood = time.monotonic(), self._stood_still()
+        budget = self.remaining
+
+        timer: asyncio.TimerHandle
+
+        def charge() -> None:
+            worked = time.monotonic() - started - (self._stood_still() - stood)
+            self.remaining = budget - max(0.0, worked)
+
+        def look() -> None:
+            nonlocal timer
+            charge()
+            if self.remaining <= 0:
+                timeout.reschedule(loop.time())
+            else:  # the loop stood still meanwhile
+                timer = loop.call_later(self.remaining, look)
+
+        timer = loop.call_later(max(0.0, budget), look)
+        timeout = asyncio.timeout(None)
         try:
             async with timeout:
                 yield
         finally:
-            self.remaining -= time.monotonic() - started
+            timer.cancel()
+            charge()
             self.exhausted = self.exhausted or timeout.expired()
 
 

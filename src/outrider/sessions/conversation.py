@@ -8,32 +8,28 @@ was given and what the store has are the same ids.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from functools import partial
 from typing import TypeVar
 
-from outrider.dialects.base import AskedSampling, Memory, ModelRequest
+from outrider.aside import Steps
+from outrider.dialects.base import AskedSampling, Dialect, Memory, ModelRequest, WireCall
 from outrider.engines.base import SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import ContextOverflow, EngineError, OutriderError, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
-from outrider.sessions.calls import Call, Endpoint, Step, TokenCall, parsed
+from outrider.sessions.calls import Call, Endpoint, Step, TokenCall
 from outrider.sessions.capture import CaptureCall, CaptureRecord
+from outrider.sessions.intake import FREE_VALUES, LARGE, Bodies, Body, Capacity
 from outrider.shield import shielded
 from outrider.spec import Limits, Sampling
+from outrider.tokens.reading import parsing
 from outrider.tokens.renderer import History
-from outrider.tokens.tokenizer import Unencoded
 from outrider.tokens.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 
 T = TypeVar("T")
-
-CHARACTERS_PER_TOKEN = 64
-"""Text that is longer than this times the context does not fit, whatever it is: so long are few tokens."""
-LAYOUTS = 3
-"""In so many ways a text of a prompt is laid out at the most, until one is found that holds."""
 
 
 class LimitReached(RequestError):
@@ -54,21 +50,16 @@ class Ended(RequestError):
     http_status = 410
 
 
-class TooMuchAtOnce(RequestError):
-    """Calls of a session that are still arriving side by side have more bytes than a single one may have."""
-
-    code = "too_much_at_once"
-    http_status = 429
-
-
 class Conversation:
     """One attempt's calls. `record` stores a turn and is awaited before a call's completion is given out;
     `on_limit`, set by the session, is called once, when a call is refused because the session used up its
     turns or tokens.
 
     `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
-    record of a turn, after which no call is taken. `arriving` is how many bytes of calls wait for their rest: whoever
-    receives them counts.
+    record of a turn, after which no call is taken. `hung_up` says whether a client has given up a call. `bodies` are
+    those of its calls, for whoever receives them.
+
+    Requests are read and joined one at a time; long work on one is done beside the event loop (`aside`).
     """
 
     def __init__(
@@ -85,12 +76,13 @@ class Conversation:
         self.session_key = session_key
         self.tree = TokenTree(endpoint.renderer, history)
         self._captured = CaptureRecord()
-        self.arriving = 0
+        self.bodies = Bodies(endpoint.intake)
         self.turns = 0
         self.sampled_tokens = 0
         self.limit: StopReason | None = None
         self.failure: OutriderError | None = None
         self.broken: OutriderError | None = None
+        self.hung_up = False
         self._limits = limits
         self._sampling = sampling
         self._record = record
@@ -100,11 +92,27 @@ class Conversation:
         self._idle.set()
         self._open = True
         self._memories: dict[str, Memory] = {}
-        self._encoding = asyncio.Lock()
+        self._reading = asyncio.Lock()
 
-    def memory(self, dialect: str) -> Memory:
-        """What that dialect keeps for this session."""
-        return self._memories.setdefault(dialect, {})
+    async def capacity(self) -> Capacity:
+        """What the body of a call may come to. Raises Ended and EngineError."""
+        assigned = await self._assigned()
+        context = self.endpoint.context_tokens or assigned.context_tokens
+        return Capacity(context, images=assigned.mode is not TokenMode.TOKENS)
+
+    async def read(self, body: Body, parts: AsyncIterator[bytes], dialect: Dialect, call: WireCall) -> ModelRequest:
+        """Receive a request and read it. Raises RequestError, and for a LARGE body Ended, EngineError and
+        ContextOverflow."""
+        memory = self._memories.setdefault(dialect.name, {})
+        try:
+            received = await body.received(parts, self.capacity)
+            async with self._reading:
+                if len(received) > LARGE:
+                    await self._finish((await self.capacity()).checking(received))
+                return await self._finish(_parsing(dialect, call, received, memory))
+        except EngineError as error:
+            self.failure = error
+            raise
 
     async def count(self, request: ModelRequest) -> int:
         """How many tokens the request's prompt has, as `call` would send it; nothing is generated or recorded.
@@ -112,12 +120,13 @@ class Conversation:
         No engine is asked: for one that renders prompts itself the count is this renderer's, which knows no images.
         Raises RequestError; for images Ended and EngineError too, and ContextOverflow for far too much text.
         """
+        if len(request.messages) + len(request.tools) > FREE_VALUES:
+            _check_number(request, await self.context_tokens())
         try:
-            return await self._sparing(
-                lambda: self.tree.measure(request.messages, request.tools, request.tools_raw), self.context_tokens
-            )
+            async with self._reading:
+                return await self._finish(self.tree.measuring(request.messages, request.tools, request.tools_raw))
         except RequestError as error:
-            if _shows_images(request) and (await self._assigned()).mode is not TokenMode.TOKENS:
+            if (await self._assigned()).mode is not TokenMode.TOKENS and await self._shows_images(request):
                 raise RequestError(
                     "the tokens of images are not known before the call: the engine makes them",
                     hint="count without the images; a reply's usage says what they came to",
@@ -139,6 +148,9 @@ class Conversation:
             async with aclosing(self._run(request, dialect)) as steps:
                 async for step in steps:
                     yield step
+        except asyncio.CancelledError:
+            self.hung_up = self.hung_up or self._open
+            raise
         except (RequestError, EngineError) as error:
             if isinstance(error, EngineError):
                 self.failure = error
@@ -179,6 +191,9 @@ class Conversation:
             raise Ended("this session's run is over")
         return assigned
 
+    async def _shows_images(self, request: ModelRequest) -> bool:
+        return any(map(images_in, await self._finish(parsing(request.messages))))
+
     def _admit(self) -> None:
         if not self._open:
             raise Ended("this session's run is over")
@@ -210,39 +225,31 @@ class Conversation:
 
     async def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
+        _check_number(request, context)
         if assigned.mode is not TokenMode.TOKENS:
+            messages = await self._finish(parsing(request.messages))
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             return CaptureCall(
-                self.endpoint, self._captured, request, sampling, dialect=dialect, session_key=self.session_key
+                self.endpoint,
+                self._captured,
+                request,
+                messages,
+                sampling,
+                dialect=dialect,
+                session_key=self.session_key,
             )
 
-        async def known_context() -> int | None:
-            return context
-
-        joined = await self._sparing(
-            lambda: self.tree.join(request.messages, request.tools, request.tools_raw), known_context
-        )
+        async with self._reading:
+            joined = await self._finish(
+                self.tree.joining(request.messages, request.tools, request.tools_raw, context=context)
+            )
         sampling = self._sampling_for(request.sampling, context, prompt_tokens=joined.prompt.length)
         return TokenCall(
             self.endpoint, self.tree, joined, request, sampling, dialect=dialect, session_key=self.session_key
         )
 
-    async def _sparing(self, work: Callable[[], T], context: Callable[[], Awaitable[int | None]]) -> T:
-        """What `work` on the tree gives. Where that takes long texts, they are encoded in a thread, for one call at a
-        time, and the work is tried anew. Raises as it does, and ContextOverflow for texts far beyond the context."""
-        tokenizer = self.endpoint.renderer.tokenizer
-        known: dict[str, list[int]] = {}
-        while True:
-            try:
-                with tokenizer.sparing(known):
-                    return work()
-            except Unencoded as missing:
-                texts = missing.texts
-            limit = await context()
-            _refuse_beyond(limit, sum(map(len, texts)) // CHARACTERS_PER_TOKEN)
-            async with self._encoding:
-                known |= await shielded(partial(asyncio.to_thread, tokenizer.encode_ahead, texts))
-            _refuse_beyond(limit, sum(map(len, known.values())) // LAYOUTS)
+    async def _finish(self, steps: Steps[T]) -> T:
+        return await self.endpoint.aside.finish(steps)
 
     def _sampling_for(self, asked: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
         """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left."""
@@ -287,13 +294,14 @@ class Conversation:
         return self.broken
 
 
-def _shows_images(request: ModelRequest) -> bool:
-    return any(images_in(message) for message in parsed(request.messages, 0))
+def _parsing(dialect: Dialect, call: WireCall, body: bytes, memory: Memory) -> Steps[ModelRequest]:
+    yield len(body)
+    return dialect.parse(call, body, memory)
 
 
-def _refuse_beyond(context: int | None, tokens: int) -> None:
-    if context is not None and tokens > context:
-        raise ContextOverflow(f"the prompt has at least {tokens} tokens; the model's context is {context}")
+def _check_number(request: ModelRequest, context: int | None) -> None:
+    """Raises ContextOverflow for more messages and tools than tokens."""
+    Capacity(context, images=True).check_number(len(request.messages) + len(request.tools))
 
 
 def _nothing() -> None:

@@ -42,6 +42,7 @@ from outrider.store.artifacts import ArtifactStore
 from outrider.store.base import Store
 from outrider.tokens.samples import count, policy_of
 from outrider.trajectory import SessionResult, Turn
+from outrider.watchdog import Watchdog
 from outrider.wire import NodeStats
 
 log = logging.getLogger("outrider.session")
@@ -89,6 +90,7 @@ class LocalNode:
         self._lanes = lanes
         self._files = files
         self._warm_limits = warm or WarmLimits()
+        self._watchdog = Watchdog()
         self._held = AsyncExitStack()
         self._background = asyncio.TaskGroup()
         """Sweeps, sandboxes that are made ahead of sessions, and those for grading while they start."""
@@ -101,6 +103,7 @@ class LocalNode:
             host = await held.enter_async_context(Host(self._folder.path))
             await try_to_sweep(host)
             await held.enter_async_context(self._background)
+            await held.enter_async_context(self._watchdog)
             held.callback(self._background.create_task(keep_sweeping(host), name="sweeps").cancel)
             self._sandboxes = Sandboxes(
                 host=host,
@@ -139,6 +142,7 @@ class LocalNode:
             lanes=self._lanes.stats(),
             room=self._lanes.room.stats(),
             warm=self._warm.stats(),
+            stalls=self._watchdog.stalls,
         )
 
     async def run(self, assignment: Assignment) -> SessionResult:
@@ -151,7 +155,9 @@ class LocalNode:
             parts = self._parts(assignment, key, harness, mounts)
             self._conversations[key] = parts.conversation
             ending = await SessionRun(parts).run()
-            return self._result(assignment, parts.conversation, ending, await self._turns(assignment))
+            turns = await self._turns(assignment)
+            work = partial(self._result, assignment, parts.conversation, ending, turns)
+            return await self._endpoint.aside.run(work)
         except Exception as error:  # of a plugin that cannot be made any more, or a record that cannot be read
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed in a way it never should", assignment.session_id)
@@ -192,6 +198,7 @@ class LocalNode:
             harness=harness,
             grading=Grading(task, make_evaluator(task.evaluator), self._bench(assignment, mounts)),
             lanes=self._lanes,
+            watchdog=self._watchdog,
             enter=enter,
             turns=partial(self._turns, assignment, images=True),
             collect=partial(

@@ -17,10 +17,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, record_of
+from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, record_of
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome
 from outrider.lifecycle import SessionState, StopReason
+from outrider.messages import Message
 from outrider.plugins import contained
 from outrider.runtimes.base import Runtime
 from outrider.sessions.clock import Budget, Stopwatch
@@ -33,8 +34,14 @@ from outrider.sessions.sandboxes import Sandbox
 from outrider.sessions.transcript import transcript
 from outrider.spec import TaskSpec
 from outrider.trajectory import StageSeconds, Turn, Verdict
+from outrider.watchdog import Watchdog, Witness
 
 log = logging.getLogger("outrider.session")
+
+
+HARMFUL_SECONDS = 2.0
+"""A stall from which on an agent's client may have given up. Shorter ones are no longer than a slow model call."""
+OUT_OF_TIME = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +57,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     harness: Harness
     grading: Grading
     lanes: Lanes
+    watchdog: Watchdog
     enter: Callable[[SessionState], Awaitable[None]]
     turns: Callable[[], Awaitable[list[Turn]]]
     collect: Callable[[Runtime], Awaitable[None]]
@@ -69,7 +77,7 @@ class SessionRun:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._budget = Budget(parts.task.limits.session_seconds)
+        self._budget = Budget(parts.task.limits.session_seconds, parts.watchdog.stood_still)
         self._watch = Stopwatch()
         self._verdict: Verdict | None = None
 
@@ -165,15 +173,28 @@ class SessionRun:
     async def _run_and_collect(self, context: HarnessContext) -> tuple[StopReason, HarnessOutcome]:
         """The agent's run, and what it left, also when it failed: then it is wanted most. Raises what broke the record
         of its calls, perhaps of one that was cut off at the end."""
-        try:
-            ended = await self._run_agent(context)
-        except Exception:  # plugins too: whatever it was is raised again
+        with self._parts.watchdog.witness() as stalls:
+            try:
+                ended = await self._run_agent(context)
+            except Exception as error:  # plugins too: whatever it was is raised again
+                await self._collect(context.runtime)
+                self._check_harm(stalls, error)
+                raise
             await self._collect(context.runtime)
-            raise
-        await self._collect(context.runtime)
         if (broken := self._parts.conversation.broken) is not None:
             raise broken
+        if self._parts.conversation.hung_up or ended[0] in OUT_OF_TIME:
+            self._check_harm(stalls)
         return ended
+
+    def _check_harm(self, stalls: Witness, error: Exception | None = None) -> None:
+        """Raise ServiceError for a run that ended badly after the service itself had stood still: a client may have
+        given up waiting for it. What such an agent has done says nothing about the policy."""
+        if stalls.longest >= HARMFUL_SECONDS:
+            raise ServiceError(
+                f"the service stood still for {stalls.longest:.1f} s while the agent ran, which then ended badly",
+                hint="see the service's log for what held it, and whether its machine is overloaded",
+            ) from error
 
     async def _collect(self, runtime: Runtime) -> None:
         await self._parts.conversation.close()
@@ -184,14 +205,14 @@ class SessionRun:
     async def _run_agent(self, context: HarnessContext) -> tuple[StopReason, HarnessOutcome]:
         """Drive the harness until it ends, its clock or a limit ends it, or it fails."""
         parts = self._parts
-        clock = asyncio.timeout(parts.task.limits.agent_seconds)
+        clock = Budget(parts.task.limits.agent_seconds, parts.watchdog.stood_still)
         limit = asyncio.timeout(None)
         parts.conversation.on_limit = lambda: limit.reschedule(asyncio.get_running_loop().time())
         try:
-            async with self._budget.spend(), clock, limit:
+            async with self._budget.spend(), clock.spend(), limit:
                 outcome = await parts.harness.run(context)
         except TimeoutError:
-            if clock.expired():
+            if clock.exhausted:
                 return await self._out_of_agent_time(), HarnessOutcome()
             if parts.conversation.limit is not None:
                 return parts.conversation.limit, HarnessOutcome()
@@ -240,6 +261,10 @@ class SessionRun:
             )
         return StopReason.COMPLETED
 
+    async def _transcript(self) -> tuple[Message, ...]:
+        turns = await self._parts.turns()
+        return await self._parts.conversation.endpoint.aside.run(lambda: transcript(turns))
+
     async def _outcome(self, sandbox: Sandbox, reason: StopReason, harness: HarnessOutcome) -> Outcome:
         parts = self._parts
         return Outcome(
@@ -247,6 +272,6 @@ class SessionRun:
             runtime=sandbox.runtime,
             stop_reason=reason,
             harness=harness,
-            transcript=transcript(await parts.turns()),
+            transcript=await self._transcript(),
             turns=parts.conversation.turns,
         )

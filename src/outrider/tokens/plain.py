@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.errors import RequestError
 from outrider.messages import Message, Role
+from outrider.tokens.canonical import worth_reading
 
 Plain = dict[str, Any]
 
@@ -67,6 +68,8 @@ def plain_message(message: Message) -> Plain:
 
 
 def _object_or_text(arguments: str) -> Any:
+    if not worth_reading(arguments):
+        return arguments
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from outrider.aside import PIECE, Steps
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import MessageKey, Shown, digest, extend, message_key, tools_key
 from outrider.tokens.nodes import PromptNode, TurnNode, call_ids_agree, quotes_agree, reasoning_agrees
@@ -25,12 +26,29 @@ STRIDE = 8
 """So many more messages are read anew before what was kept of a history is brought up to date."""
 KEPT = 4
 """Of how many histories the beginning is kept: agents that run side by side."""
+KEPT_KEYS = 1 << 16
+"""Of how many messages the digests are kept. A session that sends more of them is read anew."""
+
+
+def parsing(messages: WireMessages) -> Steps[tuple[Message, ...]]:
+    """All messages. Raises RequestError for one that cannot be read."""
+    found: list[Message] = []
+    piece = 0
+    for index in range(len(messages)):
+        piece += messages.size(index)
+        if piece > PIECE:
+            yield piece
+            piece = 0
+        found.append(messages.parse(index))
+    return tuple(found)
 
 
 class Request(msgspec.Struct, kw_only=True):
     """`paths[i]` is the digest of the tools and the first `i` messages. `matched` is the turn whose whole conversation
     is the longest recorded prefix, and accounts for `covered` messages; up to the prompt `known` the reasoning sent
-    back was found to agree with what is recorded. The first `recalled` messages were not read anew."""
+    back was found to agree with what is recorded. The first `recalled` messages were not read anew; `fresh` are those
+    of the others that had to be parsed, by their positions, and `sizes` are the bytes of the recalled ones together and
+    of each other one."""
 
     messages: WireMessages
     tools: Sequence[ToolSpec]
@@ -38,6 +56,8 @@ class Request(msgspec.Struct, kw_only=True):
     keys: list[MessageKey]
     recalled: int
     known: PromptNode | None
+    fresh: dict[int, Message]
+    sizes: list[int]
     matched: TurnNode | None = None
     covered: int = 0
 
@@ -62,7 +82,14 @@ class Request(msgspec.Struct, kw_only=True):
         return any(key.role is Role.ASSISTANT for key in self.keys[self.covered :])
 
     def parsed(self, start: int) -> list[Message]:
-        return [self.messages.parse(index) for index in range(start, len(self.messages))]
+        for index in range(start, len(self.messages)):
+            if index not in self.fresh:
+                self.fresh[index] = self.messages.parse(index)
+        return [self.fresh[index] for index in range(start, len(self.messages))]
+
+    def size(self, start: int) -> int:
+        """Bytes of the messages from `start` on, at least."""
+        return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
     def prompt(self, parent: TurnNode | None, added: list[int]) -> PromptNode:
         """Its prompt: the ids of the parent, then those that are added."""
@@ -82,13 +109,15 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class _History(msgspec.Struct, frozen=True):
-    """What the first messages of a request came to. `last` is the digest of the newest of them, `head` of all."""
+    """What the first messages of a request came to. `last` is the digest of the newest of them, `head` of all; `size`
+    is how many bytes they have."""
 
     last: bytes
     head: bytes
     paths: list[bytes]
     keys: list[MessageKey]
     known: PromptNode | None
+    size: int
 
     def begins(self, messages: WireMessages) -> bool:
         count = len(self.keys)
@@ -108,19 +137,38 @@ class RequestReader:
         self._tools: dict[bytes, bytes] = {}
         self._histories: list[_History] = []
 
-    def read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Request:
+    def read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[Request]:
         """Raises RequestError for a message that cannot be read."""
-        start = self._start(tools, tools_raw)
+        start = yield from self._start(tools, tools_raw)
         history = self._recall(messages, start)
         paths = history.paths.copy() if history else [start]
         keys = history.keys.copy() if history else []
-        recalled = len(keys)
+        recalled, piece = len(keys), 0
+        fresh: dict[int, Message] = {}
+        sizes = [history.size if history else 0]
         for index in range(recalled, len(messages)):
-            key = self._key(messages, index)
+            sizes.append(messages.size(index))
+            piece += sizes[-1]
+            if piece > PIECE:
+                yield piece
+                piece = 0
+            short = digest(messages.raw(index))
+            key = self._keys.get(short)
+            if key is None:
+                fresh[index] = messages.parse(index)
+                key = self._key(short, fresh[index])
             keys.append(key)
             paths.append(extend(paths[-1], key.body))
-        known = history.known if history else None
-        return Request(messages=messages, tools=tools, paths=paths, keys=keys, recalled=recalled, known=known)
+        return Request(
+            messages=messages,
+            tools=tools,
+            paths=paths,
+            keys=keys,
+            recalled=recalled,
+            known=history.known if history else None,
+            fresh=fresh,
+            sizes=sizes,
+        )
 
     def remember(self, request: Request, prompt: PromptNode) -> None:
         """That `prompt` is the request's."""
@@ -132,7 +180,8 @@ class RequestReader:
             known = known.parent.prompt if known.parent else None
         messages, paths = request.messages, request.paths
         head, last = digest(messages.head(count)), digest(messages.raw(count - 1))
-        history = _History(last, head, paths[: count + 1], request.keys[:count], known)
+        size = sum(request.sizes[: count - request.recalled + 1])
+        history = _History(last, head, paths[: count + 1], request.keys[:count], known, size)
         longer = [one for one in self._histories if one.paths[-1] not in paths]
         self._histories = [history, *longer[: KEPT - 1]]
 
@@ -144,17 +193,19 @@ class RequestReader:
                 return history
         return None
 
-    def _key(self, messages: WireMessages, index: int) -> MessageKey:
-        raw = digest(messages.raw(index))
-        key = self._keys.get(raw)
-        if key is None:
-            key = self._keys[raw] = message_key(messages.parse(index), self._shown)
+    def _key(self, short: bytes, message: Message) -> MessageKey:
+        """The key of a message whose bytes have the digest `short`."""
+        if len(self._keys) >= KEPT_KEYS:
+            self._keys.clear()
+        key = self._keys[short] = message_key(message, self._shown)
         return key
 
-    def _start(self, tools: Sequence[ToolSpec], raw: bytes) -> bytes:
+    def _start(self, tools: Sequence[ToolSpec], raw: bytes) -> Steps[bytes]:
         """The path of no message."""
         short = digest(raw)
         path = self._tools.get(short)
         if path is None:
+            if len(raw) > PIECE:
+                yield len(raw)
             path = self._tools[short] = tools_key(list(tools))
         return path

@@ -7,14 +7,22 @@ what the tokenizer gives them without looking into it: `renderer.WINDOW_FAMILIES
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from outrider.tokens.tokenizer import SHORT_TEXT, Tokenizer
 
 
+class _Texts(threading.local):
+    """The texts behind the placeholders of the layout that a thread is making."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+
 class Skeleton:
-    """The tokenizer that a family is given for laying out. Not for use from several threads."""
+    """The tokenizer that a family is given for laying out. Each thread has layouts of its own."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.name_or_path = tokenizer.name_or_path
@@ -23,7 +31,7 @@ class Skeleton:
         self.decode = tokenizer.decode
         self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
         self._tokenizer = tokenizer
-        self._texts: list[str] = []
+        self._own = _Texts()
 
     def __len__(self) -> int:
         return len(self._tokenizer)
@@ -32,8 +40,8 @@ class Skeleton:
         """The ids of a short text; a placeholder for a longer one."""
         if len(text) <= SHORT_TEXT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        self._texts.append(text)
-        return [-len(self._texts)]
+        self._own.texts.append(text)
+        return [-len(self._own.texts)]
 
     def fill(self, laid_out: Sequence[int]) -> list[int]:
         """The ids with every placeholder replaced; the texts are then forgotten."""
@@ -41,8 +49,7 @@ class Skeleton:
 
     def fill_parts(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The same for several parts of one layout."""
-        texts, self._texts = self._texts, []
-        self._tokenizer.want(texts)
+        texts, self._own.texts = self._own.texts, []
         return [self._filled(part, texts) for part in parts]
 
     def _filled(self, laid_out: Sequence[int], texts: Sequence[str]) -> list[int]:

@@ -7,8 +7,7 @@ convert_tokens_to_ids, name_or_path, unk_token_id, eos_token_id), over the `toke
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,6 @@ SHORT_TEXT = 24
 
 MAX_REMEMBERED = 4096
 
-LARGE_TEXT = 128 << 10
-"""Characters that are encoded while others wait: a tenth of a second at the worst."""
-
-
-class Unencoded(Exception):
-    """`texts` are wanted now, and are too much to be encoded while others wait."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        super().__init__(f"{len(texts)} texts are to be encoded first")
-        self.texts = texts
-
 
 class Tokenizer:
     """Raises InvalidField from `load` when the folder holds no readable tokenizer.json."""
@@ -45,8 +33,6 @@ class Tokenizer:
         self.name_or_path = name_or_path
         self._remembered: dict[str, list[int]] = {}
         self._fast = fast_encoder(backend)
-        self._known: Mapping[str, list[int]] | None = None
-        self._left = 0
         self.unk_token_id = self._special(settings, "unk_token")
         self.eos_token_id = self._special(settings, "eos_token")
 
@@ -68,11 +54,6 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if len(text) > SHORT_TEXT or add_special_tokens:
-            if self._known is not None and not add_special_tokens:
-                if text in self._known:
-                    return list(self._known[text])
-                self.want([text])
-                self._left -= len(text)
             return self._encoded(text, add_special_tokens)
         ids = self._remembered.get(text)
         if ids is None:
@@ -80,27 +61,6 @@ class Tokenizer:
             if len(self._remembered) < MAX_REMEMBERED:
                 self._remembered[text] = ids
         return list(ids)
-
-    @contextmanager
-    def sparing(self, known: Mapping[str, list[int]]) -> Iterator[None]:
-        """Within the block, which awaits nothing, no more than LARGE_TEXT is encoded beyond what is `known`; Unencoded
-        is raised for more."""
-        self._known, self._left = known, LARGE_TEXT
-        try:
-            yield
-        finally:
-            self._known = None
-
-    def want(self, texts: Sequence[str]) -> None:
-        """That these are about to be encoded. Raises Unencoded for all of them that are not known, if too much."""
-        if self._known is not None:
-            missing = [text for text in texts if text not in self._known]
-            if sum(map(len, missing)) > self._left:
-                raise Unencoded(missing)
-
-    def encode_ahead(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """What to know of these in `sparing`. May be called in a thread, whatever the others do."""
-        return {text: self._encoded(text, False) for text in texts}
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._fast is not None and not add_special_tokens and len(text) <= MAX_TEXT and text.isascii():

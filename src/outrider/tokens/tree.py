@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from outrider.aside import Steps, whole
+from outrider.errors import ContextOverflow
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import extend, message_key
 from outrider.tokens.nodes import PromptNode, TurnNode
@@ -18,14 +20,20 @@ from outrider.tokens.reading import Request, RequestReader
 from outrider.tokens.renderer import History, Renderer
 from outrider.trajectory import ForkCause, JoinKind, pack_ids, unpack_ids
 
+LONG_TEXT = 256 << 10
+"""Characters. A longer text is measured in parts before it is encoded whole."""
+SEAM = 16
+
 
 class Joined(msgspec.Struct, frozen=True):
-    """Where a request joined. `forked_from` is the turn whose request shares the longest history with it."""
+    """Where a request joined. `forked_from` is the turn whose request shares the longest history with it; `added` are
+    the messages that it has beyond the conversation of its prompt's parent, all of them where there is none."""
 
     kind: JoinKind
     cause: ForkCause | None
     prompt: PromptNode
     forked_from: int | None
+    added: tuple[Message, ...] = ()
 
 
 class TokenTree:
@@ -45,29 +53,42 @@ class TokenTree:
     def join(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Joined:
         """Find or make the request's prompt. Raises RequestError for a message that cannot be read or
         rendered; the tree is then unchanged."""
-        request = self._read(messages, tools, tools_raw)
-        if (known := self._known(request)) is not None:
-            return Joined(JoinKind.RETRY, None, known, known.first_turn)
-        joined = self._place(request)
-        self._reader.remember(request, joined.prompt)
-        self._prompts.setdefault(request.paths[-1], []).append(joined.prompt)
-        for path in reversed(request.paths):  # a path was seen with all that lead to it
-            if self._seen.setdefault(path, joined.prompt) is not joined.prompt:
-                break
-        if joined.prompt.parent is not None:
-            joined.prompt.parent.children += 1
-        if joined.cause is not None:
-            self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
-        return joined
+        return whole(self.joining(messages, tools, tools_raw))
 
     def measure(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> int:
         """The length of the prompt that `join` would give; nothing is recorded. Raises as `join` does."""
-        request = self._read(messages, tools, tools_raw)
+        return whole(self.measuring(messages, tools, tools_raw))
+
+    def joining(
+        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, context: int | None = None
+    ) -> Steps[Joined]:
+        """`join` in pieces. Raises ContextOverflow for a prompt that leaves no room in a context of so many tokens;
+        the tree is then unchanged, too."""
+        request = yield from self._read(messages, tools, tools_raw)
+        known = self._known(request)
+        if known is None:
+            if context is not None:
+                yield from self._check_long_texts(request, context)
+            joined = yield from self._place(request)
+        else:
+            joined = Joined(JoinKind.RETRY, None, known, known.first_turn)
+            yield request.size(0)  # to parse what it added, which the tree has not kept
+        prompt = joined.prompt
+        if context is not None and prompt.length >= context:
+            raise ContextOverflow(f"the prompt has {prompt.length} tokens; the model's context is {context}")
+        start = prompt.parent.prompt.messages + 1 if prompt.parent is not None else 0
+        joined = msgspec.structs.replace(joined, added=tuple(request.parsed(start)))
+        if known is None:
+            self._add(request, joined)
+        return joined
+
+    def measuring(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[int]:
+        """`measure` in pieces."""
+        request = yield from self._read(messages, tools, tools_raw)
         if (known := self._known(request)) is not None:
             return known.length
-        if request.matched is not None and (added := self._appended(request.matched, request)) is not None:
-            return request.matched.length + len(added)
-        return len(self._renderer.render(request.parsed(0), tools))
+        joined = yield from self._place(request)
+        return joined.prompt.length
 
     def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
         """Record a turn's sampled ids. `reply` is the message the client was given: None when it was given
@@ -81,20 +102,51 @@ class TokenTree:
             self._turns.setdefault(extend(prompt.path, key.body), []).append(turn)
         return turn
 
-    def _read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Request:
-        request = self._reader.read(messages, tools, tools_raw)
+    def _read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[Request]:
+        request = yield from self._reader.read(messages, tools, tools_raw)
         request.match(self._turns)
         return request
+
+    def _add(self, request: Request, joined: Joined) -> None:
+        """Record the prompt of a request that was not there before."""
+        prompt = joined.prompt
+        if joined.kind is JoinKind.ROOT:
+            prompt.conversation = self._conversations
+            self._conversations += 1
+        self._reader.remember(request, prompt)
+        self._prompts.setdefault(request.paths[-1], []).append(prompt)
+        for path in reversed(request.paths):  # a path was seen with all that lead to it
+            if self._seen.setdefault(path, prompt) is not prompt:
+                break
+        if prompt.parent is not None:
+            prompt.parent.children += 1
+        if joined.cause is not None:
+            self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
+
+    def _check_long_texts(self, request: Request, context: int) -> Steps[None]:
+        """Raises ContextOverflow where the new texts alone do not fit. To encode a text of many megabytes in one piece
+        takes seconds and a hundred times its memory."""
+        tokens = 0
+        for message in request.fresh.values():
+            for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
+                for start in range(0, len(text) if len(text) > LONG_TEXT else 0, LONG_TEXT):
+                    yield LONG_TEXT
+                    # The whole may have a few tokens less than its parts, where they meet.
+                    tokens += len(self._renderer.tokenizer.encode(text[start : start + LONG_TEXT])) - SEAM
+                    if tokens > context:
+                        raise ContextOverflow(f"the prompt has over {tokens} tokens; the model's context is {context}")
 
     def _known(self, request: Request) -> PromptNode | None:
         """The prompt of an earlier request that was the same."""
         prompts = self._prompts.get(request.paths[-1], ())
         return next((prompt for prompt in prompts if request.repeats(prompt)), None)
 
-    def _place(self, request: Request) -> Joined:
+    def _place(self, request: Request) -> Steps[Joined]:
         """Keep the recorded ids where the renderer can prove that the rest only appends; otherwise render
         everything, and say why."""
         matched = request.matched
+        if matched is not None:
+            yield request.size(0 if request.rewritten else request.covered)
         if matched is not None and (added := self._appended(matched, request)) is not None:
             prompt = request.prompt(matched, added)
             prompt.conversation = matched.prompt.conversation
@@ -107,12 +159,11 @@ class TokenTree:
             if matched.children:
                 return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, matched.index)
             return Joined(JoinKind.APPEND, None, prompt, None)
+        yield request.size(0)
         rendered = self._renderer.render(request.parsed(0), request.tools)
         prompt = request.prompt(None, rendered)
         shared = self._shared(request)
         if shared is None:
-            prompt.conversation = self._conversations
-            self._conversations += 1
             return Joined(JoinKind.ROOT, None, prompt, None)
         prompt.conversation = shared.conversation
         return Joined(JoinKind.FORK, self._cause(request), prompt, shared.first_turn)

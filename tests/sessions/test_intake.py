@@ -1,0 +1,163 @@
+"""Bodies judged while they arrive: by their size, by how many JSON values they have, and by what is held already."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import pytest
+
+from outrider.aside import whole
+from outrider.errors import ContextOverflow, TooLarge
+from outrider.sessions.intake import (
+    BYTES_PER_TOKEN,
+    LARGE,
+    MAX_BODY,
+    MAX_ESCAPES,
+    MAX_IN_ALL,
+    MAX_IN_SESSION,
+    MAX_TEXT_BODY,
+    MAX_VALUES,
+    Bodies,
+    Capacity,
+    Intake,
+    TooMuchAtOnce,
+    TooSlow,
+    counted_values,
+)
+
+
+async def sent(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def small() -> Capacity:
+    return Capacity(4096, images=False)
+
+
+async def pictures() -> Capacity:
+    return Capacity(None, images=True)
+
+
+def values_in(value: Any) -> int:
+    """Objects, lists, and the commas in them."""
+    if not isinstance(value, list | dict):
+        return 0
+    inner = list(value.values()) if isinstance(value, dict) else value
+    return 1 + max(0, len(inner) - 1) + sum(map(values_in, inner))
+
+
+def nested(rng: random.Random, depth: int = 0) -> Any:
+    text = "".join(rng.choices('{[,"\\ \u00e9x', k=rng.randrange(8)))
+    made = [text, 7, None, [], {}]
+    if depth < 4:
+        made += [[nested(rng, depth + 1) for _ in range(4)], {text: nested(rng, depth + 1), "b": 1}]
+    return rng.choice(made)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_values_are_counted_outside_of_strings(seed: int) -> None:
+    rng = random.Random(seed)
+    value = [nested(rng) for _ in range(10)]
+    body = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
+    assert whole(counted_values(body, rng.choice([1, 2, 3, 7, 1 << 20]))) == values_in(value)
+
+
+def test_a_size_that_cannot_fit_is_an_overflow_and_one_that_is_not_read_is_too_large() -> None:
+    small = Capacity(4096, images=False)
+    small.check_size(LARGE + BYTES_PER_TOKEN * 4096)
+    with pytest.raises(ContextOverflow, match="context is 4096"):
+        small.check_size(LARGE + BYTES_PER_TOKEN * 4096 + 1)
+    with pytest.raises(TooLarge):
+        Capacity(1 << 20, images=False).check_size(MAX_TEXT_BODY + 1)
+    Capacity(4096, images=True).check_size(MAX_BODY)
+    with pytest.raises(TooLarge):
+        Capacity(None, images=True).check_size(MAX_BODY + 1)
+
+
+def test_more_values_than_the_context_has_room_for_are_refused() -> None:
+    body = b"[" + b"{}," * 30_000 + b"{}]"
+    with pytest.raises(ContextOverflow, match="at least 15000 tokens"):
+        whole(Capacity(4096, images=False).checking(body))
+    whole(Capacity(1 << 16, images=False).checking(body))
+    with pytest.raises(ContextOverflow):
+        whole(Capacity(None, images=True).checking(b"{" * (MAX_VALUES + 1)))
+    whole(Capacity(4096, images=False).checking(json.dumps("{}," * 30_000).encode()))
+
+
+def test_more_escapes_than_can_be_decoded_at_once_are_refused() -> None:
+    with pytest.raises(TooLarge, match="escaped"):
+        whole(Capacity(None, images=True).checking(b"\\" * (MAX_ESCAPES + 1)))
+
+
+async def test_a_body_beyond_its_capacity_is_refused_while_it_arrives() -> None:
+    bodies = Bodies(Intake())
+    came = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal came
+        while True:
+            came += 1
+            yield bytes(1 << 16)
+
+    with bodies.next() as body, pytest.raises(ContextOverflow):
+        await body.received(endless(), small)
+    assert came == (LARGE + BYTES_PER_TOKEN * 4096) // (1 << 16) + 1
+    assert (bodies.size, bodies.intake.size) == (0, 0)
+
+
+async def test_a_session_holds_no_more_than_its_share_until_its_calls_end() -> None:
+    bodies = Bodies(Intake())
+    half = bytes(MAX_IN_SESSION // 2 - (1 << 16))
+    with bodies.next() as first, bodies.next() as second:
+        assert await first.received(sent([half]), pictures) == half
+        await second.received(sent([half]), pictures)
+        with bodies.next() as third, pytest.raises(TooMuchAtOnce, match="this session"):
+            await third.received(sent([bytes(1 << 18)]), pictures)
+    with bodies.next() as third:
+        await third.received(sent([bytes(1 << 18)]), pictures)
+    assert bodies.size == 0
+
+
+async def test_the_room_of_a_body_that_arrives_slowly_goes_to_others() -> None:
+    shared = Intake()
+    never, begun = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def unfinished() -> AsyncIterator[bytes]:
+        yield part
+        begun.release()
+        await never.wait()
+
+    part = bytes(MAX_BODY)
+
+    async def hog() -> None:
+        with Bodies(shared).next() as body:
+            await body.received(unfinished(), pictures)
+
+    hogs = [asyncio.ensure_future(hog()) for _ in range(MAX_IN_ALL // MAX_BODY)]
+    for _ in hogs:
+        await begun.acquire()
+    assert shared.size == MAX_IN_ALL
+    with Bodies(shared).next() as body:
+        assert await body.received(sent([part]), pictures) is part
+        with pytest.raises(TooMuchAtOnce, match="slowly"):
+            await hogs[0]
+        assert not any(one.done() for one in hogs[1:])
+        for one in hogs[1:]:
+            one.cancel()
+        await asyncio.wait(hogs)
+    assert shared.size == 0
+
+
+async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    with Bodies(Intake(seconds=0)).next() as body, pytest.raises(TooSlow):
+        await body.received(never(), pictures)

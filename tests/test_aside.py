@@ -1,0 +1,87 @@
+"""Work in pieces beside the event loop: where it runs, in which order, and how it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+from outrider.aside import INLINE, Aside, Steps, whole
+
+
+@pytest.fixture
+async def aside() -> AsyncIterator[Aside]:
+    made = Aside()
+    yield made
+    await made.close()
+
+
+def named(*sizes: int) -> Steps[list[str]]:
+    """The threads that its pieces run in."""
+    names = []
+    for size in sizes:
+        yield size
+        names.append(threading.current_thread().name)
+    return names
+
+
+async def test_small_work_stays_on_the_event_loop_and_large_work_leaves_it(aside: Aside) -> None:
+    here = threading.current_thread().name
+    assert await aside.finish(named(INLINE // 2, INLINE // 2)) == [here, here]
+    first, *others = await aside.finish(named(INLINE, 1, 1))
+    assert first == here
+    assert others == ["outrider-aside_0"] * 2
+
+
+async def test_an_error_of_a_piece_is_the_callers(aside: Aside) -> None:
+    def failing() -> Steps[None]:
+        yield INLINE + 1
+        raise KeyError("in a thread")
+
+    with pytest.raises(KeyError):
+        await aside.finish(failing())
+    assert await aside.finish(named(INLINE + 1)) == ["outrider-aside_0"]
+
+
+def test_whole_does_all_of_it_here() -> None:
+    assert whole(named(INLINE + 1)) == [threading.current_thread().name]
+
+
+async def test_long_works_take_turns(aside: Aside) -> None:
+    order = []
+
+    def long(name: str) -> Steps[None]:
+        for _ in range(3):
+            yield INLINE + 1
+            order.append(name)
+
+    await asyncio.gather(*(aside.finish(long(name)) for name in "abc"))
+    assert order == list("abcabcabc")
+
+
+async def test_work_that_is_given_up_ends_with_its_piece_and_the_next_has_its_turn(aside: Aside) -> None:
+    started, gate = threading.Event(), threading.Event()
+    pieces = []
+
+    def long() -> Steps[None]:
+        for piece in range(100):
+            yield INLINE + 1
+            pieces.append(piece)
+            started.set()
+            gate.wait()
+
+    work = asyncio.ensure_future(aside.finish(long()))
+    await asyncio.to_thread(started.wait)
+    waiting = [asyncio.ensure_future(aside.finish(named(INLINE + 1))) for name in "bc"]
+    await asyncio.sleep(0)
+    for one in (work, waiting[0]):
+        one.cancel()
+    gate.set()
+    for one in (work, waiting[0]):
+        with suppress(asyncio.CancelledError):
+            await one
+    assert await waiting[1] == ["outrider-aside_0"]
+    assert pieces == [0]
