@@ -17,12 +17,13 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from bench import dialects, gateway, memory, report, sandboxes, sessions, store, tools, turns
+from bench import dialects, floods, gateway, memory, report, sandboxes, sessions, store, tools, turns
 
 BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "gateway": gateway.run,
     "turns": turns.run,
     "dialects": dialects.run,
+    "floods": floods.run,
     "memory": memory.run,
     "sessions": sessions.run,
     "sandboxes": sandboxes.run,

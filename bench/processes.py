@@ -23,6 +23,7 @@ import uvloop
 from bench.corpus import Corpus
 from bench.parked import CONTEXT_TOKENS, parked
 from outrider.asgi import Receive, Scope, Send
+from outrider.cli.loop import calm_interpreter
 from outrider.engines.base import EngineOptions
 from outrider.engines.scripted import ScriptedEngine
 from outrider.engines.serve.app import engine_app, serving
@@ -46,6 +47,18 @@ class Process:
         """Processor time used so far, by all its threads (proc(5), fields utime and stime)."""
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
+
+    def memory_mib(self) -> float:
+        """Its resident memory now (proc(5), VmRSS)."""
+        return self._status("VmRSS")
+
+    def peak_memory_mib(self) -> float:
+        """The most that it ever was."""
+        return self._status("VmHWM")
+
+    def _status(self, field: str) -> float:
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{self._pid}/status").read_text().splitlines())
+        return int(lines[field].split()[0]) / 1024
 
 
 class World:
@@ -116,6 +129,7 @@ async def _serve_upstream(folder: str, reply_tokens: str) -> None:
 
 async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
     async with parked(Path(folder), EngineSpec(kind="vllm", url=url), sessions=int(sessions)) as parking:
+        calm_interpreter()
         await _until_told(parking.base_urls)
 
 

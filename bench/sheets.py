@@ -145,6 +145,34 @@ def _memory(found: Any) -> list[Sheet]:
     ]
 
 
+def _floods(found: Any) -> list[Sheet]:
+    rows = [
+        (
+            flood["kind"],
+            number(flood["seconds"]),
+            " ".join(map(str, flood["statuses"])),
+            str(flood["calls"]),
+            str(flood["failed"]),
+            *(number(flood["call_ms"][cut]) for cut in ("p50", "p99")),
+            str(flood["stalls"]),
+        )
+        for flood in found["floods"]
+    ]
+    sizes = ", ".join(f"{size / (1 << 20):.3g}" for size in found["sizes"])
+    calm, flooded = found["calm_ms"], found["flooded_ms"]
+    return [
+        Sheet(
+            title=f"Floods: calls of {found['sessions']} sessions while {found['attackers']} others send huge bodies",
+            columns=("flood", "seconds", "answers", "calls", "failed", "p50 ms", "p99 ms", "stalls"),
+            rows=rows,
+            note=f"Bodies of {sizes} MiB, one after another. Calls took {number(calm['p50'])} ms (p99"
+            f" {number(calm['p99'])}) before, {number(flooded['p50'])} ms (p99 {number(flooded['p99'])}) over all floods."
+            f" Memory of the service grew by {number(found['memory_mib'])} MiB at most; its event loop stood still for"
+            f" {number(found['longest_stall_ms'])} ms at the longest.",
+        )
+    ]
+
+
 def _sessions(found: Any) -> list[Sheet]:
     runtimes = found["runtimes"]
     able = {kind: figures for kind, figures in runtimes.items() if "per_second" in figures}
@@ -259,6 +287,7 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "gateway": _gateway,
     "turns": _turns,
     "dialects": _dialects,
+    "floods": _floods,
     "memory": _memory,
     "sessions": _sessions,
     "sandboxes": _sandboxes,

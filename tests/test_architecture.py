@@ -28,6 +28,7 @@ LAYERS = (
         "shield",
         "aside",
         "watchdog",
+        "decoding",
     ),
     ("tokens", "dialects", "asgi", "pythons", "rootfs"),
     ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling", "sample_files"),

@@ -6,8 +6,6 @@ at the file system or imports plugins: `service/admission.py` checks what only t
 
 from __future__ import annotations
 
-import base64
-import binascii
 import posixpath
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
@@ -22,6 +20,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from outrider.decoding import base64_bytes
 
 MAX_TEXT = 1 << 20
 MEBIBYTE = 1 << 20
@@ -129,8 +129,8 @@ class Write(Spec):
         if self.encoding == "utf-8":
             return self.write.encode()
         try:
-            return base64.b64decode(self.write, validate=True)
-        except binascii.Error as error:
+            return base64_bytes(self.write)
+        except ValueError as error:
             raise ValueError(f"write is not base64: {error}") from error
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from bench.floods import FLOODS
+from bench.processes import ROOT
 
 from api.test_gateway import CHAT, KEY, OneSession, a_gateway, serving
 from outrider.api.gateway import Gateway
@@ -21,11 +23,9 @@ from outrider.aside import INLINE
 from outrider.sessions.intake import MAX_IN_SESSION, MAX_TEXT_BODY, MIN_COUNTED
 from outrider.watchdog import Watchdog
 from sessions.world import a_world
-from support.floods import FLOODS
 
 HELD = 0.1
 """Seconds of work, on a machine that may be twice as slow as a quiet one."""
-TESTS = Path(__file__).parent.parent
 COUNT = f"/s/{KEY}/v1/messages/count_tokens"
 WORDS = "many more wörds than fit "
 
@@ -126,7 +126,7 @@ async def test_no_body_holds_the_event_loop(tmp_path: Path, name: str) -> None:
     ):
         for size in (INLINE - 1, 400 << 10, MAX_TEXT_BODY - (1 << 16)):
             flood = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "support.floods", f"{url}/s/{KEY}", name, str(size), stdout=PIPE, cwd=TESTS
+                sys.executable, "-m", "bench.floods", f"{url}/s/{KEY}", name, str(size), stdout=PIPE, cwd=ROOT
             )
             out, _ = await flood.communicate()
             assert int(out) in (200, 400, 413)

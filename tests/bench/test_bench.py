@@ -14,7 +14,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from bench import dialects, gateway, memory, report, sandboxes, sessions, sheets, store, tools, turns
+from bench import dialects, floods, gateway, memory, report, sandboxes, sessions, sheets, store, tools, turns
 from outrider.runtimes.namespace import NamespaceRuntime
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,18 @@ async def test_gateway_calls_through_and_past_it_are_all_answered() -> None:
     assert found["latency"]["streamed"]["first"]["gateway_ms"]["p50"] > 0
     assert found["rate"]["whole"]["gateway_per_second"] > 0
     check_shown("gateway", found)
+
+
+@pytest.mark.real
+async def test_floods_are_sent_beside_calls() -> None:
+    found = await floods.measure(
+        floods.Plan(("chat messages", "gemini parts"), sizes=(64 << 20, 1 << 18), calm_seconds=1)
+    )
+
+    assert [flood["statuses"] for flood in found["floods"]] == [[413, 200]] * 2
+    assert found["failed"] == 0
+    assert found["flooded_ms"]["p99"] > 0
+    check_shown("floods", found)
 
 
 @pytest.mark.real

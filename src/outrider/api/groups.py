@@ -11,10 +11,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from outrider.api.openapi import answers, takes
-from outrider.api.replies import json_reply, whole_body
+from outrider.api.replies import json_reply, long_reply, whole_body
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.service.admission import parse_group
 from outrider.service.reading import group_summary
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
@@ -34,7 +33,7 @@ def group_routes(service: Service) -> APIRouter:
     @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201))
     async def submit(request: Request) -> Response:
         """Submit a group of sessions of one task. It is stored before the reply."""
-        return json_reply(await service.submit(parse_group(await whole_body(request))), status=201)
+        return json_reply(await service.submit(await service.parse(await whole_body(request))), status=201)
 
     @routes.get("/groups", **answers(GroupList))
     async def groups(state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Response:
@@ -49,7 +48,8 @@ def group_routes(service: Service) -> APIRouter:
         samples: Samples = False,
     ) -> Response:
         """One group with its sessions."""
-        return json_reply(await service.group(group_id, wait=wait, samples=samples))
+        view = await service.group(group_id, wait=wait, samples=samples)
+        return long_reply(await service.reader.encoded(view))
 
     @routes.delete("/groups/{group_id}", **answers(GroupView))
     async def cancel(group_id: str) -> Response:
@@ -66,7 +66,7 @@ def group_routes(service: Service) -> APIRouter:
         """Done groups past a cursor, in the order they finished: so many, or as many as fit into 8 MiB, but one at
         least. Ask again with `after` set to the reply's `cursor`, until there are none."""
         page = await service.results(after=after, wait=wait, limit=limit, samples=samples)
-        return Response(page.json(), media_type="application/json")
+        return long_reply(page.json())
 
     @routes.get("/events", response_class=StreamingResponse)
     async def events(after: Annotated[int, Query(ge=0)] = 0) -> StreamingResponse:
@@ -81,12 +81,14 @@ def group_routes(service: Service) -> APIRouter:
     @routes.get("/sessions/{session_id}/turns", **answers(TurnList))
     async def turns(session_id: str) -> Response:
         """The model calls of the session's newest attempt, as text."""
-        return json_reply(TurnList(turns=await service.reader.turns(session_id)))
+        view = TurnList(turns=await service.reader.turns(session_id))
+        return long_reply(await service.reader.encoded(view))
 
     @routes.get("/sessions/{session_id}/samples", **answers(SampleList))
     async def samples(session_id: str) -> Response:
         """The session's training rows, once it is done."""
-        return json_reply(SampleList(samples=await service.reader.samples(session_id)))
+        view = SampleList(samples=await service.reader.samples(session_id))
+        return long_reply(await service.reader.encoded(view))
 
     return routes
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterable
+
 import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
 
 from outrider.errors import InvalidField, NotFound, OutriderError, TooLarge, record_of
+from outrider.sessions.intake import MAX_BODY
 
-MAX_BODY = 64 << 20
+PIECE = 256 << 10
+"""Bytes of a long reply that are given to the connection at once."""
 
 
 async def whole_body(request: Request) -> bytes:
@@ -21,6 +26,19 @@ async def whole_body(request: Request) -> bytes:
             raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
         parts.append(part)
     return b"".join(parts)
+
+
+def long_reply(body: bytes) -> Response:
+    """JSON of any length."""
+    if len(body) <= PIECE:
+        return Response(body, media_type="application/json")
+    pieces = (body[start : start + PIECE] for start in range(0, len(body), PIECE))
+    return StreamingResponse(_each(pieces), media_type="application/json", headers={"Content-Length": str(len(body))})
+
+
+async def _each(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
 
 
 def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:

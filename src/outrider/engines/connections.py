@@ -24,7 +24,7 @@ Buffer = bytes | memoryview
 """What is sent as it is; not to be changed after that."""
 LARGE = 1 << 16
 """Requests of more bytes are not put together first."""
-HIGH_WATER = 1 << 20
+HIGH_WATER = 128 << 10
 """Bytes that wait to be read before the server is asked to pause."""
 
 

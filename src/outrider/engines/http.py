@@ -16,12 +16,14 @@ import orjson
 from outrider.backoff import Backoff
 from outrider.engines.connections import Buffer, Connections, Response
 from outrider.engines.failures import StatusFailure
-from outrider.engines.sse import SseReader
+from outrider.engines.sse import EventTooLong, SseReader
 from outrider.errors import EngineError, EngineUnavailable
 
 CONNECTION_ERRORS = (OSError, TimeoutError)
 CONTROL_SECONDS = 30.0
 MAX_ERROR_BODY = 64 << 10
+MAX_ANSWER = 8 << 20
+"""Bytes of an answer that is not streamed, such as an engine's description of itself."""
 DONE = b"[DONE]"
 
 
@@ -124,6 +126,8 @@ class HttpClient:
                     yield before
                 await _finish(response)
                 return
+        except EventTooLong as error:
+            raise EngineError(f"engine {self._name!r} answered {path} with something not readable: {error}") from error
         finally:
             response.close()
 
@@ -134,11 +138,13 @@ class HttpClient:
                 try:
                     if response.status >= 400:
                         raise (await _refusal(response)).failure
-                    content = await response.whole()
+                    content = await response.whole(MAX_ANSWER)
                 finally:
                     response.close()
         except CONNECTION_ERRORS as error:
             raise self._unavailable(error) from error
+        if len(content) >= MAX_ANSWER:
+            raise EngineError(f"engine {self._name!r} answered {path} with more than {MAX_ANSWER} bytes")
         try:
             return orjson.loads(content) if content.strip() else None
         except orjson.JSONDecodeError as error:

@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 
 from outrider.backoff import Backoff
 from outrider.service.insist import insist
 from outrider.service.reading import Reader
 from outrider.store.base import Delivery, Store
-from outrider.wire import GroupView
 
 log = logging.getLogger("outrider.delivery")
 
@@ -90,7 +88,7 @@ class Deliverer:
     async def _push(self, http: aiohttp.ClientSession, delivery: Delivery) -> None:
         group_id = delivery.group_id
         view = await insist(lambda: self._reader.group(group_id, samples=True))
-        if (fault := await _pushed(http, delivery.url, view)) is None:
+        if (fault := await _pushed(http, delivery.url, group_id, await self._reader.encoded(view))) is None:
             await insist(lambda: self._store.delivered(group_id))
             return
         pause = self._pauses.wait(delivery.tries)
@@ -98,11 +96,10 @@ class Deliverer:
         await insist(lambda: self._store.delivery_failed(group_id, next_try=time.time() + pause))
 
 
-async def _pushed(http: aiohttp.ClientSession, url: str, view: GroupView) -> str | None:
+async def _pushed(http: aiohttp.ClientSession, url: str, group_id: str, body: bytes) -> str | None:
     """None once the receiver has said that it has it; else why not. A redirect is not followed: it would become a
     GET, whose answer says nothing about the group."""
-    headers = {"Content-Type": "application/json", "Idempotency-Key": view.id}
-    body = msgspec.json.encode(view)
+    headers = {"Content-Type": "application/json", "Idempotency-Key": group_id}
     try:
         async with http.post(url, data=body, headers=headers, allow_redirects=False) as reply:
             return None if 200 <= reply.status < 300 else f"it answered {reply.status} {reply.reason}"

@@ -1,12 +1,10 @@
 """A page of results, bounded in bytes as well as in groups.
 
-A group is encoded as it is added, so that what a page takes in memory is known while it grows. Invariant: the page's
+Groups are added encoded, so that what a page takes in memory is known while it grows. Invariant: the page's
 cursor is that of its last group; what did not fit is past it.
 """
 
 from __future__ import annotations
-
-import msgspec
 
 from outrider.wire import GroupView
 
@@ -22,9 +20,8 @@ class EncodedPage:
         self._bodies: list[bytes] = []
         self._size = 0
 
-    def add(self, group: GroupView, *, room: int) -> bool:
-        """Whether there was room for it; there always is for the first."""
-        body = msgspec.json.encode(group)
+    def add(self, group: GroupView, body: bytes, *, room: int) -> bool:
+        """Add a group, whose JSON is `body`. Whether there was room for it; there always is for the first."""
         if self.groups and self._size + len(body) > room:
             return False
         self.groups.append(group)

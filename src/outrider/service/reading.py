@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from outrider.aside import Aside
+import msgspec
+
+from outrider.aside import Aside, Steps
 from outrider.errors import NotFound
 from outrider.store.base import GroupRow, SessionRow, Store
 from outrider.tokens.branches import Lineage, lineages
 from outrider.tokens.samples import build_samples
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.trajectory import Sample, Turn, unpack_ids
-from outrider.wire import GroupSummary, GroupView, SessionView, TurnView
+from outrider.wire import GroupSummary, GroupView, SampleList, SessionView, TurnList, TurnView
+
+BYTES_OF_A_POSITION = 32
+"""What the JSON of a sample's id, mask, log-probability and version takes."""
 
 
 class Reader:
@@ -39,6 +44,10 @@ class Reader:
             sessions=tuple(map(session_view, sessions)),
             samples=None if rows is None else tuple(rows),
         )
+
+    async def encoded(self, view: GroupView | SampleList | TurnList) -> bytes:
+        """As JSON."""
+        return await self._aside.finish(encoding(view))
 
     async def session(self, session_id: str) -> SessionView:
         return session_view(await self._store.session(session_id))
@@ -89,6 +98,18 @@ class Reader:
             sampling=turn.sampling,
             timings=turn.timings,
         )
+
+
+def encoding(view: GroupView | SampleList | TurnList) -> Steps[bytes]:
+    """A view as JSON, its rows one by one: those of a large group together take seconds."""
+    field = "turns" if isinstance(view, TurnList) else "samples"
+    rows: list[msgspec.Raw] = []
+    for row in getattr(view, field) or ():
+        yield len(row.ids) * BYTES_OF_A_POSITION if isinstance(row, Sample) else len(row.context)
+        rows.append(msgspec.Raw(msgspec.json.encode(row)))
+    if not rows:
+        return msgspec.json.encode(view)
+    return msgspec.json.encode(msgspec.structs.replace(view, **{field: rows}))
 
 
 def _text(turn: Turn) -> str:

@@ -188,7 +188,9 @@ class Scheduler:
         if session.group_id not in self._tasks:
             spec = await self._store.spec(session.group_id)
             try:
-                self._tasks[session.group_id] = GroupSpec.model_validate_json(spec).task
+                # In a thread, because the files in it are decoded to see whether they can be.
+                read = await asyncio.to_thread(GroupSpec.model_validate_json, spec)
+                self._tasks[session.group_id] = read.task
             except ValidationError as error:
                 log.error("the task of group %s cannot be read: %s", session.group_id, error)
                 return None

@@ -17,12 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from outrider.aside import Steps
 from outrider.backoff import Backoff
 from outrider.config import Config, SandboxesConfig
 from outrider.engines.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
-from outrider.service.admission import check_group, check_room
+from outrider.service.admission import check_group, check_room, parse_group
 from outrider.service.bell import Bell, rung
 from outrider.service.delivery import Deliverer
 from outrider.service.family import FamilyCheck
@@ -30,6 +31,7 @@ from outrider.service.paging import PAGE_BYTES, EncodedPage
 from outrider.service.reading import Reader
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.sessions.calls import Endpoint
+from outrider.sessions.intake import LARGE, Capacity
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.machine import machine
 from outrider.sessions.node import LocalNode
@@ -125,6 +127,10 @@ class Service:
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
             yield
 
+    async def parse(self, body: bytes) -> GroupSpec:
+        """The group in a request's body. Raises RequestError, or InvalidField naming the field."""
+        return await self._aside.finish(_parsing(body))
+
     async def submit(self, spec: GroupSpec) -> GroupView:
         """Check, store, and wake the scheduler. Raises what admission raises, and Conflict for a repeated
         idempotency key with another body."""
@@ -145,7 +151,8 @@ class Service:
             labels=spec.task.labels,
         )
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
-        stored = await self.store.create_group(row, spec.model_dump_json().encode(), session_ids)
+        body = await self._aside.run(lambda: spec.model_dump_json().encode())
+        stored = await self.store.create_group(row, body, session_ids)
         self._scheduler.wake()
         return await self.reader.view(stored)
 
@@ -168,7 +175,7 @@ class Service:
         page = EncodedPage(after)
         for row in rows:
             view = await self.reader.view(row, samples=samples)
-            if not page.add(view, room=room):
+            if not page.add(view, await self.reader.encoded(view), room=room):
                 break
         return page
 
@@ -212,6 +219,13 @@ class Service:
     def _group_done(self) -> None:
         self._done.ring()
         self._deliverer.wake()
+
+
+def _parsing(body: bytes) -> Steps[GroupSpec]:
+    if len(body) > LARGE:
+        yield from Capacity(None, images=True).checking(body)
+    yield len(body)
+    return parse_group(body)
 
 
 def _whole(config: SandboxesConfig) -> Amount:

@@ -23,7 +23,7 @@ async def prepare(runtime: Runtime, steps: list[PrepareStep], *, files: Path, pa
             case Upload():
                 await runtime.upload(files / step.upload, step.to)
             case Write():
-                await runtime.write(step.to, step.data(), executable=step.executable)
+                await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
 
 
 async def _run(runtime: Runtime, step: Run, number: int, pauses: Backoff) -> None:
