@@ -15,7 +15,8 @@ from outrider.engines.scripted import ScriptedEngine, scripted_logprob
 from outrider.errors import ContextOverflow, EngineMisbehaved, EngineUnavailable, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta
-from outrider.sessions.conversation import Ended, LimitReached
+from outrider.sessions.allowance import LimitReached
+from outrider.sessions.conversation import Ended
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, unpack_ids, unpack_logprobs

@@ -100,6 +100,7 @@ async def a_world(
     sampling: Sampling | None = None,
     history: History = "recorded",
     patience: float = 5.0,
+    sample_index: int = 0,
     kind: Callable[[EngineOptions], ScriptedEngine] = ScriptedEngine,
     **script: Any,
 ) -> AsyncIterator[World]:
@@ -126,6 +127,7 @@ async def a_world(
             sampling=sampling or Sampling(),
             history=history,
             record=record,
+            sample_index=sample_index,
         )
         try:
             world = World(conversation, engine, turns)
