@@ -124,9 +124,9 @@ def test_the_tokens_of_all_chunks_count_and_nothing_follows_the_end() -> None:
         (told(versions=(VersionSpan(0, 0, 2),)), "policy versions"),
         (told(usage={"completion_tokens": -1}), "completion_tokens = -1"),
         (told(usage={"prompt_tokens": 1 << 64}), "prompt_tokens"),
-        (told(text="x" * 100_000, reply=None, finish=None), "more text"),
-        (told(reasoning="x" * 100_000, reply=None, finish=None), "more text"),
-        (told(reply=tool_call("x" * 100_000)), "more text"),
+        (told(text="x" * 1_000_000, reply=None, finish=None), "more text"),
+        (told(reasoning="x" * 1_000_000, reply=None, finish=None), "more text"),
+        (told(reply=tool_call("x" * 1_000_000)), "more text"),
     ],
 )
 def test_captured_replies_are_checked_likewise(chunk: ChatChunk, reason: str) -> None:
@@ -183,7 +183,7 @@ async def test_every_kind_of_server_is_checked(kind: str, events: list[Any]) -> 
 
 async def test_tool_calls_without_an_end_do_not_fill_the_memory() -> None:
     delta = {"tool_calls": [{"index": 0, "function": {"name": "bash", "arguments": "x" * 4096}}]}
-    message, _ = await refused("openai", [{"choices": [{"delta": delta}]}] * 20)
+    message, _ = await refused("openai", [{"choices": [{"delta": delta}]}] * 40)
     assert "more text" in message
 
 

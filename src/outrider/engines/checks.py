@@ -22,12 +22,12 @@ The number is recorded as it came."""
 MAX_COUNT = (1 << 31) - 1
 """The largest count or version that is believed; sample files have no room for a larger version."""
 
-CHARACTERS_PER_TOKEN = 256
+CHARACTERS_PER_TOKEN = 1024
 FREE_CHARACTERS = 64 << 10
 
 
 def most_characters(sampling: SamplingParams) -> int:
-    """How long the text of a reply may get: more than any tokenizer makes of so many tokens."""
+    """How long the text of a reply may get: more than tokenizers make of so many tokens, whose longest have 128."""
     return FREE_CHARACTERS + CHARACTERS_PER_TOKEN * sampling.max_tokens
 
 
@@ -98,8 +98,8 @@ class ChatCheck:
         if chunk.finish is None:
             return 0
         self._finished = True
-        for name, count in (chunk.usage or {}).items():
-            _check_count(self._engine, name, count)
+        for name in ("prompt_tokens", "completion_tokens"):
+            _check_count(self._engine, name, (chunk.usage or {}).get(name))
         if chunk.output_ids is None:
             return (chunk.usage or {}).get("completion_tokens", 0)
         return self._check_ids(chunk, chunk.output_ids)
@@ -176,4 +176,4 @@ def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -
 
 def _check_count(engine: str, what: str, count: int | None) -> None:
     if count is not None and not 0 <= count <= MAX_COUNT:
-        raise EngineMisbehaved(f"engine {engine!r} says {what[:100]} = {str(count)[:100]}, which cannot be")
+        raise EngineMisbehaved(f"engine {engine!r} says {what} = {str(count)[:100]}, which cannot be")

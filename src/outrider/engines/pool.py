@@ -222,7 +222,7 @@ class EnginePool:
                         begun = True
                         if chunk.versions:
                             member.version = chunk.versions[-1].version
-                        if isinstance(chunk, ChatChunk) and chunk.finish is not None and chunk.output_ids is None:
+                        if chunk.finish is not None and isinstance(chunk, ChatChunk) and chunk.output_ids is None:
                             generation.serve(_as_text(generation.served))
                         yield chunk
                 member.strikes = 0
