@@ -201,6 +201,7 @@ class Odd(ScriptedEngine):
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(super().generate(request)) as chunks:
             given = 0
+            await asyncio.sleep(0)  # as any server takes its time, so that calls are there side by side
             async for chunk in chunks:
                 if self.odd and given == self.after:
                     self.odd -= 1
@@ -249,6 +250,15 @@ async def test_a_bad_later_chunk_ends_the_call_and_the_session_goes_on_elsewhere
         pool.release("s")
         await pool.add_engine(engine_of("good"))
         assert await served(pool, "s") == "good"
+
+
+async def test_parallel_calls_of_a_session_leave_a_bad_engine_together() -> None:
+    async with EnginePool(probing=NEVER) as pool:
+        await pool.add_engine(odd_engine("odd", odd=2))
+        for name in ("one", "two"):
+            await pool.add_engine(engine_of(name))
+        assert await asyncio.gather(served(pool, "s"), served(pool, "s")) == ["one", "one"]
+        assert [status.sessions for status in pool.status()] == [0, 1, 0]
 
 
 async def test_a_session_that_keeps_to_a_suspect_engine_stays() -> None:

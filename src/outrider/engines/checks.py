@@ -143,7 +143,7 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
     if not vocabulary.holds(ids):
         wrong = next(token_id for token_id in ids if not vocabulary.holds([token_id]))
         raise EngineMisbehaved(
-            f"engine {engine!r} sampled the id {wrong}, which is none of the {vocabulary.end} of the tokenizer",
+            f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
     # A NaN compares as false in either direction, and is found in the sum, as infinities are.

@@ -314,7 +314,7 @@ class EnginePool:
     def _suspect(self, member: Member, error: EngineMisbehaved, ask: Ask[Any]) -> None:
         """Give the engine no new session while there is a better one, and see whether it can be trusted again. The
         session it misbehaved to is free to go."""
-        self._seats.release(ask.session_key)
+        self._seats.leave(ask.session_key, member)
         member.misbehaved += 1
         if member.suspect is None:
             log.warning("engine %s is suspect: %s", member.name, error.message)

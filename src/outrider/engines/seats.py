@@ -73,6 +73,12 @@ class Seats:
             seat.member.assigned_tokens -= seat.tokens
             self.refresh(seat.member)
 
+    def leave(self, session_key: str, member: Member) -> None:
+        """The session does not keep to that engine any more, if it did."""
+        seat = self._seats.get(session_key)
+        if seat is not None and seat.member is member:
+            self.release(session_key)
+
     def _move(self, session_key: str, member: Member) -> None:
         self.release(session_key)
         self._seats[session_key] = _Seat(member)
