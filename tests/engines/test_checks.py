@@ -67,6 +67,8 @@ def tool_call(arguments: str) -> Message:
         (good(logprobs=[0.01]), "log-probability 0.01"),
         (good(ids=[1, 2, 3], logprobs=[-1.0, NAN, -1.0]), "log-probability nan"),
         (good(logprobs=[-float("inf")]), "log-probability -inf"),
+        (good(ids=[1, 2], logprobs=[-1.0, -1e308]), "log-probability -1e[+]308"),
+        (good(logprobs=[-9999.0]), "log-probability -9999.0"),
         (good(prompt_ids=[1, 1 << 31]), "its prompt"),
         (good(prompt_ids=[-1]), "its prompt"),
         (good(prompt_tokens=-3), "prompt tokens = -3"),
@@ -91,6 +93,7 @@ def test_what_cannot_be_true_is_refused(chunk: Chunk, reason: str) -> None:
         good(ids=[], logprobs=[]),
         good(logprobs=[2.4e-4]),
         good(logprobs=[-0.0]),
+        good(ids=[1] * 5, logprobs=[-5000.0] * 5),
         good(stop_match="END", versions=SPANS, prompt_tokens=4, cached_tokens=0),
         good(stop_match=1),
         good(prompt_ids=[1000]),  # another prompt than ours is drift, and counted as such

@@ -34,6 +34,7 @@ CHARACTERS_PER_TOKEN = 4
 """A rough measure of a chat request's size, for balance only."""
 
 TRIAL_TOKENS = 16
+"""How long the reply of a trial may get."""
 
 
 class Check(Protocol[T_contra]):

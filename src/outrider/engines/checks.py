@@ -6,7 +6,6 @@ and no conversation. Invariant: no part of a chunk that cannot be true is passed
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from outrider.engines.base import ChatChunk, Chunk, EngineHealth, SamplingParams
@@ -18,6 +17,9 @@ ROUNDING = 1e-3
 """How far above 0 a log-probability may be. Engines subtract two float32 numbers, a token's logit and the log of the
 sum over all tokens. Where a token is nearly certain these are equal but for their rounding, which is 2.4e-4 at 2,048.
 The number is recorded as it came."""
+
+LOWEST = -9999.0
+"""What vLLM writes for a log-probability that it does not have, for -inf and for NaN; no such token is sampled."""
 
 MAX_COUNT = (1 << 31) - 1
 """The largest count or version that is believed; sample files have no room for a larger version."""
@@ -63,9 +65,8 @@ class TokenCheck:
         _check_count(self._engine, "prompt tokens", chunk.prompt_tokens)
         _check_count(self._engine, "cached tokens", chunk.cached_tokens)
         if isinstance(chunk.stop_match, str):
-            if (
-                chunk.stop_match not in self._sampling.stop
-            ):  # SGLang's "NaN happened": the last id is not the sampled one
+            # SGLang says "NaN happened", and then the last id is not the one it sampled.
+            if chunk.stop_match not in self._sampling.stop:
                 raise EngineMisbehaved(
                     f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which nobody asked for"
                 )
@@ -146,10 +147,11 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # A NaN compares as false in either direction, and is found in the sum, as infinities are.
-    if not (max(logprobs) <= ROUNDING and math.isfinite(sum(logprobs))):
-        wrong_value = next(value for value in logprobs if not (value <= ROUNDING and math.isfinite(value)))
-        raise EngineMisbehaved(f"engine {engine!r} gave the log-probability {wrong_value} for a sampled token")
+    # One number that is too low makes the sum too low, and a NaN compares as false: looking at each is seldom needed.
+    if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
+        for value in logprobs:
+            if not LOWEST < value <= ROUNDING:
+                raise EngineMisbehaved(f"engine {engine!r} gave the log-probability {value} for a sampled token")
 
 
 def _check_prompt(engine: str, ids: list[int]) -> None:

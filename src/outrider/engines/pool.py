@@ -338,9 +338,7 @@ class EnginePool:
                 good = 0
                 member.misbehaved += 1
                 member.suspect = error.message
-            except (
-                Exception
-            ):  # an engine may be anybody's code, and this one is not trusted: it may also be down, or slow
+            except Exception:  # an engine may be anybody's code; it may also be down, or slow
                 good, failed = 0, failed + 1
             else:
                 good = good + 1 if member.misbehaved == before else 0
