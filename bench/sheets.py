@@ -166,7 +166,7 @@ def _floods(found: Any) -> list[Sheet]:
             columns=("flood", "seconds", "answers", "calls", "failed", "p50 ms", "p99 ms", "stalls"),
             rows=rows,
             note=f"Bodies of {sizes} MiB, one after another. Calls took {number(calm['p50'])} ms (p99"
-            f" {number(calm['p99'])}) before, {number(flooded['p50'])} ms (p99 {number(flooded['p99'])}) over all floods."
+            f" {number(calm['p99'])}) before, {number(flooded['p50'])} (p99 {number(flooded['p99'])}) over all floods."
             f" Memory of the service grew by {number(found['memory_mib'])} MiB at most; its event loop stood still for"
             f" {number(found['longest_stall_ms'])} ms at the longest.",
         )

@@ -11,6 +11,7 @@
     │   ├── ContextOverflow           engine      400   no      prompt does not fit the model
     │   ├── EngineRejected            engine      400   no      the engine refused the request itself
     │   ├── EngineUnavailable         engine      503   yes     no engine, or it went away
+    │   ├── EngineMisbehaved          engine      502   yes     it sent what no engine may
     │   └── ModelMismatch             engine      409   no      engine and tokenizer are of different families
     ├── RuntimeFailure                runtime     500   yes     the sandbox failed
     │   └── RuntimeUnavailable        runtime     501   no      this machine cannot run that kind
@@ -141,6 +142,10 @@ class EngineRejected(EngineError):
 class EngineUnavailable(EngineError):
     code = "engine_unavailable"
     http_status = 503
+
+
+class EngineMisbehaved(EngineError):
+    code = "engine_misbehaved"
 
 
 class ModelMismatch(EngineError):

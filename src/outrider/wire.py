@@ -72,7 +72,10 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An engine as its pool sees it. Counts are of this pool's making: `in_flight` generations, `sessions`
-    that keep to it, `assigned_tokens` of their context, `generated_tokens` and `failures` since it was added."""
+    that keep to it, `assigned_tokens` of their context, `generated_tokens` and `failures` since it was added.
+
+    `suspect` is what it sent last that no engine may, None while it is trusted; `misbehaved` counts such replies.
+    """
 
     name: str
     kind: str
@@ -86,6 +89,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     assigned_tokens: int
     generated_tokens: int
     failures: int
+    suspect: str | None = None
+    misbehaved: int = 0
     version: int
     model: str | None
     context_tokens: int | None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cli.world import Cli
 from outrider.cli.engines import parse_engine
+from outrider.cli.tables import engine_table
 from outrider.errors import InvalidField
+from outrider.trajectory import TokenMode
+from outrider.wire import EngineStatus
 from support.service import running_service
 
 
@@ -57,6 +62,32 @@ async def test_engines_come_and_go(cli: Cli, tmp_path: Path) -> None:
     assert "draining" in shown.out
     assert [engine["name"] for engine in removed.document["engines"]] == ["spare"]
     assert (again.code, again.err.splitlines()[0]) == (2, "error: name: no engine 'scripted'")
+
+
+def test_a_suspect_engine_is_shown_with_the_reason() -> None:
+    status = EngineStatus(
+        name="odd",
+        kind="vllm",
+        url=None,
+        mode=TokenMode.TOKENS,
+        ok=True,
+        detail="",
+        draining=False,
+        in_flight=0,
+        sessions=0,
+        assigned_tokens=0,
+        generated_tokens=0,
+        failures=0,
+        suspect="engine 'odd' sampled the id -1",
+        misbehaved=1,
+        version=0,
+        model=None,
+        context_tokens=None,
+    )
+    shown = io.StringIO()
+    Console(width=200, file=shown).print(engine_table([status]))
+    assert "suspect" in shown.getvalue()
+    assert "sampled the id -1" in shown.getvalue()
 
 
 async def test_an_engine_that_does_not_answer_is_a_failure(cli: Cli, tmp_path: Path) -> None:

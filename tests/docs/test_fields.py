@@ -28,7 +28,8 @@ from outrider.harnesses.command import ENDPOINT_VARIABLES
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import names
-from outrider.sessions.conversation import Ended, LimitReached
+from outrider.sessions.allowance import LimitReached
+from outrider.sessions.conversation import Ended
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.store.base import EventKind
 from outrider.tokens.markup import MARKUP

@@ -17,7 +17,7 @@ def test_least_is_what_a_plain_search_finds(moves: list[tuple[str, int | None]])
             heap.drop(name)
             model.pop(name, None)
         else:
-            heap.put(name, (load, 0))
+            heap.put(name, (False, load, 0))
             model[name] = load
         assert heap.least() == (min(model, key=lambda known: model[known]) if model else None)
         assert len(heap) == len(model)
@@ -26,6 +26,6 @@ def test_least_is_what_a_plain_search_finds(moves: list[tuple[str, int | None]])
 def test_many_changes_without_a_look_stay_bounded() -> None:
     heap = LoadHeap()
     for load in range(10_000):
-        heap.put("a", (load, 0))
+        heap.put("a", (False, load, 0))
     assert heap.least() == "a"
     assert len(heap._heap) < 200

@@ -69,6 +69,12 @@ async def test_failures_come_after_their_tokens(fail: str, expected: type[Engine
     assert (await collect(engine.generate(request([9])))).ids == [4]
 
 
+async def test_what_ends_before_its_failure_does_not_fail() -> None:
+    engine = engine_of({"ids": [1, 2, 3, 4], "fail": "unavailable", "after": 3})
+    whole = await collect(engine.generate(request([9], max_tokens=2)))
+    assert (whole.ids, whole.finish) == ([1, 2], FinishReason.LENGTH)
+
+
 async def test_an_update_in_flight_splits_the_versions() -> None:
     engine = engine_of({"ids": [1, 2, 3, 4, 5], "stall": 2}, chunk_tokens=5)
     chunks = engine.generate(request([9]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.sse import MAX_EVENT, SseReader
+from outrider.engines.sse import SseReader
 
 PAYLOADS = st.lists(
     st.binary(min_size=1, max_size=40).map(lambda data: data.replace(b"\n", b"n").replace(b"\r", b"r")), max_size=6
@@ -49,17 +49,3 @@ def test_reads_as_the_standard_says(stream: bytes, payloads: list[bytes]) -> Non
 def test_a_payload_in_many_pieces_is_joined_once() -> None:
     pieces = [b"data: "] + [b"x" * 1000] * 500 + [b"\n\n"]
     assert read(pieces) == [b"x" * 500_000]
-
-
-def test_many_small_events_have_no_bound_together() -> None:
-    reader = SseReader()
-    block = b": ping\n\n" * (1 << 17)
-    for _ in range(MAX_EVENT // len(block) + 2):
-        assert reader.feed(block) == []
-
-
-def test_an_event_without_end_is_given_up() -> None:
-    reader = SseReader()
-    reader.feed(b"data: " + b"x" * (MAX_EVENT - 6))
-    with pytest.raises(EventTooLong):
-        reader.feed(b"x")

@@ -224,3 +224,28 @@ async def test_an_agent_that_cannot_be_made_any_more(world: MakeWorld) -> None:
         assert session.attempt == 1
         w.assert_quiet()
         assert result_of(await w.run("ask")).stop_reason is StopReason.COMPLETED
+
+
+async def test_samples_of_a_seed_are_no_copies_and_another_attempt_repeats_them(world: MakeWorld) -> None:
+    async with world() as w:
+        view = await w.submit("ask", "ask", "crash at 1", n=2, sampling={"seed": 7})
+        done = await w.done(view.id)
+        assert sorted(session.attempt for session in done.sessions) == [1, 2]
+        seeds: dict[str, list[int | None]] = {}
+        for request in w.engine.requests:
+            seeds.setdefault(request.session_key, []).append(request.sampling.seed)
+        by_session = {(key.rpartition("-")[0], tuple(given)) for key, given in seeds.items()}
+        assert len(seeds) == 3
+        assert len(by_session) == 2
+        assert len({seed for _, given in by_session for seed in given}) == 4
+
+
+async def test_an_engine_that_sends_ids_that_no_tokenizer_has(world: MakeWorld) -> None:
+    """It ended as a failure of the service, in an overflow of a number."""
+    async with world([{"ids": [1 << 40]}]) as w:
+        session = await w.run("ask", max_attempts=1)
+        error = failed(session, Boundary.ENGINE, "engine_misbehaved").error
+        assert error is not None
+        assert "1099511627776" in error.message
+        (engine,) = w.service.pool.status()
+        assert (engine.ok, engine.suspect) == (True, error.message)

@@ -82,6 +82,18 @@ async def test_turns(world: MakeWorld, last: str) -> None:
         assert result.samples == 1
 
 
+async def test_one_call_too_many_does_not_cut_off_another(world: MakeWorld) -> None:
+    async with world([{"reply": SAY, "stall": 1}]) as w:
+        view = await w.submit("leave", "ask quietly", "wait here", limits={"turns": 1})
+        await w.stage.arrived["here"].wait()
+        w.engine.release()
+        (session,) = (await w.done(view.id)).sessions
+        result = result_of(session)
+        assert (result.stop_reason, result.turns, result.error) == (StopReason.MAX_TURNS, 1, None)
+        assert (result.tokens.dropped, result.samples) == (0, 1)
+        w.assert_quiet()
+
+
 async def test_response_tokens(world: MakeWorld) -> None:
     async with world([LONG]) as w:
         result = result_of(await w.run("ask", "ask", "ask", limits={"response_tokens": 45}))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
 from outrider.dialects.base import Completion, Opening
-from outrider.engines.scripted import scripted_logprob
-from outrider.errors import ContextOverflow, EngineUnavailable, RequestError, ServiceError
+from outrider.engines.base import Chunk, GenerateRequest
+from outrider.engines.scripted import ScriptedEngine, scripted_logprob
+from outrider.errors import ContextOverflow, EngineMisbehaved, EngineUnavailable, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta
-from outrider.sessions.conversation import Ended, LimitReached
+from outrider.sessions.allowance import LimitReached
+from outrider.sessions.conversation import Ended
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, unpack_ids, unpack_logprobs
@@ -142,6 +145,26 @@ async def test_an_engine_that_dies_mid_reply_leaves_an_aborted_turn(tmp_path: Pa
     async with a_world(tmp_path, [{"reply": "some words here<|im_end|>", "fail": "unavailable", "after": 2}]) as world:
         with pytest.raises(EngineUnavailable):
             await world.ask(USER)
+        [turn] = world.turns
+        assert (turn.finish, len(unpack_ids(turn.output_ids))) == (FinishReason.ABORT, 2)
+
+
+class Liar(ScriptedEngine):
+    """Two tokens of its script, then an id that no tokenizer has."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(super().generate(request)) as chunks:
+            for _ in range(2):
+                yield await anext(chunks)
+        yield Chunk(ids=[1 << 40], logprobs=[-1.0], finish=FinishReason.STOP)
+
+
+async def test_an_engine_that_lies_mid_reply_leaves_what_it_had_sampled(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["some words here<|im_end|>"], kind=Liar) as world:
+        with pytest.raises(EngineMisbehaved, match="the id 1099511627776"):
+            await world.ask(USER)
+        assert isinstance(world.conversation.failure, EngineMisbehaved)
+        assert world.conversation.open
         [turn] = world.turns
         assert (turn.finish, len(unpack_ids(turn.output_ids))) == (FinishReason.ABORT, 2)
 

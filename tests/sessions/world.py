@@ -100,6 +100,7 @@ async def a_world(
     sampling: Sampling | None = None,
     history: History = "recorded",
     patience: float = 5.0,
+    sample_index: int = 0,
     kind: Callable[[EngineOptions], ScriptedEngine] = ScriptedEngine,
     **script: Any,
 ) -> AsyncIterator[World]:
@@ -116,15 +117,17 @@ async def a_world(
             raise world.store_failure
         turns.append(turn)
 
-    async with EnginePool(patience=patience) as pool:
+    tokenizer = Tokenizer.load(folder)
+    async with EnginePool(patience=patience, vocabulary=tokenizer.vocabulary) as pool:
         await pool.add_engine(engine)
         conversation = Conversation(
-            Endpoint(renderer=make_renderer(Tokenizer.load(folder), "qwen3"), pool=pool, model="policy"),
+            Endpoint(renderer=make_renderer(tokenizer, "qwen3"), pool=pool, model="policy"),
             session_key="s-1-1",
             limits=limits or Limits(),
             sampling=sampling or Sampling(),
             history=history,
             record=record,
+            sample_index=sample_index,
         )
         try:
             world = World(conversation, engine, turns)

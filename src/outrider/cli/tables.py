@@ -22,6 +22,7 @@ STYLES = {
     StopReason.ERROR.value: "bold red",
     StopReason.CANCELLED.value: "yellow",
     "yes": "green",
+    "suspect": "yellow",
     "no": "bold red",
 }
 
@@ -133,14 +134,14 @@ def _engine_row(engine: EngineStatus) -> tuple[str | Text, ...]:
     return (
         engine.name,
         engine.kind,
-        word("draining" if engine.draining else "yes" if engine.ok else "no"),
+        word("draining" if engine.draining else "no" if not engine.ok else "suspect" if engine.suspect else "yes"),
         engine.mode,
         str(engine.in_flight),
         str(engine.sessions),
         str(engine.generated_tokens),
         str(engine.version),
         engine.url or "-",
-        printable(engine.detail),
+        printable(engine.detail or engine.suspect or ""),
     )
 
 

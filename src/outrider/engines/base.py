@@ -96,8 +96,8 @@ class Engine(Protocol):
     """An inference backend that takes token ids.
 
     `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between
-    chunks; closing the generator aborts the generation upstream. `health` never raises. `start` and `close`
-    are called once, by whoever made it.
+    chunks; closing the generator aborts the generation upstream. What it gives is not believed: the pool checks it
+    (`engines.checks`). `health` never raises. `start` and `close` are called once, by whoever made it.
     """
 
     name: str

@@ -16,14 +16,15 @@ import orjson
 from outrider.backoff import Backoff
 from outrider.engines.connections import Buffer, Connections, Response
 from outrider.engines.failures import StatusFailure
-from outrider.engines.sse import EventTooLong, SseReader
-from outrider.errors import EngineError, EngineUnavailable
+from outrider.engines.sse import SseReader
+from outrider.errors import EngineMisbehaved, EngineUnavailable
 
 CONNECTION_ERRORS = (OSError, TimeoutError)
 CONTROL_SECONDS = 30.0
 MAX_ERROR_BODY = 64 << 10
 MAX_ANSWER = 8 << 20
-"""Bytes of an answer that is not streamed, such as an engine's description of itself."""
+"""Bytes of an answer that is no stream, and of one event of a stream. SGLang's hold a whole reply: that of 200,000
+tokens fits."""
 DONE = b"[DONE]"
 
 
@@ -116,8 +117,12 @@ class HttpClient:
             if response.status >= 400:
                 raise await _refusal(response)
             reader = SseReader()
+            unfinished = 0
             while chunk := await response.arrived():
                 payloads = reader.feed(chunk)
+                unfinished = 0 if payloads else unfinished + len(chunk)
+                if unfinished > MAX_ANSWER:
+                    raise EngineMisbehaved(f"engine {self._name!r} sent an event of more than {MAX_ANSWER} bytes")
                 if DONE not in payloads:
                     if payloads:
                         yield payloads
@@ -126,8 +131,6 @@ class HttpClient:
                     yield before
                 await _finish(response)
                 return
-        except EventTooLong as error:
-            raise EngineError(f"engine {self._name!r} answered {path} with something not readable: {error}") from error
         finally:
             response.close()
 
@@ -138,17 +141,17 @@ class HttpClient:
                 try:
                     if response.status >= 400:
                         raise (await _refusal(response)).failure
-                    content = await response.whole(MAX_ANSWER)
+                    content = await response.whole(MAX_ANSWER + 1)
                 finally:
                     response.close()
         except CONNECTION_ERRORS as error:
             raise self._unavailable(error) from error
-        if len(content) >= MAX_ANSWER:
-            raise EngineError(f"engine {self._name!r} answered {path} with more than {MAX_ANSWER} bytes")
+        if len(content) > MAX_ANSWER:
+            raise EngineMisbehaved(f"engine {self._name!r} answered {path} with more than {MAX_ANSWER} bytes")
         try:
             return orjson.loads(content) if content.strip() else None
         except orjson.JSONDecodeError as error:
-            raise EngineError(f"engine {self._name!r} answered {path} with something not JSON") from error
+            raise EngineMisbehaved(f"engine {self._name!r} answered {path} with something not JSON") from error
 
     def _started(self) -> Connections:
         if self._connections is None:

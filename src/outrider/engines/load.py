@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 
-Load = tuple[float, int]
-"""The load itself, then what decides between equal loads (sessions already there)."""
+Load = tuple[bool, float, int]
+"""Whether it is suspect, so that it comes after all that are not; the load itself; then what decides between equal
+loads (sessions already there)."""
 
 SLACK = 64
 """How many outdated entries the heap may hold per live one before it is rebuilt."""

@@ -32,7 +32,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member:
-    """The pool's record of one engine. `owned` engines are closed by the pool."""
+    """The pool's record of one engine. `owned` engines are closed by the pool. `suspect` is what it sent that no engine
+    may, None for one that is trusted; `misbehaved` how often it did."""
 
     def __init__(
         self, engine: Engine | ChatEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
@@ -51,9 +52,12 @@ class Member:
         self.assigned_tokens = 0
         self.generated_tokens = 0
         self.failures = 0
+        self.suspect: str | None = None
+        self.misbehaved = 0
         self.strikes = 0
         self.version = health.version
         self.probe: asyncio.Task[None] | None = None
+        self.trial: asyncio.Task[None] | None = None
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -77,7 +81,7 @@ class Member:
 
     @property
     def load(self) -> Load:
-        return self.in_flight + self.assigned_tokens / TOKENS_PER_REQUEST, self.sessions
+        return self.suspect is not None, self.in_flight + self.assigned_tokens / TOKENS_PER_REQUEST, self.sessions
 
     def enter(self) -> None:
         """A generation begins."""
@@ -114,6 +118,8 @@ class Member:
             assigned_tokens=self.assigned_tokens,
             generated_tokens=self.generated_tokens,
             failures=self.failures,
+            suspect=self.suspect,
+            misbehaved=self.misbehaved,
             version=self.version,
             model=self.health.model,
             context_tokens=self.health.context_tokens,

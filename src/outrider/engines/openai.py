@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions
+from outrider.engines.checks import most_characters, too_long
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.options import ServerOptions, read_options, server_url
@@ -101,7 +102,7 @@ class OpenAIEngine:
         await self._http.close()
 
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
-        reply = _Reply(self.name, request.request_id, self._version, capture=self.mode is TokenMode.CAPTURE)
+        reply = _Reply(self.name, request, self._version, capture=self.mode is TokenMode.CAPTURE)
         try:
             body = encode(self._body(request, self._model or await self._first_model()))
             async with aclosing(self._http.events(ROUTE, lambda _: (body,))) as batches:
@@ -169,9 +170,11 @@ class OpenAIEngine:
 class _Reply:
     """One streamed reply, read event by event and assembled; `last` gives the whole of it."""
 
-    def __init__(self, engine: str, request_id: str, version: int, *, capture: bool) -> None:
+    def __init__(self, engine: str, request: ChatRequest, version: int, *, capture: bool) -> None:
         self._engine = engine
-        self._request_id = request_id
+        self._request_id = request.request_id
+        self._sampling = request.sampling
+        self._size = 0
         self._version = version
         self._capture = capture
         self._text: list[str] = []
@@ -225,6 +228,7 @@ class _Reply:
     def _read_choice(self, choice: _Choice) -> ChatChunk | None:
         delta = choice.delta
         self._ids += choice.token_ids or []
+        self._bound(choice)
         if choice.logprobs is not None and choice.logprobs.content is not None:
             self._logprobs += [entry.logprob for entry in choice.logprobs.content]
         self._labels = choice.weight_versions or self._labels
@@ -238,6 +242,13 @@ class _Reply:
         self._text.append(text)
         self._reasoning.append(reasoning)
         return ChatChunk(text=text, reasoning=reasoning)
+
+    def _bound(self, choice: _Choice) -> None:
+        """Ids and tool calls are kept until the end, and a reply that has none must not fill the memory."""
+        written = sum(len(call.function.arguments or "") + 1 for call in choice.delta.tool_calls or [])
+        self._size += written + len(choice.token_ids or [])
+        if self._size > most_characters(self._sampling):
+            raise too_long(self._engine, self._sampling)
 
 
 class _PartialCall:

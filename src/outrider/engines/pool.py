@@ -1,49 +1,48 @@
 """The engine pool: gives every session the least loaded engine, keeps it there, and moves it when that one dies.
 
-It knows no conversation and judges no token. Invariant: a generation is begun on another engine only while its
-consumer has been given nothing of it.
+It knows no conversation. Every reply of every engine is checked here (`engines.checks`). Invariants: a generation is
+begun on another engine only while its consumer has been given nothing of it; an engine that sent what cannot be true is
+suspect until it has proved itself again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
-from typing import Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
 from outrider import plugins
 from outrider.backoff import Backoff
-from outrider.engines.base import (
-    ChatChunk,
-    ChatEngine,
-    ChatRequest,
-    Chunk,
-    Engine,
-    EngineHealth,
-    EngineOptions,
-    GenerateRequest,
-)
+from outrider.engines.asks import AnyEngine, Ask, ChatAsk, TokenAsk, try_out
+from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, EngineOptions, GenerateRequest
+from outrider.engines.checks import check_health
 from outrider.engines.member import Assignment, Member
 from outrider.engines.seats import Seats
-from outrider.errors import Conflict, EngineError, EngineUnavailable, NotFound, OutriderError
+from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.spec import EngineSpec
+from outrider.tokens.vocabulary import ANY_IDS, Vocabulary
 from outrider.trajectory import LogprobKind, TokenMode
 from outrider.wire import EngineStatus
 
-AnyEngine = Engine | ChatEngine
 Check = Callable[[AnyEngine], Awaitable[None]]
 T = TypeVar("T", bound=Chunk | ChatChunk)
+
+log = logging.getLogger("outrider.engine")
 
 REMOVAL_SECONDS = 30.0
 FAILOVERS = 3
 """How often one request may fail on engines that were alive, or once on every engine where there are more, before
 it is taken for the cause."""
 
-CHARACTERS_PER_TOKEN = 4
-"""A rough measure of a chat request's size, for balance only."""
+GOOD_REPLIES = 3
+"""So many replies in a row a suspect engine is to give well before it is trusted again."""
+
+TRIAL_SECONDS = 60.0
 
 PROBING = Backoff(first=0.25, longest=15.0)
 
@@ -83,20 +82,22 @@ class Generation(Generic[T]):
 class EnginePool:
     """The engines of a service; enter it with `async with`.
 
-    `tokenizer` is handed to engines made from a spec. `check` may refuse an engine (by raising an EngineError,
-    such as ModelMismatch) whenever it joins or comes back. `patience` is how many seconds a request waits for
-    an engine when there is none, so that an engine's restart fails no session.
+    `tokenizer` is handed to engines made from a spec; ids outside of `vocabulary` are taken from none. `check` may
+    refuse an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is
+    how many seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
     """
 
     def __init__(
         self,
         *,
         tokenizer: str | None = None,
+        vocabulary: Vocabulary = ANY_IDS,
         check: Check | None = None,
         patience: float = 60.0,
         probing: Backoff = PROBING,
     ) -> None:
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._check = check
         self._patience = patience
         self._probing = probing
@@ -116,7 +117,7 @@ class EnginePool:
         for member in self._members.values():
             member.removed = True
             self._seats.refresh(member)
-            _stop_probe(member)
+            _stop_tasks(member)
         try:
             # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.
             cancelled = isinstance(error, asyncio.CancelledError)
@@ -166,7 +167,7 @@ class EnginePool:
         member = self._member(name)
         member.removed = member.draining = True
         self._seats.refresh(member)
-        _stop_probe(member)
+        _stop_tasks(member)
         try:
             async with asyncio.timeout(seconds):
                 await member.idle.wait()
@@ -187,66 +188,42 @@ class EnginePool:
         return (await self._engine_for(session_key, (True, False))).assignment()
 
     def generate(self, request: GenerateRequest) -> Generation[Chunk]:
-        """Generate on the session's engine, or on another one should it die before the first chunk.
+        """Generate on the session's engine, or on another one should it die, or misbehave, before the first chunk.
 
-        Raises what `Engine.generate` raises, and EngineUnavailable when no engine comes up in time.
+        Raises what `Engine.generate` raises, EngineUnavailable when no engine comes up in time, and EngineMisbehaved
+        for a reply that cannot be true.
         """
-
-        def drive(generation: Generation[Chunk]) -> AsyncGenerator[Chunk, None]:
-            def start(engine: AnyEngine) -> AsyncGenerator[Chunk, None]:
-                return cast(Engine, engine).generate(request)
-
-            return self._drive(generation, request.session_key, len(request.input_ids), start, _generated)
-
-        return Generation(drive)
+        return Generation(lambda generation: self._drive(generation, TokenAsk(request, self._vocabulary)))
 
     def chat(self, request: ChatRequest) -> Generation[ChatChunk]:
         """As `generate`, on an engine that takes messages."""
-
-        def drive(generation: Generation[ChatChunk]) -> AsyncGenerator[ChatChunk, None]:
-            def start(engine: AnyEngine) -> AsyncGenerator[ChatChunk, None]:
-                return cast(ChatEngine, engine).chat(request)
-
-            def generated(chunk: ChatChunk) -> int:
-                if chunk.finish is not None and chunk.output_ids is None:
-                    generation.serve(_as_text(generation.served))
-                return _replied(chunk)
-
-            size = sum(len(message.content) for message in request.messages) // CHARACTERS_PER_TOKEN
-            return self._drive(generation, request.session_key, size, start, generated, takes_tokens=False)
-
-        return Generation(drive)
+        return Generation(lambda generation: self._drive(generation, ChatAsk(request, self._vocabulary)))
 
     def release(self, session_key: str) -> None:
         """The session is over: its engine's load no longer counts it. Idempotent."""
         self._seats.release(session_key)
 
-    async def _drive(
-        self,
-        generation: Generation[T],
-        session_key: str,
-        prompt_tokens: int,
-        start: Callable[[AnyEngine], AsyncGenerator[T, None]],
-        count: Callable[[T], int],
-        *,
-        takes_tokens: bool = True,
-    ) -> AsyncGenerator[T, None]:
+    async def _drive(self, generation: Generation[T], ask: Ask[T]) -> AsyncGenerator[T, None]:
         clock = asyncio.get_running_loop().time
+        session_key, kind = ask.session_key, ask.takes_tokens
         give_up_at: float | None = None
         failed = 0
         while True:
-            member = await self._engine_for(session_key, (takes_tokens,))
+            member = await self._engine_for(session_key, (kind,))
             generation.serve(member.assignment())
             generated, begun = 0, False
+            check = ask.check(member.name)
             member.enter()
-            self._seats.hold(session_key, member, prompt_tokens)
+            self._seats.hold(session_key, member, ask.tokens)
             try:
-                async with aclosing(start(member.engine)) as chunks:
+                async with aclosing(ask.begin(member.engine)) as chunks:
                     async for chunk in chunks:
+                        generated += check.take(chunk)
                         begun = True
-                        generated += count(chunk)
                         if chunk.versions:
                             member.version = chunk.versions[-1].version
+                        if chunk.finish is not None and isinstance(chunk, ChatChunk) and chunk.output_ids is None:
+                            generation.serve(_as_text(generation.served))
                         yield chunk
                 member.strikes = 0
                 return
@@ -256,13 +233,20 @@ class EnginePool:
                 give_up_at = give_up_at or clock() + self._patience
                 if begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
                     raise
+            except EngineMisbehaved as error:
+                self._suspect(member, error, ask)
+                failed += 1
+                if begun or failed > FAILOVERS or not self._seats.trusts(kind):
+                    raise
             except OutriderError:
                 raise
             except Exception as error:  # an engine may be anybody's code
-                raise _mistake(member.engine, error) from error
+                mistake = _mistake(member.engine, error)
+                self._suspect(member, mistake, ask)
+                raise mistake from error
             finally:
                 member.leave(generated)
-                self._seats.hold(session_key, member, prompt_tokens + generated)
+                self._seats.hold(session_key, member, ask.tokens + generated)
                 self._seats.refresh(member)
 
     async def _engine_for(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
@@ -292,6 +276,7 @@ class EnginePool:
             raise
         except Exception as error:  # an engine may be anybody's code
             raise _mistake(engine, error) from error
+        check_health(engine.name, health)
         return health
 
     def _admit(
@@ -326,6 +311,41 @@ class EnginePool:
         self._seats.refresh(member)
         self._notify()
 
+    def _suspect(self, member: Member, error: EngineMisbehaved, ask: Ask[Any]) -> None:
+        """Give the engine no new session while there is a better one, and see whether it can be trusted again. The
+        session it misbehaved to is free to go."""
+        self._seats.leave(ask.session_key, member)
+        member.misbehaved += 1
+        if member.suspect is None:
+            log.warning("engine %s is suspect: %s", member.name, error.message)
+        member.suspect = error.message
+        self._seats.refresh(member)
+        if member.trial is None and not member.removed:
+            member.trial = self._tasks.create_task(self._try(member, ask), name=f"trial {member.name}")
+
+    async def _try(self, member: Member, ask: Ask[Any]) -> None:
+        """Trust a suspect engine again when it is healthy and has answered the request that it failed, cut short, well
+        so many times in a row, and has not misbehaved to a session meanwhile."""
+        good = failed = 0
+        while good < GOOD_REPLIES:
+            before = member.misbehaved
+            await asyncio.sleep(self._probing.wait(before - 1 + failed))
+            try:
+                async with asyncio.timeout(TRIAL_SECONDS):
+                    await self._vet(member.engine)
+                    await try_out(member.engine, ask)
+            except EngineMisbehaved as error:
+                good = 0
+                member.misbehaved += 1
+                member.suspect = error.message
+            except Exception:  # an engine may be anybody's code; it may also be down, or slow
+                good, failed = 0, failed + 1
+            else:
+                good = good + 1 if member.misbehaved == before else 0
+        log.warning("engine %s is trusted again", member.name)
+        member.suspect, member.trial = None, None
+        self._seats.refresh(member)
+
     def _member(self, name: str) -> Member:
         if (member := self._members.get(name)) is None or member.removed:
             raise NotFound(f"no engine {name!r}", field="name")
@@ -353,24 +373,14 @@ class EnginePool:
         self._members.clear()
 
 
-def _mistake(engine: AnyEngine, error: Exception) -> EngineError:
-    return EngineError(f"engine {engine.name!r} raised {type(error).__name__}: {error}")
+def _mistake(engine: AnyEngine, error: Exception) -> EngineMisbehaved:
+    return EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {error}")
 
 
-def _stop_probe(member: Member) -> None:
-    if member.probe is not None:
-        member.probe.cancel()
-
-
-def _generated(chunk: Chunk) -> int:
-    return len(chunk.ids)
-
-
-def _replied(chunk: ChatChunk) -> int:
-    """A chat reply's tokens are known at its end, if at all."""
-    if chunk.output_ids is not None:
-        return len(chunk.output_ids)
-    return (chunk.usage or {}).get("completion_tokens", 0)
+def _stop_tasks(member: Member) -> None:
+    for task in (member.probe, member.trial):
+        if task is not None:
+            task.cancel()
 
 
 def _as_text(assignment: Assignment) -> Assignment:

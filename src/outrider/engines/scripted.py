@@ -46,8 +46,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One scripted turn: `reply` (text with special-token markup) or raw `ids`.
 
     With `when` it is a rule, used for every prompt whose decoded tail contains that text; without, it is the
-    next line of its session's script. `fail` raises that error once `after` tokens were given. `stall` waits
-    at that many tokens until `release` is called.
+    next line of its session's script. `fail` raises that error once `after` tokens were given, if so many were asked
+    for. `stall` waits at that many tokens until `release` is called.
     """
 
     reply: str = ""
@@ -184,7 +184,7 @@ class ScriptedEngine:
                 f"({len(request.input_ids)} in the prompt, {request.sampling.max_tokens} for the output)"
             )
         reply, ids = self._script.next(request)
-        if reply.fail is not None:
+        if reply.fail is not None and reply.after <= request.sampling.max_tokens:
             return _Plan(ids[: reply.after], None, None, reply.fail, reply.stall)
         end = _ending(ids, request.sampling, self._tokenizer)
         return _Plan(ids[: end.length], end.finish, end.match, None, reply.stall)

@@ -28,7 +28,8 @@ class Seats:
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
 
     def pick(self, session_key: str, kinds: tuple[bool, ...]) -> Member | None:
-        """The session's own engine while it serves, else the least loaded one, which becomes its own.
+        """The session's own engine while it serves, else the least loaded one, which becomes its own. A suspect one is
+        given only where there is no other of its kind.
 
         `kinds` says in order of preference whether the engine takes tokens. None when there is none.
         """
@@ -40,6 +41,11 @@ class Seats:
                 self._move(session_key, self._members[name])
                 return self._members[name]
         return None
+
+    def trusts(self, kind: bool) -> bool:
+        """Whether a session that takes a seat now gets an engine of that kind that is not suspect."""
+        name = self._heaps[kind].least()
+        return name is not None and self._members[name].suspect is None
 
     def refresh(self, member: Member) -> None:
         """Call after anything that changes the member's load or whether it takes sessions."""
@@ -66,6 +72,12 @@ class Seats:
             seat.member.sessions -= 1
             seat.member.assigned_tokens -= seat.tokens
             self.refresh(seat.member)
+
+    def leave(self, session_key: str, member: Member) -> None:
+        """The session does not keep to that engine any more, if it did."""
+        seat = self._seats.get(session_key)
+        if seat is not None and seat.member is member:
+            self.release(session_key)
 
     def _move(self, session_key: str, member: Member) -> None:
         self.release(session_key)

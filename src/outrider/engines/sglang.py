@@ -24,7 +24,7 @@ from outrider.engines.ids import body_with_ids
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of, version_of
 from outrider.engines.wire import checked_logprobs, decode, finish_of, served_model
-from outrider.errors import EngineError, EngineUnavailable
+from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import LogprobKind, TokenMode
 
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "in_place", "abort": "abort", "keep": "in_place"}
@@ -174,7 +174,7 @@ class _Reply:
             raise failure_of_event(event.error)
         meta = event.meta_info
         if meta is None:
-            raise EngineError(f"engine {self._engine!r} sent an event without meta_info")
+            raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, encode({"message": finish.message}))
         ids, logprobs = self._new_tokens(event.output_ids, meta)
@@ -207,13 +207,13 @@ class _Reply:
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
         entries = meta.output_token_logprobs
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
-            raise EngineError(
+            raise EngineMisbehaved(
                 f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
                 f" that makes {total} after {self._length}"
             )
         fresh, entries = ids[len(ids) - new :], entries[len(entries) - new :]
         if any(token_id != entry[1] for token_id, entry in zip(fresh, entries, strict=True)):
-            raise EngineError(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
+            raise EngineMisbehaved(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
         self._length = total
         return fresh, checked_logprobs(fresh, [entry[0] for entry in entries], self._engine)
 

@@ -6,16 +6,9 @@ Invariant: the payloads do not depend on how the bytes were cut.
 
 from __future__ import annotations
 
-MAX_EVENT = 32 << 20
-"""Bytes of one event. A reply that is not streamed token by token comes in one."""
-
-
-class EventTooLong(ValueError):
-    """The stream is no sequence of events that could be read."""
-
 
 class SseReader:
-    """Feed it the body of one `text/event-stream` response. Raises EventTooLong.
+    """Feed it the body of one `text/event-stream` response.
 
     Lines may end in LF, CRLF or CR. Several data lines of one event are joined by a newline. An event that the
     stream's end cuts off is dropped, as the HTML standard asks (section 9.2.6).
@@ -23,7 +16,6 @@ class SseReader:
 
     def __init__(self) -> None:
         self._partial: list[bytes] = []
-        self._size = 0
         self._data: list[bytes] = []
         self._after_cr = False
 
@@ -35,9 +27,6 @@ class SseReader:
                 chunk = chunk[1:]
         if not chunk:
             return []
-        self._size += len(chunk)
-        if self._size > MAX_EVENT:
-            raise EventTooLong(f"an event has more than {MAX_EVENT} bytes")
         lines = chunk.splitlines()
         ended = chunk.endswith((b"\n", b"\r"))
         self._after_cr = chunk.endswith(b"\r")
@@ -56,9 +45,7 @@ class SseReader:
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[6:] if line[5:6] == b" " else line[5:])
-            elif not line:
-                self._size = 0
-                if self._data:
-                    found.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
-                    self._data = []
+            elif not line and self._data:
+                found.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+                self._data = []
         return found

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from outrider.errors import EngineError
+from outrider.errors import EngineMisbehaved
 from outrider.trajectory import VersionSpan
 
+MAX_DIGITS = 10
 UNLABELLED = "default"
 """What both vLLM and SGLang call weights that nobody has labelled: our version 0, unless we were told another."""
 
@@ -25,14 +26,14 @@ class LabelSpan(msgspec.Struct, frozen=True):
 
 
 def version_of(label: str, *, unlabelled: int = 0) -> int:
-    """The policy version a label stands for; `unlabelled` is that of weights without one. Raises EngineError when it is
-    not a decimal number."""
+    """The policy version a label stands for; `unlabelled` is that of weights without one. Raises EngineMisbehaved when
+    it is not a decimal number."""
     if label == UNLABELLED:
         return unlabelled
-    if label.isascii() and label.isdecimal():
+    if label.isascii() and label.isdecimal() and len(label) <= MAX_DIGITS:
         return int(label)
-    raise EngineError(
-        f"the engine's weights are labelled {label!r}, which is not a policy version",
+    raise EngineMisbehaved(
+        f"the engine's weights are labelled {label[:100]!r}, which is not a policy version",
         hint="label them with the version's decimal digits",
     )
 
@@ -47,7 +48,7 @@ def spans_of(
     """The spans of a reply of `length` tokens; one span of `version` where the engine gave none. `unlabelled` is the
     version of weights without a label.
 
-    Raises EngineError when the engine's spans do not tile the reply.
+    Raises EngineMisbehaved when the engine's spans do not tile the reply.
     """
     if not length:
         return ()
@@ -56,5 +57,5 @@ def spans_of(
     spans = tuple(VersionSpan(version_of(span.version, unlabelled=unlabelled), span.start, span.end) for span in labels)
     edges = [0, *(span.end for span in spans)]
     if edges[-1] != length or any(span.start != edge for span, edge in zip(spans, edges, strict=False)):
-        raise EngineError(f"the engine's weight versions {list(labels)} do not cover its {length} tokens")
+        raise EngineMisbehaved(f"the engine's {len(labels)} spans of weight versions do not cover its {length} tokens")
     return spans

@@ -24,7 +24,7 @@ from outrider.engines.ids import body_with_ids
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of, version_of
 from outrider.engines.wire import LOGPROB_KINDS, ModelCard, checked_logprobs, decode, finish_of, served_model
-from outrider.errors import EngineError, EngineUnavailable
+from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import TokenMode
 
 GENERATE = "/inference/v1/generate"
@@ -245,9 +245,10 @@ class _Reply:
         if self._last is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
         details = self._usage.prompt_tokens_details
+        cached = details.cached_tokens if details else None
         return msgspec.structs.replace(
             self._last,
-            cached_tokens=details.cached_tokens if details else None,
+            cached_tokens=None if cached == -1 else cached,  # -1 of a request that was aborted while it still waited
             prompt_tokens=self._usage.prompt_tokens,
         )
 
@@ -286,7 +287,7 @@ def _logprobs(choice: _Choice, ids: list[int], engine: str) -> list[float | None
         if named is None and entry.token is not None and entry.token.startswith("token_id:"):
             named = int(entry.token.removeprefix("token_id:"))
         if named is not None and named != token_id:
-            raise EngineError(f"engine {engine!r} gave the log-probability of {named} for token {token_id}")
+            raise EngineMisbehaved(f"engine {engine!r} gave the log-probability of {named} for token {token_id}")
     return [entry.logprob for entry in entries]
 
 

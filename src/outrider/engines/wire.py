@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from outrider.errors import EngineError, EngineRejected
+from outrider.errors import EngineMisbehaved, EngineRejected
 from outrider.trajectory import FinishReason, LogprobKind
 
 T = TypeVar("T")
@@ -44,26 +44,26 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
-    """One event or reply. Raises EngineError when it is not what the engine's protocol says."""
+    """One event or reply. Raises EngineMisbehaved when it is not what the engine's protocol says."""
     try:
         return decoder.decode(payload)
     except msgspec.DecodeError as error:
         shown = payload[:200].decode(errors="replace")
-        raise EngineError(f"engine {engine!r} sent an event we cannot read ({error}): {shown}") from error
+        raise EngineMisbehaved(f"engine {engine!r} sent an event we cannot read ({error}): {shown}") from error
 
 
 def finish_of(reason: str, engine: str) -> FinishReason:
-    """Raises EngineError for a reason that is none of a generation's proper ends (such as `error`)."""
+    """Raises EngineMisbehaved for a reason that is none of a generation's proper ends (such as `error`)."""
     if (finish := FINISH_REASONS.get(reason)) is None:
-        raise EngineError(f"engine {engine!r} ended a generation with {reason!r}")
+        raise EngineMisbehaved(f"engine {engine!r} ended a generation with {reason!r}")
     return finish
 
 
 def checked_logprobs(ids: Sequence[int], logprobs: Sequence[float | None], engine: str) -> list[float]:
-    """The log-probabilities of `ids`, one each. Raises EngineError when one is missing or too many."""
+    """The log-probabilities of `ids`, one each. Raises EngineMisbehaved when one is missing or too many."""
     values = [value for value in logprobs if value is not None and value > MISSING_LOGPROB]
     if not len(ids) == len(values) == len(logprobs):
-        raise EngineError(
+        raise EngineMisbehaved(
             f"engine {engine!r} gave {len(values)} log-probabilities for {len(ids)} sampled tokens"
             + (f" ({len(logprobs) - len(values)} marked as missing)" if len(logprobs) > len(values) else "")
         )
@@ -75,7 +75,7 @@ def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
     try:
         cards = msgspec.convert(answer, ModelList).data
     except msgspec.ValidationError as error:
-        raise EngineError(f"engine {engine!r}: /v1/models is not a list of models: {error}") from error
+        raise EngineMisbehaved(f"engine {engine!r}: /v1/models is not a list of models: {error}") from error
     for card in cards:
         if wanted in (None, card.id, card.root):
             return card

@@ -68,7 +68,9 @@ class Service:
         renderer = make_renderer(tokenizer, config.model.renderer)
         self.store: Store = sqlite_store(config.data / "outrider.sqlite3")
         self.artifacts = ArtifactStore(config.data / "artifacts")
-        self.pool = EnginePool(tokenizer=config.model.tokenizer, check=FamilyCheck(tokenizer))
+        self.pool = EnginePool(
+            tokenizer=config.model.tokenizer, vocabulary=tokenizer.vocabulary, check=FamilyCheck(tokenizer)
+        )
         self.node = LocalNode(
             "local",
             endpoint=Endpoint(

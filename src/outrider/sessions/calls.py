@@ -22,6 +22,7 @@ from outrider.engines.member import Assignment
 from outrider.engines.pool import EnginePool
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
+from outrider.sessions.allowance import Allowance
 from outrider.sessions.intake import Intake
 from outrider.tokens.renderer import Renderer
 from outrider.tokens.stream import ReplyStream
@@ -36,6 +37,10 @@ from outrider.trajectory import (
 )
 
 Step = Opening | Delta | Completion
+
+PROMISED_TOKENS = 2048
+"""How many tokens of its session's a call can count on, if it asks for as many. Nearly all replies are shorter, and
+programs ask for far more: were all of it kept for them, their calls would wait for one another."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +74,7 @@ class TokenCall:
         joined: Joined,
         request: ModelRequest,
         sampling: SamplingParams,
+        allowance: Allowance,
         *,
         dialect: str,
         session_key: str,
@@ -79,6 +85,7 @@ class TokenCall:
         self._joined = joined
         self._request = request
         self._sampling = sampling
+        self._allowance = allowance
         self._dialect = dialect
         self._session_key = session_key
         self._received = time.time()
@@ -93,31 +100,39 @@ class TokenCall:
         self._malformed = 0
 
     async def steps(self) -> AsyncGenerator[Opening | Delta, None]:
-        stream = ReplyStream(
-            self._endpoint.renderer,
-            prompt_tail=self._joined.prompt.tail(self._endpoint.renderer),
-            tools=self._request.tools,
-            stop=self._sampling.stop,
-            call_id=self.id[:12],
-        )
-        generation = self._endpoint.pool.generate(
-            GenerateRequest(
-                request_id=self.id,
-                session_key=self._session_key,
-                input_ids=self._prompt,
-                sampling=self._sampling,
+        async with self._allowance.share(min(self._sampling.max_tokens, PROMISED_TOKENS)) as share:
+            self._sampling = clamped(self._sampling, self._allowance)
+            stream = ReplyStream(
+                self._endpoint.renderer,
+                prompt_tail=self._joined.prompt.tail(self._endpoint.renderer),
+                tools=self._request.tools,
+                stop=self._sampling.stop,
+                call_id=self.id[:12],
             )
-        )
-        async with aclosing(generation):
-            async for chunk in generation:
-                first = self._last is None
-                self._take(chunk)
-                if first:
-                    self._served = generation.served
-                    yield self._opening()
-                part = stream.push(chunk.ids)
-                if chunk.ids:
-                    yield Delta(text=part.text, reasoning=part.reasoning, ids=chunk.ids, logprobs=chunk.logprobs)
+            generation = self._endpoint.pool.generate(
+                GenerateRequest(
+                    request_id=self.id,
+                    session_key=self._session_key,
+                    input_ids=self._prompt,
+                    sampling=self._sampling,
+                )
+            )
+            async with aclosing(generation):
+                async for chunk in generation:
+                    first = self._last is None
+                    counted = share.take(len(chunk.ids))
+                    ended = counted < len(chunk.ids)
+                    if ended:
+                        chunk = _cut(chunk, counted)
+                    self._take(chunk)
+                    if first:
+                        self._served = generation.served
+                        yield self._opening()
+                    part = stream.push(chunk.ids)
+                    if chunk.ids:
+                        yield Delta(text=part.text, reasoning=part.reasoning, ids=chunk.ids, logprobs=chunk.logprobs)
+                    if ended:
+                        break
         if self._last is None or self._last.finish is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
         reply = stream.finish()
@@ -207,6 +222,25 @@ class TokenCall:
             malformed_calls=self._malformed,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
+
+
+def clamped(sampling: SamplingParams, allowance: Allowance) -> SamplingParams:
+    """The sampling of a call that begins now, after it may have waited for its share."""
+    if sampling.max_tokens <= allowance.unsampled:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=allowance.unsampled)
+
+
+def _cut(chunk: Chunk, tokens: int) -> Chunk:
+    """The chunk up to where its session's tokens are used up, which ends the reply."""
+    return msgspec.structs.replace(
+        chunk,
+        ids=chunk.ids[:tokens],
+        logprobs=chunk.logprobs[:tokens],
+        finish=FinishReason.LENGTH,
+        stop_match=None,
+        versions=(),
+    )
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:

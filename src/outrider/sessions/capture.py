@@ -18,7 +18,8 @@ from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.member import Assignment
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
-from outrider.sessions.calls import Endpoint, count_differences
+from outrider.sessions.allowance import Allowance
+from outrider.sessions.calls import Endpoint, clamped, count_differences
 from outrider.tokens.canonical import digest, extend, message_key
 from outrider.trajectory import (
     FinishReason,
@@ -47,6 +48,7 @@ class CaptureCall:
         request: ModelRequest,
         messages: tuple[Message, ...],
         sampling: SamplingParams,
+        allowance: Allowance,
         *,
         dialect: str,
         session_key: str,
@@ -57,6 +59,7 @@ class CaptureCall:
         self._request = request
         self._messages = messages
         self._sampling = sampling
+        self._allowance = allowance
         self._dialect = dialect
         self._session_key = session_key
         self._received = time.time()
@@ -65,26 +68,30 @@ class CaptureCall:
         self._last: ChatChunk | None = None
 
     async def steps(self) -> AsyncGenerator[Opening | Delta, None]:
-        generation = self._endpoint.pool.chat(
-            ChatRequest(
-                request_id=self.id,
-                session_key=self._session_key,
-                messages=self._messages,
-                tools=self._request.tools,
-                sampling=self._sampling,
+        # All of it is promised: where its tokens end is not known before the text is told, which can then not be cut.
+        async with self._allowance.share(self._sampling.max_tokens) as share:
+            self._sampling = clamped(self._sampling, self._allowance)
+            generation = self._endpoint.pool.chat(
+                ChatRequest(
+                    request_id=self.id,
+                    session_key=self._session_key,
+                    messages=self._messages,
+                    tools=self._request.tools,
+                    sampling=self._sampling,
+                )
             )
-        )
-        async with aclosing(generation):
-            async for chunk in generation:
-                self._served = generation.served
-                if self._last is None:
-                    yield Opening(id=self.id, created=int(self._received), model=self._request.model)
-                self._last = chunk
-                if chunk.text or chunk.reasoning:
-                    self._first_token = self._first_token or time.time()
-                    yield Delta(text=chunk.text, reasoning=chunk.reasoning)
-        if self._last is None or self._last.finish is None or self._last.reply is None:
-            raise EngineUnavailable("the engine ended a stream without finishing it")
+            async with aclosing(generation):
+                async for chunk in generation:
+                    self._served = generation.served
+                    if self._last is None:
+                        yield Opening(id=self.id, created=int(self._received), model=self._request.model)
+                    self._last = chunk
+                    if chunk.text or chunk.reasoning:
+                        self._first_token = self._first_token or time.time()
+                        yield Delta(text=chunk.text, reasoning=chunk.reasoning)
+            if self._last is None or self._last.finish is None or self._last.reply is None:
+                raise EngineUnavailable("the engine ended a stream without finishing it")
+            share.take(_sampled(self._last))
 
     def commit(self) -> Turn:
         last, served = self._last, self._served
@@ -143,6 +150,11 @@ class CaptureCall:
             prompt_tokens=usage.get("prompt_tokens", len(last.prompt_ids or [])),
             completion_tokens=usage.get("completion_tokens", len(last.output_ids or [])),
         )
+
+
+def _sampled(last: ChatChunk) -> int:
+    """A reply's tokens; where it has no ids, as many as the engine says."""
+    return len(last.output_ids) if last.output_ids is not None else (last.usage or {}).get("completion_tokens", 0)
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,9 +19,11 @@ from outrider.engines.member import Assignment
 from outrider.errors import ContextOverflow, EngineError, OutriderError, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
+from outrider.sessions.allowance import Allowance, LimitReached
 from outrider.sessions.calls import Call, Endpoint, Step, TokenCall
 from outrider.sessions.capture import CaptureCall, CaptureRecord
 from outrider.sessions.intake import FREE_VALUES, LARGE, Bodies, Body, Capacity
+from outrider.sessions.seeds import derived_seed
 from outrider.shield import shielded
 from outrider.spec import Limits, Sampling
 from outrider.tokens.reading import parsing
@@ -31,16 +33,8 @@ from outrider.trajectory import TokenMode, Turn
 
 T = TypeVar("T")
 
-
-class LimitReached(RequestError):
-    """The session used up its turns or tokens; the agent's run ends here."""
-
-    code = "limit_reached"
-    http_status = 429
-
-    def __init__(self, reason: StopReason) -> None:
-        super().__init__(f"this session has reached its limit: {reason.value}")
-        self.reason = reason
+UNNAMED_TOKENS = 32_768
+"""How many tokens a call may sample that names no number, of a model whose context nobody knows."""
 
 
 class Ended(RequestError):
@@ -52,8 +46,8 @@ class Ended(RequestError):
 
 class Conversation:
     """One attempt's calls. `record` stores a turn and is awaited before a call's completion is given out;
-    `on_limit`, set by the session, is called once, when a call is refused because the session used up its
-    turns or tokens.
+    `on_limit`, set by the session, is called once: when the session has used up its turns or tokens, a call was refused
+    for it, and none is in flight. `limit` is why the newest call was refused; None once one was admitted after it.
 
     `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
     record of a turn, after which no call is taken. `hung_up` says whether a client has given up a call. `bodies` are
@@ -71,6 +65,7 @@ class Conversation:
         sampling: Sampling,
         history: History,
         record: Callable[[Turn], Awaitable[None]],
+        sample_index: int = 0,
     ) -> None:
         self.endpoint = endpoint
         self.session_key = session_key
@@ -78,16 +73,19 @@ class Conversation:
         self._captured = CaptureRecord()
         self.bodies = Bodies(endpoint.intake)
         self.turns = 0
-        self.sampled_tokens = 0
         self.limit: StopReason | None = None
         self.failure: OutriderError | None = None
         self.broken: OutriderError | None = None
         self.hung_up = False
         self._limits = limits
+        self._allowance = Allowance(limits.response_tokens)
         self._sampling = sampling
+        self._sample_index = sample_index
+        self._seeded_calls = 0
         self._record = record
         self.on_limit: Callable[[], None] = _nothing
         self._calls: set[asyncio.Task[object]] = set()
+        self._without_turn: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._open = True
@@ -143,6 +141,7 @@ class Conversation:
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
+        self._without_turn.add(task)
         self._idle.clear()
         try:
             async with aclosing(self._run(request, dialect)) as steps:
@@ -154,13 +153,17 @@ class Conversation:
         except (RequestError, EngineError) as error:
             if isinstance(error, EngineError):
                 self.failure = error
+            elif isinstance(error, LimitReached):
+                self.limit = error.reason
             raise
         except Exception as error:  # such as the store's
             raise self._break(error) from error
         finally:
             self._calls.discard(task)
+            self._without_turn.discard(task)
             if not self._calls:
                 self._idle.set()
+                self._end_at_limit()
 
     @property
     def open(self) -> bool:
@@ -197,16 +200,26 @@ class Conversation:
     def _admit(self) -> None:
         if not self._open:
             raise Ended("this session's run is over")
-        if self.turns + len(self._calls) >= self._limits.turns:
+        if self.turns + len(self._without_turn) >= self._limits.turns:
             self._reach(StopReason.MAX_TURNS)
-        if self.sampled_tokens >= self._limits.response_tokens:
+        if not self._allowance.unsampled:
             self._reach(StopReason.MAX_TOKENS)
+        self.limit = None
 
     def _reach(self, reason: StopReason) -> None:
-        if self.limit is None:
-            self.limit = reason
-            self.on_limit()
+        """Refuse this call, and this one alone: those in flight end as they would."""
+        self.limit = reason
+        if not self._calls:
+            self._end_at_limit()
         raise LimitReached(reason)
+
+    def _end_at_limit(self) -> None:
+        """With nothing in flight: end the run if a call was refused and none could follow. A call that failed gives its
+        turn back."""
+        used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
+        if used_up and self._open and self.limit is not None:
+            tell, self.on_limit = self.on_limit, _nothing
+            tell()
 
     async def _run(self, request: ModelRequest, dialect: str) -> AsyncGenerator[Step, None]:
         assigned = await self.endpoint.pool.select(self.session_key)
@@ -235,6 +248,7 @@ class Conversation:
                 request,
                 messages,
                 sampling,
+                self._allowance,
                 dialect=dialect,
                 session_key=self.session_key,
             )
@@ -245,7 +259,14 @@ class Conversation:
             )
         sampling = self._sampling_for(request.sampling, context, prompt_tokens=joined.prompt.length)
         return TokenCall(
-            self.endpoint, self.tree, joined, request, sampling, dialect=dialect, session_key=self.session_key
+            self.endpoint,
+            self.tree,
+            joined,
+            request,
+            sampling,
+            self._allowance,
+            dialect=dialect,
+            session_key=self.session_key,
         )
 
     async def _finish(self, steps: Steps[T]) -> T:
@@ -254,28 +275,37 @@ class Conversation:
     def _sampling_for(self, asked: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
         """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left."""
         task = self._sampling
-        room = self._limits.response_tokens - self.sampled_tokens
+        room = self._allowance.unsampled
         if context is not None:
             left = context - prompt_tokens
             if left < 1:
                 raise ContextOverflow(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
             room = min(room, left)
-        wanted = _first(task.max_tokens, asked.max_tokens, room)
+        wanted = _first(task.max_tokens, asked.max_tokens, room if context is not None else UNNAMED_TOKENS)
         return SamplingParams(
             max_tokens=max(1, min(wanted, room)),
             temperature=_first(task.temperature, asked.temperature, 1.0),
             top_p=_first(task.top_p, asked.top_p, 1.0),
             top_k=_first(task.top_k, asked.top_k, -1),
             min_p=_first(task.min_p, asked.min_p, 0.0),
-            seed=_first(task.seed, asked.seed, None),
+            seed=self._seed_for(asked.seed),
             stop=asked.stop,
             stop_token_ids=self.endpoint.renderer.stop_ids,
         )
 
+    def _seed_for(self, asked: int | None) -> int | None:
+        """Of the task's seed every call of every sample has one of its own; of a client's, every sample, for the client
+        may want its calls to repeat. A session's later attempts have those of the first."""
+        if self._sampling.seed is not None:
+            self._seeded_calls += 1
+            return derived_seed(self._sampling.seed, self._sample_index, self._seeded_calls)
+        return None if asked is None else derived_seed(asked, self._sample_index)
+
     async def _store(self, turn: Turn) -> None:
         """To its end, also when the agent is cut off: a turn that is stored late would be missing from the result."""
         self.turns += 1
-        self.sampled_tokens += len(turn.output_ids) // 4
+        if (task := asyncio.current_task()) is not None:
+            self._without_turn.discard(task)
         await shielded(lambda: self._recorded(turn))
 
     async def _recorded(self, turn: Turn) -> None:
@@ -305,7 +335,7 @@ def _check_number(request: ModelRequest, context: int | None) -> None:
 
 
 def _nothing() -> None:
-    """Until the run begins there is nobody to tell about a limit."""
+    """Until the run begins there is nobody to tell about a limit, and once it was told nobody needs to be."""
 
 
 def _first(task: T | None, asked: T | None, otherwise: T) -> T:

@@ -183,6 +183,7 @@ class LocalNode:
         conversation = Conversation(
             self._endpoint,
             session_key=f"{assignment.session_id}-{assignment.attempt}",
+            sample_index=assignment.sample_index,
             limits=task.limits,
             sampling=task.sampling,
             history=task.history,

@@ -24,8 +24,9 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import contained
 from outrider.runtimes.base import Runtime
+from outrider.sessions.allowance import LimitReached
 from outrider.sessions.clock import Budget, Stopwatch
-from outrider.sessions.conversation import Conversation, LimitReached
+from outrider.sessions.conversation import Conversation
 from outrider.sessions.grading import Grading
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.model_client import ConversationClient

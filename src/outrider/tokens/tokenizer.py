@@ -18,6 +18,7 @@ from tokenizers.decoders import DecodeStream
 from outrider.errors import InvalidField
 from outrider.tokens.bytelevel import BYTE_OF_CHAR
 from outrider.tokens.fast import MAX_TEXT, fast_encoder
+from outrider.tokens.vocabulary import Vocabulary
 
 SHORT_TEXT = 24
 """Texts up to this many characters (role names, separators) are encoded once and remembered."""
@@ -91,6 +92,11 @@ class Tokenizer:
         if self._byte_level and BYTE_OF_CHAR.keys() >= set(token):
             return bytes([BYTE_OF_CHAR[char] for char in token])
         return self.decode([token_id]).encode()
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The ids that have a token, added ones included. The first look takes a quarter of a second for 150,000."""
+        return Vocabulary.of(self.backend.get_vocab(with_added_tokens=True).values())
 
     @cached_property
     def _added(self) -> frozenset[int]:

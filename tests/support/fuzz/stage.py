@@ -121,7 +121,7 @@ async def a_stage(ground: Ground, dice: random.Random) -> AsyncIterator[Stage]:
 
     history: History = dice.choice(("recorded", "recorded", "recorded", "template"))
     small = dice.random() < 0.05
-    async with EnginePool(patience=1.0) as pool:
+    async with EnginePool(patience=1.0, vocabulary=ground.renderer.tokenizer.vocabulary) as pool:
         await pool.add_engine(engine)
         conversation = Conversation(
             Endpoint(renderer=ground.renderer, pool=pool, model=MODEL),

@@ -1,0 +1,87 @@
+"""The tokens that a session may still sample, shared by its calls, which may run side by side.
+
+A call is promised some of them before it begins, so that it ends as it would alone; while too few are free and others
+run, it waits for what they leave. It knows no call and no engine. Invariant: what is sampled, what is promised and what
+is free are the limit together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from outrider.errors import RequestError
+from outrider.lifecycle import StopReason
+
+
+class LimitReached(RequestError):
+    """A call was refused because the session has used up its turns or tokens, or calls under way will have."""
+
+    code = "limit_reached"
+    http_status = 429
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(f"this session has reached its limit: {reason.value}")
+        self.reason = reason
+
+
+class Allowance:
+    """`sampled` counts the tokens of all calls so far, those that are running included."""
+
+    def __init__(self, tokens: int) -> None:
+        self.sampled = 0
+        self._limit = tokens
+        self._free = tokens
+        self._running = 0
+        self._queue = asyncio.Lock()
+        self._returned = asyncio.Event()
+
+    @property
+    def unsampled(self) -> int:
+        """How many tokens nobody has sampled yet, promised or not."""
+        return self._limit - self.sampled
+
+    @asynccontextmanager
+    async def share(self, promised: int) -> AsyncIterator[Share]:
+        """The share of one call while it runs: so many tokens at the least, or all there are when nothing else runs.
+        Calls that wait get theirs in the order they came. Raises LimitReached when all are sampled."""
+        async with self._queue:
+            while self._free < promised and self._running:
+                self._returned.clear()
+                await self._returned.wait()
+            if not self._free:
+                raise LimitReached(StopReason.MAX_TOKENS)
+            share = Share(self, self._take_free(promised))
+            self._running += 1
+        try:
+            yield share
+        finally:
+            self._running -= 1
+            self._free += share.promised
+            self._returned.set()
+
+    def _take_free(self, tokens: int) -> int:
+        taken = min(tokens, self._free)
+        self._free -= taken
+        return taken
+
+    def draw(self, share: Share, tokens: int) -> int:
+        """For a share: how many of these tokens it may have."""
+        own = min(tokens, share.promised)
+        share.promised -= own
+        taken = own + self._take_free(tokens - own)
+        self.sampled += taken
+        return taken
+
+
+class Share:
+    """`promised` is what is left of the promise."""
+
+    def __init__(self, allowance: Allowance, promised: int) -> None:
+        self.promised = promised
+        self._allowance = allowance
+
+    def take(self, tokens: int) -> int:
+        """So many more tokens were sampled: how many of them count. Beyond the promise it is what is free now."""
+        return self._allowance.draw(self, tokens)

@@ -1,0 +1,60 @@
+"""Every call of every sample has a seed of its own, and the same task has the same ones again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.sessions.seeds import derived_seed
+from outrider.spec import Sampling
+
+from .world import a_world
+
+USER = {"role": "user", "content": "hello there"}
+SEEDED = Sampling(seed=(1 << 63) - 1)
+
+
+async def seeds(folder: Path, *asked: int | None, sample_index: int = 0, sampling: Sampling = SEEDED) -> list[Any]:
+    """Those of a session's calls, one for each of `asked`, as its engine was given them and its turns have them."""
+    async with a_world(folder, ["hi<|im_end|>"], sampling=sampling, sample_index=sample_index) as world:
+        for seed in asked:
+            await world.ask(USER, **({} if seed is None else {"seed": seed}))
+        given = [request.sampling.seed for request in world.engine.requests]
+        assert [turn.sampling["seed"] for turn in world.turns] == given
+        return given
+
+
+async def test_each_call_of_each_sample_has_its_own(tmp_path: Path) -> None:
+    of_samples = [await seeds(tmp_path, None, None, None, sample_index=index) for index in range(3)]
+    assert len({seed for given in of_samples for seed in given}) == 9
+    assert await seeds(tmp_path, None, None, None, sample_index=1) == of_samples[1]
+    assert await seeds(tmp_path, None, sampling=Sampling(seed=1)) != of_samples[0][:1]
+
+
+async def test_calls_side_by_side_have_their_own(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["hi<|im_end|>"], sampling=SEEDED) as world:
+        await asyncio.gather(*(world.ask(USER) for _ in range(16)))
+        assert len({request.sampling.seed for request in world.engine.requests}) == 16
+
+
+async def test_the_tasks_seed_wins_and_without_one_the_clients_is_each_samples_own(tmp_path: Path) -> None:
+    assert await seeds(tmp_path, 7, 7) == await seeds(tmp_path, None, None)
+    silent = Sampling()
+    one, two, negative = await seeds(tmp_path, 7, 7, -(1 << 63), sampling=silent)
+    assert one == two != negative
+    assert one not in await seeds(tmp_path, 7, sampling=silent, sample_index=1)
+    assert await seeds(tmp_path, None, sampling=silent) == [None]
+
+
+@given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 4096), st.integers(1, 10_000))
+def test_every_engine_takes_it(seed: int, sample: int, call: int) -> None:
+    assert 0 <= derived_seed(seed, sample, call) < 1 << 31
+
+
+def test_it_stays_what_it_is() -> None:
+    """Whoever submits the same task to a later version wants the same seeds."""
+    assert [derived_seed(0, 0, 1), derived_seed(42, 3, 2)] == [99209766, 358580291]
