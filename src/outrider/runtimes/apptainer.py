@@ -81,11 +81,13 @@ class ApptainerRuntime(RootedRuntime):
         resources = with_apptainer(self._spec.resources)
         group = groups.make(self._context.directory.name, resources)
         self._held.push_async_callback(group.remove)
-        setup = self._setup(env)
+        memory = plans.counted_memory(self._spec.resources, groups.hierarchies.folders)
+        setup = msgspec.structs.replace(self._setup(env), memory=memory)
         command = [
             *apptainer_start.exec_command(found, image, self._binds(python), setup.marking()),
             *apptainer_start.server_command(
                 *plans.room(self._spec.resources),
+                setup.memory,
                 plans.rlimits(resources, groups.hierarchies.folders, own_users=True),
             ),
         ]
@@ -163,7 +165,7 @@ class ApptainerRuntime(RootedRuntime):
 def with_apptainer(resources: Resources) -> Resources:
     """The limits, and on top of them what Apptainer's own processes take, which share the sandbox's control group and
     its user."""
-    memory = resources.memory_mb and resources.memory_mb + OWN_MEMORY_MB
+    memory = resources.most_memory_mb + OWN_MEMORY_MB
     return resources.model_copy(update={"pids": resources.pids + OWN_PIDS, "memory_mb": memory})
 
 

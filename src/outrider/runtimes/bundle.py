@@ -53,6 +53,7 @@ MODULES = (
         "patch",
         "lookup",
         "restore",
+        "watch",
         "server",
     ),
 )

@@ -27,6 +27,7 @@ from outrider.runtimes.inside.processes import kill_tree
 from outrider.runtimes.inside.restore import Restore
 from outrider.runtimes.inside.shell import Shell
 from outrider.runtimes.inside.terminal import Terminal
+from outrider.runtimes.inside.watch import Watch
 from outrider.runtimes.inside.wire import Unpacker
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Server:
         posix.chdir(args["workdir"])
         if args["lifetime"]:
             self.loop.at(self, args["lifetime"] / 1000, self.expire)
+        if args["memory"]:
+            Watch(self.loop, args["memory"])
         if args["bridge_port"]:
             held = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else ""
             self.bridge = Bridge(self.loop, args["bridge_port"], held or args["bridge_socket"])
