@@ -16,7 +16,7 @@ MAX_LINES = 400
 
 LAYERS = (
     ("errors", "lifecycle", "messages", "trajectory", "spec", "config", "plugins", "wire", "backoff", "shield"),
-    ("tokens", "dialects", "asgi", "pythons", "rootfs"),
+    ("tokens", "dialects", "asgi", "descriptors", "pythons", "rootfs"),
     ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling", "sample_files"),
     ("sessions", "service"),
     ("api",),

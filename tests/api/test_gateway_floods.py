@@ -12,9 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from api.test_gateway import CHAT, KEY, a_gateway
-from outrider.api.gateway import MAX_BODY, MIN_COUNTED
+from api.test_gateway import CHAT, KEY, OneSession, a_gateway
+from outrider.api.gateway import MAX_BODY, MIN_COUNTED, Gateway
+from outrider.engines.serve.app import serving
 from outrider.sessions.conversation import CHARACTERS_PER_TOKEN
+from sessions.world import a_world
 
 COUNT = f"/s/{KEY}/v1/messages/count_tokens"
 WORDS = "many more wörds than fit "
@@ -63,6 +65,24 @@ async def test_bodies_that_do_not_arrive_are_bounded_in_number(tmp_path: Path) -
         for _, writer in clients:
             writer.write(b"x" * 10)
         assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
+
+
+async def test_calls_under_way_are_bounded_and_one_too_many_is_refused_alone(tmp_path: Path) -> None:
+    async with (
+        a_world(tmp_path, ["hi<|im_end|>"]) as world,
+        serving(Gateway(OneSession(world.conversation), calls=2)) as url,
+        aiohttp.ClientSession(url) as http,
+        AsyncExitStack() as held,
+    ):
+        clients = [await opened(http, CHAT, 10, held) for _ in range(3)]
+        answers = [asyncio.ensure_future(refusal(reader)) for reader, _ in clients]
+        done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        [(status, error)] = [answer.result() for answer in done]
+        assert (status, "under way" in error["message"]) == (429, True)
+        for _, writer in clients:
+            writer.write(b"x" * 10)
+        assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
+        assert world.conversation.under_way == 0
 
 
 @pytest.mark.parametrize("path", [CHAT, COUNT])

@@ -55,7 +55,8 @@ class Ended(RequestError):
 
 
 class TooMuchAtOnce(RequestError):
-    """Calls of a session that are still arriving side by side have more bytes than a single one may have."""
+    """Calls of a session that are under way side by side are too many, or have more bytes while they arrive than a
+    single one may have."""
 
     code = "too_much_at_once"
     http_status = 429
@@ -67,8 +68,8 @@ class Conversation:
     turns or tokens.
 
     `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
-    record of a turn, after which no call is taken. `arriving` is how many bytes of calls wait for their rest: whoever
-    receives them counts.
+    record of a turn, after which no call is taken. `arriving` is how many bytes of calls wait for their rest,
+    `under_way` how many calls are not answered yet: whoever receives them counts.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Conversation:
         self.tree = TokenTree(endpoint.renderer, history)
         self._captured = CaptureRecord()
         self.arriving = 0
+        self.under_way = 0
         self.turns = 0
         self.sampled_tokens = 0
         self.limit: StopReason | None = None
