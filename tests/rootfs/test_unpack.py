@@ -206,8 +206,6 @@ ABSURD = {
     "a large header": lambda: packed(odd(pax_headers={"comment": "x" * (2 << 20)})),
     "headers of headers": lambda: io.BytesIO(header_of_headers(3000)),
     "cut gzip": lambda: io.BytesIO(layer(("a", bytes(range(256)) * 400), compression="gz").getvalue()[:-300]),
-        broken(layer(("a", os.urandom(9000).hex().encode()), compression="gz").getvalue())
-    ),
     "broken xz": lambda: io.BytesIO(broken(layer(("a", os.urandom(90_000)), compression="xz").getvalue())),
     "cut": lambda: io.BytesIO(layer(("a", b"1" * 100_000)).getvalue()[:5000]),
 }
