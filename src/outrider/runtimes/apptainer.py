@@ -35,7 +35,6 @@ from outrider.spec import Resources, RuntimeSpec
 
 GATEWAY_AT = "/run/outrider-gateway.sock"
 HOME = "/root"
-ENVIRON_MAX = 1 << 20
 OWN_PIDS = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
@@ -181,7 +180,7 @@ async def end(child: Child, family: Family, mark: str) -> None:
 
 async def environment_of(tools: ToolClient) -> dict[str, str]:
     """What the tool server was started with."""
-    told = await tools.call("read", {"path": "/proc/self/environ", "size": ENVIRON_MAX, "offset": 0}, Part)
+    told = await tools.call("environ", {}, Part)
     entries = told.data.decode("utf-8", "surrogateescape").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
