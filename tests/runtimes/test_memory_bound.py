@@ -150,7 +150,74 @@ worker.on('message', () => fetch('http://127.0.0.1:1').catch(e => console.log(e.
     assert (result.exit_code, result.stderr) == (0, b""), result.stderr
 
 
+HIDDEN = {
+    "given back": """
+area = mmap.mmap(-1, 700 * MIB)
+for at in range(0, len(area), 4096):
+    area[at] = 1
+    if at % (8 * MIB) == 0:
+        area.madvise(mmap.MADV_DONTNEED)
+print('hidden', flush=True)
+signal.pause()
+""",
+    "inherited": """
+area = mmap.mmap(-1, 700 * MIB)
+if os.fork() == 0:
+    if os.fork() == 0:
+        for at in range(0, len(area), 4096):
+            area[at] = 1
+        os._exit(0)
+    os.wait()
+    signal.pause()
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+""",
+    "of a thread whose process's first one has ended": """
+import threading
+def hold():
+    area = bytearray(90 * MIB)
+    other = mmap.mmap(-1, 90 * MIB)
+    for at in range(0, len(other), 4096):
+        other[at] = 1
+    signal.sigwait([signal.SIGUSR1])
+threading.Thread(target=hold).start()
+libc.pthread_exit(None)
+""",
+    "of a process that lets nobody see": """
+libc.prctl(4, 0)
+area = mmap.mmap(-1, 200 * MIB)
+for at in range(0, len(area), 4096):
+    area[at] = 1
+area.madvise(mmap.MADV_DONTNEED)
+signal.pause()
+""",
+}
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+async def test_memory_that_a_process_does_not_show_counts_too(world: World, way: str) -> None:
+    sandbox = await a_sandbox(world)
+    result = await python(sandbox, HIDDEN[way])
+    assert result.exit_code == 128 + 9 or result.stdout == b"-9\n", (result, result.stderr)
+    assert (await sandbox.exec("echo fine", seconds=20)).stdout == b"fine\n"
+
+
+async def test_address_space_that_is_only_reserved_costs_nothing(world: World) -> None:
+    """And one look more than it takes to be killed goes by."""
+    program = """
+import time
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+assert libc.mmap(None, 1 << 36, 0, 0x4022, -1, 0) != 2**64 - 1
+area = mmap.mmap(-1, 60 * MIB)
+area.write(bytes(60 * MIB))
+time.sleep(0.5)
+print('fine')
+"""
+    result = await python(await a_sandbox(world), program)
+    assert result.stdout == b"fine\n", (result, result.stderr)
+
+
 def test_sums_of_what_the_kernel_tells() -> None:
     text = b"Name:\tRssAnon: 5 kB\nRssAnon:\t     300 kB\nRssShmem:\t       4 kB\nVmPTE:\t      20 kB\n"
-    assert watch.fields_of(text, watch.COUNTED) == 324 << 10
-    assert watch.fields_of(b"", watch.COUNTED) == 0
+    assert watch.sum_of(text, watch.OWN) == 320 << 10
+    assert watch.sum_of(b"", watch.OWN) == 0

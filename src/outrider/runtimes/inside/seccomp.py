@@ -82,8 +82,9 @@ HOST_WIDE = {
 """System V's shared memory, semaphores and messages, POSIX's messages: outside of namespaces all programs share them,
 and they outlive who made them. Without `shmdt`, which lets go of one."""
 
-UNCOUNTED = {"x86_64": (278, 319, 447), "aarch64": (75, 279, 447)}
-"""`vmsplice`, `memfd_create`, `memfd_secret`: memory that belongs to a descriptor or a pipe and to no process."""
+UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
+"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`: memory that belongs to a descriptor or a pipe and to
+no process, or that a process has and does not show."""
 
 CLONE3 = 435
 """Its flags are in memory, where a filter cannot look: without it the C library uses `clone`."""

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.loop import Loop
-from outrider.runtimes.inside.processes import descendants, processes, send_signal, slurp
+from outrider.runtimes.inside.processes import descendants, processes, send_signal, slurp, threads
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -25,8 +25,45 @@ RATE = 4 << 30
 SOONEST, LATEST = 0.05, 1.0
 SHARE = 20
 """Looking takes one part of so many of the time."""
-COUNTED = (b"RssAnon", b"RssShmem", b"VmPTE", b"VmSwap")
-DIVIDED = (b"Pss_Anon", b"Pss_Shmem", b"SwapPss")
+OWN = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
+DIVIDED = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
+SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
+"""What the kernel calls memory that several processes map and that is no file."""
+
+
+class Taken:
+    """What one process has: `own` bytes, and `apart` that are mapped beside them: libraries, address space that is only
+    reserved, and memory shared with others, which may be there although this process does not see it in its place."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.status = status_of(pid)
+        self.own = sum_of(self.status, OWN)
+        self.apart = sum_of(self.status, (b"VmSize",)) - sum_of(self.status, (b"VmData", b"VmStk"))
+        self.areas: dict[bytes, int] = {}
+
+    def find_areas(self) -> None:
+        """By their inodes, each up to the last byte that is mapped. A process that lets nobody see may have as much as
+        is apart."""
+        maps = first_of(self.pid, "maps")
+        if not maps:
+            self.areas = {b"%d" % self.pid: max(0, self.apart)}
+        for line in maps.splitlines():
+            where, _, offset, _, inode, *name = line.split(None, 5)
+            if name and name[0].startswith(SHARED_AREAS):
+                start, _, end = where.partition(b"-")
+                last = int(offset, 16) + int(end, 16) - int(start, 16)
+                self.areas[inode] = max(last, self.areas.get(inode, 0))
+
+    def divide(self) -> None:
+        """Pages that forks share count as a part for each; all of them where the process lets nobody see that."""
+        told = slurp(f"/proc/{self.pid}/smaps_rollup")
+        if told:
+            self.own = sum_of(told, DIVIDED) + sum_of(self.status, (b"VmPTE",))
+
+    @property
+    def all(self) -> int:
+        return self.own + sum(self.areas.values())
 
 
 class Watch:
@@ -41,41 +78,53 @@ class Watch:
 
     def look(self) -> None:
         began = time.monotonic()
-        taken = sizes()
-        total = sum(taken.values())
-        if total > self.limit:  # perhaps only because what forks share was counted for each of them
-            taken = {pid: proportional(pid, size) for pid, size in taken.items()}
-            total = sum(taken.values())
+        me = posix.getpid()
+        found = [Taken(pid) for pid in descendants(processes(), {me}) - {me}]
+        total = sum(one.own + max(0, one.apart) for one in found)
+        for closer in (Taken.find_areas, Taken.divide):  # each costs more than what is known by now
+            if total > self.limit:
+                for one in found:
+                    closer(one)
+                total = total_of(found)
         if total > self.limit and self.exceeded:
-            kill_largest(taken, total - self.limit)
+            kill_largest(found, total - self.limit)
         self.exceeded = total > self.limit
         wait = SOONEST if self.exceeded else min(LATEST, max(SOONEST, (self.limit - total) / RATE))
         self.loop.at(self, max(wait, SHARE * (time.monotonic() - began)), self.look)
 
 
-def sizes() -> dict[int, int]:
-    """Bytes of memory of each process below this one, by its number."""
-    me = posix.getpid()
-    below = descendants(processes(), {me}) - {me}
-    return {pid: fields_of(slurp(f"/proc/{pid}/status"), COUNTED) for pid in below}
+def total_of(found: list[Taken]) -> int:
+    """With each shared area once."""
+    areas: dict[bytes, int] = {}
+    for one in found:
+        for inode, size in one.areas.items():
+            areas[inode] = max(size, areas.get(inode, 0))
+    return sum(one.own for one in found) + sum(areas.values())
 
 
-def proportional(pid: int, size: int) -> int:
-    """With a page of several processes counted as a part for each; `size` where the process lets nobody see that."""
-    told = slurp(f"/proc/{pid}/smaps_rollup")
-    page_tables = fields_of(slurp(f"/proc/{pid}/status"), (b"VmPTE",))
-    return fields_of(told, DIVIDED) + page_tables if told else size
+def kill_largest(found: list[Taken], excess: int) -> None:
+    for one in sorted(found, key=lambda one: one.all, reverse=True):
+        if excess <= 0:
+            break
+        if send_signal(one.pid, _signal.SIGKILL):
+            excess -= one.all
 
 
-def fields_of(text: bytes, names: tuple[bytes, ...]) -> int:
+def status_of(pid: int) -> bytes:
+    return first_of(pid, "status", b"VmSize")
+
+
+def first_of(pid: int, name: str, needed: bytes = b"") -> bytes:
+    """Of a process or, where its first thread has ended and tells nothing any more, of another thread."""
+    told = slurp(f"/proc/{pid}/{name}")
+    for thread in () if told and needed in told else threads(pid):
+        told = slurp(f"/proc/{pid}/task/{thread}/{name}")
+        if told and needed in told:
+            break
+    return told
+
+
+def sum_of(text: bytes, names: tuple[bytes, ...]) -> int:
     """The sum of some of the lines `Name:  123 kB`, in bytes."""
     lines = (line.partition(b":") for line in text.splitlines())
     return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10
-
-
-def kill_largest(taken: dict[int, int], excess: int) -> None:
-    for pid in sorted(taken, key=lambda pid: taken[pid], reverse=True):
-        if excess <= 0:
-            break
-        if send_signal(pid, _signal.SIGKILL):
-            excess -= taken[pid]
