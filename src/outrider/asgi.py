@@ -31,8 +31,6 @@ MAX_HEAD = 64 << 10
 MAX_PIPELINED = 16
 """Requests that wait for the replies to those before them. Clients that we know send none ahead."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-
-
 BUSY = b"this server has all the connections that it may: try again\n"
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nretry-after: 1\r\n"

@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True):
     """What a document says of a blob."""
 
     digest: str
-    media_type: str = msgspec.field(name="mediaType", default="")
+    media_type: str | None = msgspec.field(name="mediaType", default=None)
     platform: Platform | None = None
 
 
