@@ -32,3 +32,19 @@ def test_what_clients_can_take_leaves_more_than_half(descriptors: int) -> None:
     assert share.sandboxes + share.control < descriptors / 2
     assert EACH_LEAST <= share.session <= EACH_MOST
     assert share.session == EACH_LEAST or share.session * SESSIONS <= share.sandboxes
+
+
+POOR = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 512))
+from outrider.doctor import diagnose
+[found] = diagnose().limits
+print(found.ok, found.detail, found.hint, sep="|")
+"""
+
+
+def test_doctor_says_when_they_are_few() -> None:
+    done = subprocess.run([sys.executable, "-c", POOR], capture_output=True, text=True, check=True)
+    ok, detail, hint = done.stdout.strip().split("|")
+    assert (ok, detail.split(",")[0]) == ("False", "512")
+    assert "LimitNOFILE" in hint

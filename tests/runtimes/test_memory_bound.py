@@ -136,6 +136,24 @@ async def test_what_a_program_is_fed_is_no_file_that_it_can_grow(world: World) -
     assert (await sandbox.exec("exit 3", stdin=data, seconds=30)).exit_code == 3
 
 
+async def test_python_shares_memory_between_processes(world: World) -> None:
+    program = """
+from multiprocessing import Array, Lock, Pool, Process, shared_memory
+block, numbers, lock = shared_memory.SharedMemory(create=True, size=1 << 20), Array('i', 1000), Lock()
+def work():
+    with lock:
+        block.buf[0], numbers[0] = 7, 8
+child = Process(target=work)
+child.start()
+child.join()
+with Pool(2) as pool:
+    print(block.buf[0], numbers[0], sum(pool.map(abs, range(-9, 0))))
+block.unlink()
+"""
+    result = await python(await a_sandbox(world), program)
+    assert result.stdout == b"7 8 45\n", result.stderr
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node here")
 async def test_node_has_its_workers_and_webassembly(world: World) -> None:
     """V8 reserves address space by the GiB, and `fetch` is WebAssembly in it."""
