@@ -30,7 +30,7 @@ LAYERS = (
         "watchdog",
         "decoding",
     ),
-    ("tokens", "dialects", "asgi", "pythons", "rootfs"),
+    ("tokens", "dialects", "asgi", "descriptors", "pythons", "rootfs"),
     ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling", "sample_files"),
     ("sessions", "service"),
     ("api",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from uvicorn.server import ServerState
@@ -48,9 +48,9 @@ async def a_connection(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, as
 
 
 @asynccontextmanager
-async def hasty() -> AsyncIterator[str]:
+async def hasty(patience: Patience = BRIEF, connections: int = 100) -> AsyncIterator[str]:
     """The server with little patience."""
-    config = server_settings(app, patience=BRIEF)
+    config = server_settings(app, patience=patience, connections=connections)
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
@@ -176,3 +176,62 @@ async def test_a_body_may_take_its_time_as_long_as_it_comes() -> None:
             await asyncio.sleep(BRIEF.head / 4)
         writer.write(b"0\r\n\r\n")
         assert (await reader.readuntil(b"!")).endswith(b"12!")
+
+
+WAIT = GET.replace(b"/", b"/wait", 1) + b"\r\n"
+
+
+async def test_where_all_connections_are_busy_the_next_is_told_to_come_again() -> None:
+    async with hasty(Patience(), connections=3) as url, AsyncExitStack() as held:
+        busy = [await held.enter_async_context(a_connection(url)) for _ in range(3)]
+        for _, writer in busy:
+            writer.write(WAIT)
+        refused, _ = await held.enter_async_context(a_connection(url))
+        said = await rest(refused)
+        while not said:  # it came before the others had sent anything, and took the place of one
+            refused, _ = await held.enter_async_context(a_connection(url))
+            said = await rest(refused)
+        assert said.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in said
+        busy[-1][1].transport.abort()
+
+
+async def test_a_connection_without_a_request_makes_room_for_one_with() -> None:
+    async with hasty(Patience(), connections=3) as url, AsyncExitStack() as held:
+        silent = [await held.enter_async_context(a_connection(url)) for _ in range(3)]
+        for _ in range(5):
+            reader, writer = await held.enter_async_context(a_connection(url))
+            writer.write(GET + b"\r\n")
+            assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
+        assert [await rest(reader) for reader, _ in silent] == [b"", b"", b""]
+
+
+async def test_places_are_given_back() -> None:
+    async with hasty(Patience(), connections=2) as url:
+        for _ in range(10):
+            async with a_connection(url) as (reader, writer):
+                writer.write(GET + b"connection: close\r\n\r\n")
+                assert (await rest(reader)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        b"host: there\r\n",
+        b"HOST: here\r\n",
+        b"authorization: Bearer a\r\nAuthorization: Bearer b\r\n",
+        b"origin: http://127.0.0.1\r\norigin: http://evil\r\n",
+        b"content-length: 0\r\ncontent-length: 5\r\n",
+        b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
+        b"transfer-encoding: chunked\r\ncontent-length: 5\r\n",
+    ],
+)
+async def test_a_header_that_decides_is_there_once(twice: bytes) -> None:
+    async with serving(app) as url, a_connection(url) as (reader, writer):
+        writer.write(GET + twice + b"\r\n")
+        said = await rest(reader)
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert b"200 OK" not in said
+    async with serving(app) as url, a_connection(url) as (reader, writer):
+        writer.write(GET + b"accept: a\r\naccept: b\r\ncookie: c\r\ncookie: d\r\n\r\n")
+        assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")

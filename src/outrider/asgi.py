@@ -1,13 +1,17 @@
 """The HTTP server under all that we serve: uvicorn, which here also tells an application when its client hangs up.
 
 ASGI's own way, waiting for `http.disconnect`, takes a second task for every request. It knows no route. Invariants: an
-application that asked is told once, whether the client left before or after it asked; and what a client sends around
-bodies, or leaves unfinished, costs a bounded amount of memory and of time.
+application that asked is told once, whether the client left before or after it asked; what a client sends around
+bodies, or leaves unfinished, costs a bounded amount of memory and of time; and there are no more connections at once
+than the server was made for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +31,13 @@ MAX_HEAD = 64 << 10
 MAX_PIPELINED = 16
 """Requests that wait for the replies to those before them. Clients that we know send none ahead."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+BUSY = b"this server has all the connections that it may: try again\n"
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nretry-after: 1\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
+)
+ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
+"""Headers that decide who is let in and where a request ends: of two, two programs may believe different ones."""
 
 
 class Patience(NamedTuple):
@@ -63,6 +74,33 @@ class HangUp:
             self._told()
 
 
+class Door:
+    """A server's connections: at most `most` at once. One that comes when there are as many takes the place of the one
+    that has been without a request for longest, or is told to come again where each has one."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.open = 0
+        self.idle: dict[_Protocol, None] = {}
+        """By how long they have been so."""
+
+    def enter(self, connection: _Protocol) -> bool:
+        """Whether there is a place for it."""
+        self.open += 1
+        if self.open > self.most:
+            if not self.idle:
+                return False
+            longest = next(iter(self.idle))
+            del self.idle[longest]
+            longest.transport.abort()
+        self.idle[connection] = None
+        return True
+
+    def leave(self, connection: _Protocol) -> None:
+        self.open -= 1
+        self.idle.pop(connection, None)
+
+
 class _Corked:
     """A transport whose writes of one turn of the event loop leave together: a reply's head, its first event and its
     first words are one system call instead of three."""
@@ -95,9 +133,10 @@ class _Protocol(HttpToolsProtocol):
     """uvicorn's, for clients that nobody trusts. One timer of a connection looks after it now and then, since requests
     are many and short."""
 
-    def __init__(self, *args: Any, patience: Patience, **fields: Any) -> None:
+    def __init__(self, *args: Any, patience: Patience, door: Door, **fields: Any) -> None:
         super().__init__(*args, **fields)
         self._patience = patience
+        self._door = door
         self._head = 0
         self._pieces = 0
         self._due = self._moved = self.loop.time()
@@ -108,6 +147,12 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(_Corked(transport))  # type: ignore[arg-type]  # it passes on what it has not
         self._due = self.loop.time() + self._patience.head
         self._look_later()
+        if not self._door.enter(self):
+            # Closing while something is unread would be a reset, and the client not be told why.
+            with contextlib.suppress(OSError):
+                os.read(transport.get_extra_info("socket").fileno(), MAX_HEAD)
+            self.transport.write(TOO_MANY)
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._pieces += 1
@@ -129,6 +174,12 @@ class _Protocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
             raise ConnectionAbortedError("too many requests were sent ahead")  # ends the parsing of what has come
+        named = [name for name, _ in self.headers if name in ONCE]
+        if len(named) != len(set(named)):
+            if self._busy:
+                self.transport.abort()
+            raise ValueError("a header is there twice")  # which is answered with a 400
+        self._door.idle.pop(self, None)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -144,6 +195,7 @@ class _Protocol(HttpToolsProtocol):
         if self.pipeline:
             super().on_response_complete()
             return
+        self._door.idle[self] = None
         # As uvicorn has it, but for its timer of each reply, which costs more than all that is watched here.
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
@@ -153,6 +205,7 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._door.leave(self)
         cycle = self.cycle
         super().connection_lost(exc)
         if cycle is not None and cycle.disconnected:
@@ -207,18 +260,21 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
         hang_up.tell(None)
 
 
-def server_settings(application: Application, patience: Patience = PATIENCE) -> uvicorn.Config:
-    """For servers that run in somebody else's event loop and are told by him when to end."""
+def server_settings(
+    application: Application, patience: Patience = PATIENCE, *, connections: int = sys.maxsize
+) -> uvicorn.Config:
+    """For servers that run in somebody else's event loop and are told by him when to end. `connections` is how many
+    there may be at once."""
     return uvicorn.Config(
         application,
-        http=partial(_Protocol, patience=patience),  # type: ignore[arg-type]  # typed for classes alone
+        http=partial(_Protocol, patience=patience, door=Door(connections)),  # type: ignore[arg-type]  # typed for classes alone
         ws="none",
         loop="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=BACKLOG,
+        backlog=min(BACKLOG, connections),  # so many are taken at a time, before any is sent away
         server_header=False,
         date_header=False,
     )

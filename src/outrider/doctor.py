@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import msgspec
 
+from outrider import descriptors
 from outrider.config import Config
 from outrider.errors import HarnessUnavailable, OutriderError
 from outrider.harnesses.install import installation, unavailable
@@ -46,6 +47,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[Finding, ...]
     formats: tuple[Finding, ...]
     ports: tuple[Finding, ...]
+    limits: tuple[Finding, ...]
 
 
 def diagnose() -> Diagnosis:
@@ -59,6 +61,7 @@ def diagnose() -> Diagnosis:
         engines=tuple(map(_engine, names("engine"))),
         formats=(Finding(name="jsonl", ok=True, detail="nothing more is needed"), _libraries("parquet")),
         ports=(_port(Config().host, Config().port),),
+        limits=(_open_files(),),
     )
 
 
@@ -117,6 +120,16 @@ def _libraries(extra: str) -> Finding:
         detail = f"{' and '.join(missing)} not installed"
         return Finding(name=extra, ok=False, detail=detail, hint=f"pip install 'outrider[{extra}]'")
     return Finding(name=extra, ok=True, detail=f"{' and '.join(LIBRARIES[extra])} installed")
+
+
+def _open_files() -> Finding:
+    number = descriptors.available()
+    each = descriptors.shares(number).session
+    detail = f"{number}, of which {each} for the calls of one session at once"
+    if number >= descriptors.LEAST:
+        return Finding(name="open files", ok=True, detail=detail)
+    hint = f"raise the hard limit (ulimit -Hn) to {descriptors.WANTED}: LimitNOFILE= of the unit, limits.conf, --ulimit"
+    return Finding(name="open files", ok=False, detail=f"{detail}: few", hint=hint)
 
 
 def _port(host: str, port: int) -> Finding:

@@ -148,17 +148,29 @@ AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096),
 SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=4096), AfterValidator(checked_target)]
 
 
+PROGRAMS_MB = 4096
+"""What the programs of a task that does not say may have beside its files: agents in Node take half a GiB to two, a
+compiler or a test suite beside them as much."""
+
+
 class Resources(Spec):
     """What a sandbox may use at most; cpus and memory are also set aside for it on its node.
 
-    cpus: processors' worth of time. memory_mb: MiB of memory, written files included where they live in memory.
-    disk_mb: MiB of files it may write. pids: processes and threads at once.
+    cpus: processors' worth of time. memory_mb: MiB of memory, written files included where they live in memory; without
+    it the bound is PROGRAMS_MB above disk_mb, and nothing is set aside. disk_mb: MiB of files it may write. pids:
+    processes and threads at once.
     """
 
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
     memory_mb: Annotated[int, Field(ge=16, le=1 << 24)] | None = None
     disk_mb: Annotated[int, Field(ge=1, le=1 << 24)] = 4096
     pids: Annotated[int, Field(ge=8, le=1 << 20)] = 4096
+
+    @property
+    def most_memory_mb(self) -> int:
+        """What the sandbox is held to. A task that does not say what it needs is bounded too, so that one agent cannot
+        take the whole node."""
+        return self.disk_mb + PROGRAMS_MB if self.memory_mb is None else self.memory_mb
 
 
 class Mount(Spec):

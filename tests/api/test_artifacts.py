@@ -65,3 +65,46 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
                 await client.artifacts(unknown)
         with pytest.raises(InvalidField):
             await client.artifacts(session, attempt=0)
+
+
+ODD = (
+    "line\nbreak",
+    "ends with one\n",
+    "ends with one",
+    "\nbegins with one",
+    "carriage\rreturn",
+    "tab\t",
+    "\\",
+    "%0a",
+    "%",
+    "?",
+    "#",
+    "&a=b",
+    ";p",
+    "+ +",
+    "...",
+    "..a",
+    ".hidden",
+    "~",
+    "\x01\x7f",
+    "\ufffd",
+    "\u202e",
+    "é",
+    "e\u0301",
+    "'\"",
+)
+
+
+async def test_what_is_listed_is_served_whatever_it_is_called(tmp_path: Path) -> None:
+    prepare = [{"write": f"<{name}>", "to": f"out/{name}"} for name in ODD]
+    task = {**TASK, "runtime": {"kind": "memory", "prepare": prepare}, "artifacts": ["out/*", "out/.*"]}
+    replies = [say("done")]
+    async with running_service(tmp_path=tmp_path, replies=replies) as (_, url), AsyncClient(url) as client:
+        [group] = await client.wait([(await client.submit({"task": task})).id])
+        session = group.sessions[0].id
+        listed = await client.artifacts(session)
+        assert {file.path for file in listed.artifacts} == {f"/work/out/{name}" for name in ODD}
+        for name in ODD:
+            assert await client.artifact(session, f"/work/out/{name}") == f"<{name}>".encode(), repr(name)
+        with pytest.raises(NotFound):
+            await client.artifact(session, "/work/out/...\n")

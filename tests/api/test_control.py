@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,36 @@ async def test_engines_are_added_drained_and_removed_while_it_runs(tmp_path: Pat
         with pytest.raises(InvalidField) as refused:
             await client.add_engine({"kind": "no-such-kind"})
         assert refused.value.field == "kind"
+
+
+NUMBERS = (
+    "results?after=",
+    "results?limit=",
+    "results?wait=",
+    "events?after=",
+    "groups?limit=",
+    "groups/g-1?wait=",
+    "sessions/s-1/artifacts?attempt=",
+    "sessions/s-1/artifacts/a?attempt=",
+)
+
+
+async def test_numbers_beyond_all_bounds_are_refused_by_name(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), aiohttp.ClientSession() as http:
+        for path, number in itertools.product(NUMBERS, (10**23, 1 << 63, -(10**23), int("9" * 300))):
+            field = path.removesuffix("=").split("?")[1]
+            async with http.get(f"{url}/v1/{path}{number}") as reply:
+                assert (reply.status, (await reply.json())["field"]) == (422, field), path
+
+
+async def test_the_last_cursor_is_a_cursor(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        assert (await client.results(after=(1 << 63) - 1)).groups == ()
+
+
+async def test_an_engine_has_an_address_that_can_be(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, base), AsyncClient(base) as client:
+        for url in ("http://127.0.0.1:99999999999", "http://127.0.0.1:x", "http://[::1", "http://"):
+            with pytest.raises(InvalidField) as refused:
+                await client.add_engine({"kind": "vllm", "url": url})
+            assert refused.value.field == "url"

@@ -20,7 +20,7 @@ from bench.processes import ROOT
 from api.test_gateway import CHAT, KEY, OneSession, a_gateway, serving
 from outrider.api.gateway import Gateway
 from outrider.aside import INLINE
-from outrider.sessions.intake import MAX_IN_SESSION, MAX_TEXT_BODY, MIN_COUNTED
+from outrider.sessions.intake import MAX_IN_SESSION, MAX_TEXT_BODY
 from outrider.watchdog import Watchdog
 from sessions.world import a_world
 
@@ -65,17 +65,22 @@ async def test_bodies_that_arrive_side_by_side_share_one_bound(tmp_path: Path) -
         assert world.conversation.bodies.size == 0
 
 
-async def test_bodies_that_do_not_arrive_are_bounded_in_number(tmp_path: Path) -> None:
-    async with a_gateway(tmp_path, "hi<|im_end|>") as (world, http), AsyncExitStack() as held:
-        world.conversation.bodies.size = MAX_IN_SESSION - MIN_COUNTED
-        clients = [await opened(http, CHAT, 10, held) for _ in range(2)]
+async def test_calls_under_way_are_bounded_and_one_too_many_is_refused_alone(tmp_path: Path) -> None:
+    async with (
+        a_world(tmp_path, ["hi<|im_end|>"]) as world,
+        serving(Gateway(OneSession(world.conversation), calls=2)) as url,
+        aiohttp.ClientSession(url) as http,
+        AsyncExitStack() as held,
+    ):
+        clients = [await opened(http, CHAT, 10, held) for _ in range(3)]
         answers = [asyncio.ensure_future(refusal(reader)) for reader, _ in clients]
         done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
-        assert [answer.result()[0] for answer in done] == [429]
-        world.conversation.bodies.size = 0
+        [(status, error)] = [answer.result() for answer in done]
+        assert (status, "under way" in error["message"]) == (429, True)
         for _, writer in clients:
             writer.write(b"x" * 10)
         assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
+        assert world.conversation.under_way == 0
 
 
 @pytest.mark.parametrize("path", [CHAT, COUNT])

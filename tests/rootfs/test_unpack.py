@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import os
 import tarfile
@@ -13,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.rootfs.unpack import BadImage, Contents, unpack
+from outrider.rootfs.remove import remove_tree
+from outrider.rootfs.store import ImageStore
+from outrider.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, unpack
 
 
 def layer(*entries: tuple[str, Any], compression: str = "") -> io.BytesIO:
@@ -144,3 +147,110 @@ def test_nothing_outside_is_touched(
     assert sorted(path.name for path in folder.iterdir()) == ["a", "root"]
     assert (folder / "a").read_bytes() == b"outside"
     assert os.lstat(folder / "a").st_nlink == 1
+
+
+def odd(**fields: Any) -> tarfile.TarInfo:
+    member = tarfile.TarInfo("x")
+    for name, value in fields.items():
+        setattr(member, name, value)
+    return member
+
+
+def packed(*members: tarfile.TarInfo) -> io.BytesIO:
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for member in members:
+            archive.addfile(member, io.BytesIO(b"1" * max(0, member.size)))
+    whole.seek(0)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("mtime", "kept"),
+    [("1e30", NEWEST), ("-1e30", OLDEST), ("nan", 0), ("inf", NEWEST), ("-inf", OLDEST), ("-5.5", -5.5), ("12", 12)],
+)
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE])
+def test_absurd_times_are_the_nearest_that_can_be_kept(tmp_path: Path, mtime: str, kept: float, kind: bytes) -> None:
+    unpacked(tmp_path, packed(odd(type=kind, pax_headers={"mtime": mtime})))
+    assert (tmp_path / "root" / "x").stat().st_mtime == kept
+
+
+def test_owners_and_devices_beyond_all_numbers_are_left_out(tmp_path: Path) -> None:
+    rich = odd(name="rich", pax_headers={"uid": str(1 << 40), "gid": str(1 << 70), "uname": "x" * 5000})
+    device = odd(name="device", type=tarfile.CHRTYPE, devmajor=0o7777777, devminor=0o7777777)
+    found, contents = unpacked(tmp_path, packed(rich, device))
+    assert (found, contents.left_out) == ({"rich": b""}, 1)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\tb", "\udcff", "a b", ".", "wh.x", "%2e%2e", "\\", "x" * 255])
+def test_odd_names_are_names(tmp_path: Path, name: str) -> None:
+    found, _ = unpacked(tmp_path, layer((f"in/{name}/x", b"1")))
+    assert found[os.path.normpath(f"in/{name}/x")] == b"1"
+
+
+ABSURD = {
+    "deep": lambda: layer(("/".join("a" * 3000), b"1")),
+    "deep by links": lambda: layer(
+        *[(f"l{n}", f"-> l{n - 1}/" + "/".join("a" * 100) if n else "-> b") for n in range(30)], ("l29/x", b"1")
+    ),
+    "long": lambda: layer(("x" * 300, b"1")),
+    "a size below nothing": lambda: packed(odd(pax_headers={"size": "-1024"})),
+    "a size beyond all": lambda: packed(odd(pax_headers={"size": str(1 << 90)})),
+    "a name with NUL": lambda: packed(odd(pax_headers={"path": "a\0b"})),
+    "a link with NUL": lambda: packed(odd(type=tarfile.SYMTYPE, linkname="a", pax_headers={"linkpath": "a\0b"})),
+    "a hard link in a circle": lambda: layer(("a", "= b"), ("b", "= a")),
+    "a hard link to a device": lambda: layer(("a", "3"), ("b", "= a")),
+    "a hard link out": lambda: layer(("a", "= ../../etc/passwd")),
+    "a whiteout of nothing": lambda: layer((".wh.", b"")),
+    "a whiteout of all": lambda: layer((".wh...", b"")),
+    "a large header": lambda: packed(odd(pax_headers={"comment": "x" * (2 << 20)})),
+    "headers of headers": lambda: io.BytesIO(header_of_headers(3000)),
+    "cut gzip": lambda: io.BytesIO(layer(("a", bytes(range(256)) * 400), compression="gz").getvalue()[:-300]),
+    "broken xz": lambda: io.BytesIO(broken(layer(("a", os.urandom(90_000)), compression="xz").getvalue())),
+    "cut": lambda: io.BytesIO(layer(("a", b"1" * 100_000)).getvalue()[:5000]),
+}
+
+
+def header_of_headers(number: int) -> bytes:
+    """PAX headers of which each is for the next."""
+    one = tarfile.TarInfo("x")
+    one.type, one.size = tarfile.XHDTYPE, 0
+    return one.tobuf(tarfile.USTAR_FORMAT) * number
+
+
+def broken(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + b"\xff" * 64 + data[middle + 64 :]
+
+
+@pytest.mark.parametrize("compression", ["", "gz"])
+@pytest.mark.parametrize("what", ABSURD)
+def test_what_cannot_be_is_refused_in_words_and_leaves_nothing(tmp_path: Path, what: str, compression: str) -> None:
+    data = ABSURD[what]().getvalue()
+    source = tmp_path / "image.tar"
+    source.write_bytes(gzip.compress(data, 1) if compression else data)
+    with pytest.raises(BadImage):
+        ImageStore(tmp_path / "images").import_(source, "x")
+    assert sorted(path.name for path in (tmp_path / "images").glob("*")) in ([], [".locks"])
+
+
+def test_entries_that_are_there_often_are_there_once(tmp_path: Path) -> None:
+    entries = [("a", b"1"), ("a", None), ("a/b", b"2"), ("a", "-> c"), ("a", b"3"), ("d", "= a"), ("a", b"4")]
+    found, _ = unpacked(tmp_path, layer(*entries))
+    assert found == {"a": b"4", "d": b"3"}
+
+
+def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    at = os.open(top, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d" * 9, 0o700, dir_fd=at)
+        os.close(os.open("f", os.O_CREAT, dir_fd=at))
+        below = os.open("d" * 9, os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    os.chmod(at, 0o500)
+    os.close(at)
+    remove_tree(top)
+    assert not top.exists()

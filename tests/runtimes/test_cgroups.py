@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes import cgroups
+from outrider.runtimes import cgroups, plans
 from outrider.runtimes.cgroups import Cgroups, Hierarchies
 from outrider.runtimes.host import Host
 from outrider.spec import Resources
@@ -36,6 +36,22 @@ def test_version_1_is_found_controller_by_controller(tmp_path: Path) -> None:
     found = cgroups.find(mount=tmp_path, own="4:memory:/a\n3:cpu,cpuacct:/\n2:pids:/\n0::/x\n")
     assert found == Hierarchies(1, {"memory": tmp_path / "memory/a", "pids": tmp_path / "pids"})
     assert str(found) == "control groups v1 (memory, pids)"
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [(Resources(), 8192), (Resources(disk_mb=20_000), 24_096), (Resources(memory_mb=64), 64)],
+)
+def test_memory_is_always_bounded(resources: Resources, expected: int) -> None:
+    assert cgroups.settings(2, resources)["memory"]["memory.max"] == str(expected << 20)
+    assert cgroups.settings(1, resources)["memory"]["memory.limit_in_bytes"] == str(expected << 20)
+    assert plans.counted_memory(resources, ()) == plans.rlimits(resources, {})["RLIMIT_DATA"] == expected << 20
+    assert plans.counted_memory(resources, cgroups.CONTROLLERS) == 0
+
+
+def test_a_bound_that_nobody_named_takes_nothing_from_the_files() -> None:
+    assert plans.room(Resources(disk_mb=20_000))[0] == 20_000 << 20
+    assert plans.room(Resources(disk_mb=20_000, memory_mb=100))[0] == 75 << 20
 
 
 def test_version_2_is_used_where_it_is_ours(tmp_path: Path) -> None:

@@ -346,6 +346,29 @@ async def test_devices_and_pipes_are_not_read(real: Runtime) -> None:
             await real.read(path)
 
 
+async def test_links_lead_to_the_sandboxs_own_files_only(real: Runtime, tmp_path: Path) -> None:
+    """`/proc/self` is the tool server's, when that looks at it."""
+    await real.write("out/log", b"mine")
+    links = {"me": "/proc/self", "fds": "/proc/self/fd", "sys": "/sys", "alias": "out", "out/l": "log"}
+    make = "; ".join(f"ln -s {aim} {name}" for name, aim in links.items())
+    assert (await real.exec(f"{make}; mkfifo out/pipe", seconds=10)).exit_code == 0
+    descriptors = [f"fds/{number}" for number in range(12)]
+    kernels = ["me/maps", "me/environ", "me/mem", "/proc/self/maps", "/proc/meminfo", "sys/kernel/notes"]
+    for path in (*kernels, *descriptors):
+        for follow in (True, False):
+            with pytest.raises((RuntimeFailure, OSError)):
+                await real.read(path, follow=follow)
+    for path in ("alias/log", "me/cwd/out/log", "out/log"):
+        assert await real.read(path, follow=False) == b"mine"
+    assert await real.read("out/l") == b"mine"
+    for path in ("out/l", "alias/pipe"):
+        with pytest.raises((RuntimeFailure, OSError)):
+            await real.read(path, follow=False)
+    archived = await snapshot(real, tmp_path, "me/fd", "me/maps", "alias/log")
+    with tarfile.open(fileobj=io.BytesIO(archived)) as archive:
+        assert [member.name for member in archive] == ["work/alias/log"]
+
+
 async def test_shell_limit_kills_the_foreground_job_only(real: Runtime) -> None:
     shell = await real.open_shell()
     await shell.run("sleep 3004 &", seconds=10)

@@ -73,7 +73,8 @@ async def until_closed(sandbox: Runtime) -> None:
     """Until the connections that a program has left are ended by the tool server too, when its loop comes to them."""
     impoverish(1000)
     for _ in range(1000):
-        states = [line.split()[3] for line in (await sandbox.read("/proc/net/tcp")).decode().splitlines()[1:]]
+        told = (await sandbox.exec("cat /proc/net/tcp", seconds=10)).stdout.decode()
+        states = [line.split()[3] for line in told.splitlines()[1:]]
         if not {ESTABLISHED, CLOSE_WAIT} & set(states):
             return
         await asyncio.sleep(0.01)

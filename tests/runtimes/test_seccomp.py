@@ -53,6 +53,13 @@ HOST_WIDE = {
     "mq_getsetattr": (245, 185),
 }
 
+UNCOUNTED = {
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "vmsplice": (278, 75),
+    "remap_file_pages": (216, 234),
+}
+
 
 def number_of(name: str, machine: str) -> int:
     return {**LOOKED_AT, **SENDING, **HOST_WIDE}[name][KINDS.index(machine)]
@@ -100,6 +107,22 @@ def test_calls_by_number(machine: str, tcp_only: bool) -> None:
         assert verdict(code, machine, number, 7, 7, 7, 7) == expected, number
     assert verdict(code, machine, seccomp.CLONE3) == ENOSYS
     assert verdict(code, "another", 0) == seccomp.KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_where_memory_is_counted_there_is_none_that_belongs_to_no_process(machine: str) -> None:
+    usual, code = (seccomp.program(machine, counted=counted) for counted in (False, True))
+    for name in UNCOUNTED:
+        number = UNCOUNTED[name][KINDS.index(machine)]
+        assert (verdict(usual, machine, number), verdict(code, machine, number)) == (ALLOW, ENOSYS), name
+    fcntl = (72, 25)[KINDS.index(machine)]
+    for command, expected in ((1031, EPERM), (1032, ALLOW), (1033, ALLOW), (2, ALLOW), (1030, ALLOW)):
+        assert verdict(usual, machine, fcntl, 3, command) == ALLOW
+        assert verdict(code, machine, fcntl, 3, command) == expected, command
+    without = seccomp.program(machine, counted=True, ipc=False)
+    for name in HOST_WIDE:
+        number = number_of(name, machine)
+        assert (verdict(code, machine, number), verdict(without, machine, number)) == (ALLOW, ENOSYS), name
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -21,6 +21,7 @@ from outrider.api.images import image_routes
 from outrider.api.openapi import describe
 from outrider.api.replies import bad_query, json_reply, outrider_error, unknown_route
 from outrider.asgi import Application, Receive, Scope, Send
+from outrider.descriptors import EACH_MOST
 from outrider.errors import EngineUnavailable, OutriderError, Unauthorized
 from outrider.service.service import Service
 
@@ -122,6 +123,6 @@ def control_app(service: Service) -> FastAPI:
     return app
 
 
-def create_app(service: Service) -> RootApp:
-    """Everything, for the service's own address."""
-    return RootApp(Guard(control_app(service), service.config.token), Gateway(service.node))
+def create_app(service: Service, *, calls: int = EACH_MOST) -> RootApp:
+    """Everything, for the service's own address. `calls` is what one session may have under way at once."""
+    return RootApp(Guard(control_app(service), service.config.token), Gateway(service.node, calls=calls))

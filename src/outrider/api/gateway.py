@@ -16,12 +16,13 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from outrider.asgi import Receive, Scope, Send, while_connected
+from outrider.descriptors import EACH_MOST
 from outrider.dialects import dialects
 from outrider.dialects.base import Action, Completion, Dialect, ModelRequest, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.messages import Delta
 from outrider.sessions.conversation import Conversation, Ended
-from outrider.sessions.intake import Body
+from outrider.sessions.intake import Body, TooMuchAtOnce
 
 PREFIX = "/s/"
 JSON = b"application/json"
@@ -40,8 +41,10 @@ class Gateway:
     """The ASGI application. Dialects are told apart by route, and by headers where they share one. The session's key
     is in the path, or, for clients whose base URL cannot carry it, the API key."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST) -> None:
+        """`calls` is how many a session may have under way at once."""
         self._sessions = sessions
+        self._calls = calls
         self._dialects = dialects()
 
     def serves(self, scope: Scope) -> bool:
@@ -66,7 +69,13 @@ class Gateway:
                 raise NotFound(f"{call.method} {call.path} is not served here")
             dialect = routed.dialect
             conversation = self._conversation(_api_key(call) if key is None else key)
-            await self._serve(routed, call, conversation, scope, receive, reply)
+            conversation.under_way += 1
+            try:
+                if conversation.under_way > self._calls:
+                    raise TooMuchAtOnce(f"this session has {self._calls} calls under way: one more cannot be taken yet")
+                await self._serve(routed, call, conversation, scope, receive, reply)
+            finally:
+                conversation.under_way -= 1
         except _Refused as refused:
             await reply.failed(refused.dialect, refused.error)
         except OutriderError as error:

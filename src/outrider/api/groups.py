@@ -24,6 +24,10 @@ EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
 PING_SECONDS = 15.0
 
+LAST_CURSOR = (1 << 63) - 1
+"""The largest number that the store can hold."""
+
+After = Annotated[int, Query(ge=0, le=LAST_CURSOR)]
 Samples = Annotated[bool, Query(description="include the training rows")]
 
 
@@ -58,7 +62,7 @@ def group_routes(service: Service) -> APIRouter:
 
     @routes.get("/results", **answers(ResultsPage))
     async def results(
-        after: Annotated[int, Query(ge=0)] = 0,
+        after: After = 0,
         wait: Annotated[float, Query(ge=0, le=MAX_WAIT, description="seconds to wait for the first")] = 0.0,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         samples: Samples = False,
@@ -69,7 +73,7 @@ def group_routes(service: Service) -> APIRouter:
         return long_reply(page.json())
 
     @routes.get("/events", response_class=StreamingResponse)
-    async def events(after: Annotated[int, Query(ge=0)] = 0) -> StreamingResponse:
+    async def events(after: After = 0) -> StreamingResponse:
         """Every change as server-sent events, from a cursor on, without end. The event id is the cursor."""
         return StreamingResponse(_events(service, after), media_type="text/event-stream")
 

@@ -16,6 +16,7 @@ import uvicorn
 from outrider.api.app import create_app, is_local
 from outrider.api.gateway import Gateway
 from outrider.asgi import Application, Receive, Scope, Send, server_settings
+from outrider.descriptors import raise_limit, shares
 from outrider.errors import InvalidField, ServiceError
 from outrider.service.service import Service
 
@@ -24,7 +25,7 @@ class _Server(uvicorn.Server):
     """uvicorn without its signal handling: whoever runs us decides what a signal means. `ready` is set once
     it listens. No request outlives it: what it is answering when it shuts down is cut off."""
 
-    def __init__(self, app: Application) -> None:
+    def __init__(self, app: Application, connections: int) -> None:
         async def until_cut_off(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 await app(scope, receive, send)
@@ -32,7 +33,7 @@ class _Server(uvicorn.Server):
                 if not self.should_exit:
                     raise
 
-        super().__init__(server_settings(until_cut_off))
+        super().__init__(server_settings(until_cut_off, connections=connections))
         self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -76,9 +77,10 @@ async def serving(service: Service) -> AsyncIterator[str]:
         host, port = outside.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         service.node.gateway_url = url
+        share = shares(raise_limit())
         servers = [
-            (_Server(create_app(service)), outside),
-            (_Server(Gateway(service.node)), inside),
+            (_Server(create_app(service, calls=share.session), share.control), outside),
+            (_Server(Gateway(service.node, calls=share.session), share.sandboxes), inside),
         ]
         failure: Exception | None = None
         async with asyncio.TaskGroup() as group:

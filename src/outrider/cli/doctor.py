@@ -13,7 +13,7 @@ from outrider.doctor import Diagnosis, Finding, diagnose
 def doctor(ctx: typer.Context, json: Json = False) -> None:
     """Say what this machine can use, and what is missing.
 
-    Runtimes, harnesses, engines, file formats and the service's port.
+    Runtimes, harnesses, engines, file formats, the service's port, and open files.
     Ends with 1 when no sandbox can be made here.
 
     Examples:
@@ -40,6 +40,7 @@ def _show(terminal: Terminal, diagnosis: Diagnosis) -> None:
         ("engines", diagnosis.engines),
         ("formats", diagnosis.formats),
         ("ports", diagnosis.ports),
+        ("limits", diagnosis.limits),
     )
     rows = [
         (part if index == 0 else "", found.name, word("yes" if found.ok else "no"), printable(found.detail))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from outrider.config import Config, load_config
 LANES = "Settings of the lanes"
 SANDBOXES = "What sandboxes may have"
 MODEL = "The policy"
-OPEN_FILES = 65_536
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -147,16 +145,7 @@ def serve(
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     )
-    _allow_open_files()
     run_service(_serve(terminal_of(ctx), settings))
-
-
-def _allow_open_files() -> None:
-    """Each session holds half a dozen descriptors, and the usual soft limit is 1024: take what the hard one allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:

@@ -34,10 +34,17 @@ def read_options(kind: type[T], values: dict[str, Any]) -> T:
 def server_url(options: EngineOptions) -> str:
     """The server's base URL without a trailing slash or `/v1`. Raises InvalidField."""
     url = (options.url or "").rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _can_be(url):
         raise InvalidField(
             f"engine {options.name!r} needs the http:// or https:// URL of its server, not {options.url!r}",
             field="url",
         )
     return url.removesuffix("/v1")
+
+
+def _can_be(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an end, a port that is no number or too large
+        return False

@@ -11,12 +11,15 @@ import platform
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, BinaryIO, TypeVar, cast
 
 import msgspec
 
-from outrider.rootfs.unpack import BadImage
+from outrider.rootfs.unpack import UNREADABLE, BadImage, Member
+
+T = TypeVar("T")
 
 MAX_DOCUMENT = 8 << 20
 MAX_NESTING = 4
@@ -37,6 +40,41 @@ class Layered(msgspec.Struct, frozen=True):
     workdir: str | None
 
 
+class Platform(msgspec.Struct, frozen=True):
+    architecture: str | None = None
+    os: str | None = None
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What a document says of a blob."""
+
+    digest: str
+    media_type: str | None = msgspec.field(name="mediaType", default=None)
+    platform: Platform | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """An index, which has manifests, or an image, which has the rest."""
+
+    manifests: list[Entry] = []
+    config: Entry | None = None
+    layers: list[Entry] = []
+
+
+class Own(msgspec.Struct, frozen=True):
+    env: list[str] | None = msgspec.field(name="Env", default=None)
+    workdir: str | None = msgspec.field(name="WorkingDir", default=None)
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    config: Own | None = None
+
+
+class Saved(msgspec.Struct, frozen=True):
+    config: str = msgspec.field(name="Config")
+    layers: list[str] = msgspec.field(name="Layers")
+
+
 Open = Callable[[str], BinaryIO]
 """A file of an image by its path. Raises BadImage where there is none."""
 
@@ -48,10 +86,10 @@ def layered(path: Path) -> Iterator[Layered]:
         yield _oci(lambda name: _file_in(path, name))
         return
     with _archive(path) as archive:
-        names = {member.name.removeprefix("./"): member for member in _head(archive)}
+        names = {member.name.removeprefix("./"): member for member in islice(_members(archive), MAX_MEMBERS)}
 
         def within(name: str) -> BinaryIO:
-            member = names.get(name) or _found(archive, name)
+            member = names.get(name) or next((one for one in _members(archive) if one.name == name), None)
             file = archive.extractfile(member) if member is not None and member.isfile() else None
             if file is None:
                 raise BadImage(f"{path} has no {name}")
@@ -67,78 +105,72 @@ def layered(path: Path) -> Iterator[Layered]:
 
 def _archive(path: Path) -> tarfile.TarFile:
     try:
-        return tarfile.open(path)
-    except (tarfile.TarError, EOFError, OSError) as error:
+        return tarfile.open(path, tarinfo=Member)
+    except (*UNREADABLE, OSError) as error:
         raise BadImage(f"{path} is no tar archive: {error}") from error
 
 
-def _head(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """The members of an archive of blobs; for one of a root, which has many more, only its beginning."""
-    members = []
+def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Raises BadImage where one says that the next is before it: tarfile would read them over and over."""
+    last = -1
     for member in archive:
-        members.append(member)
-        if len(members) > MAX_MEMBERS:
-            break
-    return members
-
-
-def _found(archive: tarfile.TarFile, name: str) -> tarfile.TarInfo | None:
-    try:
-        return archive.getmember(name)
-    except KeyError:
-        return None
+        if member.offset <= last:
+            raise BadImage("the archive's entries are in a circle")
+        last = member.offset
+        yield member
 
 
 def _file_in(folder: Path, name: str) -> BinaryIO:
     place = folder / name
-    if not place.resolve().is_relative_to(folder.resolve()) or not place.is_file():
+    if "\0" in name or not place.resolve().is_relative_to(folder.resolve()) or not place.is_file():
         raise BadImage(f"{folder} has no {name}")
     return place.open("rb")
 
 
 def _oci(open_: Open) -> Layered:
     """Of several images that which is for this machine, else the only one."""
-    document = _document(open_, "index.json")
+    document = _document(open_("index.json"), "index.json", Manifest)
     for _ in range(MAX_NESTING):
-        chosen = _chosen(document.get("manifests", []))
-        document = _blob_document(open_, chosen["digest"])
-        if chosen.get("mediaType") not in NESTED and "manifests" not in document:
-            return _image(open_, document, chosen["digest"])
+        chosen = _chosen(document.manifests)
+        document = _document(_blob(open_, chosen.digest), chosen.digest, Manifest)
+        if chosen.media_type not in NESTED and not document.manifests:
+            return _image(open_, document, chosen.digest)
     raise BadImage("the image's indexes are nested too deep")
 
 
-def _chosen(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+def _chosen(manifests: list[Entry]) -> Entry:
     machine = MACHINES.get(platform.machine(), platform.machine())
-    fitting = [one for one in manifests if one.get("platform", {}).get("architecture") in (machine, None)]
+    fitting = [one for one in manifests if one.platform is None or one.platform.architecture in (machine, None)]
     if len(fitting) != 1:
-        fitting = [one for one in fitting if one.get("platform", {}).get("os") == "linux"]
-    if len(fitting) != 1 or "digest" not in fitting[0]:
+        fitting = [one for one in fitting if one.platform is not None and one.platform.os == "linux"]
+    if len(fitting) != 1:
         raise BadImage(f"the index names {len(manifests)} images, and not exactly one for linux on {machine}")
     return fitting[0]
 
 
-def _image(open_: Open, manifest: dict[str, Any], digest: str) -> Layered:
-    config = _blob_document(open_, manifest["config"]["digest"]).get("config") or {}
-    names = [layer["digest"] for layer in manifest.get("layers", [])]
-    if not names:
+def _image(open_: Open, manifest: Manifest, digest: str) -> Layered:
+    if manifest.config is None or not manifest.layers:
         raise BadImage("the image has no layers")
+    names = [layer.digest for layer in manifest.layers]
+    config = _document(_blob(open_, manifest.config.digest), manifest.config.digest, Configuration)
     return _with_config(digest, lambda: (_blob(open_, name) for name in names), config)
 
 
 def _saved(open_: Open) -> Layered:
     """What `docker save` writes: one image, its layers as files."""
-    images = _document(open_, "manifest.json")
-    if not isinstance(images, list) or len(images) != 1:
+    images = _document(open_("manifest.json"), "manifest.json", list[Saved])
+    if len(images) != 1:
         raise BadImage("the archive holds several images: save one")
-    config_name, names = images[0]["Config"], images[0]["Layers"]
-    config = _document(open_, config_name)
-    digest = hashlib.sha256(b"".join(_digest(open_(name)).encode() for name in names)).hexdigest()
-    return _with_config(f"sha256:{digest}", lambda: (open_(name) for name in names), config.get("config") or {})
+    [image] = images
+    digest = hashlib.sha256(b"".join(_digest(open_(name)).encode() for name in image.layers)).hexdigest()
+    config = _document(open_(image.config), image.config, Configuration)
+    return _with_config(f"sha256:{digest}", lambda: (open_(name) for name in image.layers), config)
 
 
-def _with_config(digest: str, layers: Callable[[], Iterator[BinaryIO]], config: dict[str, Any]) -> Layered:
-    env = dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry)
-    return Layered(digest, layers, env, config.get("WorkingDir") or None)
+def _with_config(digest: str, layers: Callable[[], Iterator[BinaryIO]], configuration: Configuration) -> Layered:
+    own = configuration.config or Own()
+    env = dict(entry.split("=", 1) for entry in own.env or () if "=" in entry)
+    return Layered(digest, layers, env, own.workdir or None)
 
 
 def _blob(open_: Open, digest: str) -> BinaryIO:
@@ -151,20 +183,12 @@ def _blob(open_: Open, digest: str) -> BinaryIO:
     return open_(name)
 
 
-def _blob_document(open_: Open, digest: str) -> dict[str, Any]:
-    return cast("dict[str, Any]", _decoded(_blob(open_, digest), digest))
-
-
-def _document(open_: Open, name: str) -> Any:
-    return _decoded(open_(name), name)
-
-
-def _decoded(file: BinaryIO, name: str) -> Any:
+def _document(file: BinaryIO, name: str, kind: type[T]) -> T:
     with file:
         try:
-            return msgspec.json.decode(file.read(MAX_DOCUMENT))
-        except msgspec.DecodeError as error:
-            raise BadImage(f"{name} is not JSON: {error}") from error
+            return msgspec.json.decode(file.read(MAX_DOCUMENT), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadImage(f"{name} is not JSON as images have it: {error}") from error
 
 
 def _digest(file: IO[bytes]) -> str:

@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +26,9 @@ import msgspec
 from outrider.config import cache_home
 from outrider.errors import InvalidField, NotFound, RequestError
 from outrider.rootfs.archives import layered
+from outrider.rootfs.remove import remove_tree
 from outrider.rootfs.sif import is_sif, unpack_sif
-from outrider.rootfs.unpack import BadImage, unpack
+from outrider.rootfs.unpack import UNREADABLE, BadImage, unpack
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?")
 CHUNK = 1 << 20
@@ -63,7 +63,10 @@ class ImageStore:
         if not source.exists():
             raise NotFound(f"no file or folder {source}")
         of_sif = source.is_file() and is_sif(source)
-        image = self._import_sif(source) if of_sif else self._import_layers(source)
+        try:
+            image = self._import_sif(source) if of_sif else self._import_layers(source)
+        except UNREADABLE as error:
+            raise BadImage(f"{source} cannot be read: {error}") from error
         _replace(self._name(name), _hex(image.digest).encode())
         return image
 
@@ -99,7 +102,7 @@ class ImageStore:
         with self._locked(image.digest):
             gone = Path(tempfile.mkdtemp(prefix=".gone-", dir=self._folder))
             os.rename(self._folder / _hex(image.digest), gone / "image")
-            shutil.rmtree(gone)
+            remove_tree(gone)
         return True
 
     def _import_sif(self, source: Path) -> Image:
@@ -146,7 +149,7 @@ class ImageStore:
                 draft.chmod(0o755)
                 os.rename(draft, self._folder / _hex(digest))
             except BaseException:  # also a cancel: nothing half made stays
-                shutil.rmtree(draft, ignore_errors=True)
+                remove_tree(draft)
                 raise
             return image
 
@@ -155,7 +158,7 @@ class ImageStore:
         for pattern in (".draft-*", ".gone-*"):
             for path in self._folder.glob(pattern):
                 if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_tree(path)
 
     def _image(self, content: str) -> Image | None:
         try:

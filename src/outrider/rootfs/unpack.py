@@ -3,15 +3,19 @@
 It knows no image format. Links in a layer mean what they would mean with the folder as root: they are followed inside
 it, whatever they point to on the host. Ownership, set-user-id bits and extended attributes are left out, because a
 sandbox over the folder has one user; devices, sockets and pipes are left out and counted. Invariant: nothing outside
-the folder is read or written.
+the folder is read or written; and whatever an archive says of itself ends in its root or in a BadImage.
 """
 
 from __future__ import annotations
 
+import gzip
+import lzma
+import math
 import os
 import shutil
 import stat
 import tarfile
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,14 +28,54 @@ from outrider.errors import RequestError
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
 MAX_LINKS = 40
+MAX_DEPTH = 256
+"""Folders in each other. Roots of real systems have some thirty; what is too deep for a path cannot be used."""
+MAX_HEADER = 1 << 20
+"""Bytes of an entry's long name or further attributes, which are read at once."""
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
+OLDEST, NEWEST = -(1 << 31), 1 << 33
+"""Times that every file system can keep, in seconds since the epoch: 1901 to 2242."""
 
 
 class BadImage(RequestError):
     """An archive that is no image, or one that is broken."""
 
     code = "bad_image"
+
+
+UNREADABLE = (
+    tarfile.TarError,
+    EOFError,
+    gzip.BadGzipFile,
+    zlib.error,
+    lzma.LZMAError,
+    ValueError,  # numbers that are none
+    OverflowError,  # numbers beyond the file's offsets
+    RecursionError,  # headers of headers of headers
+)
+"""What comes of reading a broken archive, beside failures of the file system."""
+
+
+class Member(tarfile.TarInfo):
+    """An entry of an archive that nobody vouches for."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's own way to be extended
+        if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
+            raise tarfile.ReadError(f"an entry of {self.size} bytes that cannot be")
+        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]  # the stub lacks it
+        if member.size < 0:
+            raise tarfile.ReadError(f"the entry {member.name!r} has {member.size} bytes")
+        return member
+
+
+HEADERS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 
 
 class Contents(msgspec.Struct):
@@ -48,12 +92,12 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
     contents = Contents()
     for number, layer in enumerate(layers):
         try:
-            with layer, tarfile.open(fileobj=layer, mode="r|*") as archive:
+            with layer, tarfile.open(fileobj=layer, mode="r|*", tarinfo=Member) as archive:
                 _Layer(target, contents).put(archive)
-        except (tarfile.TarError, EOFError) as error:
-            raise BadImage(f"layer {number} cannot be read: {error}") from error
         except OSError as error:
             raise BadImage(f"layer {number} cannot be unpacked: {error}") from error
+        except UNREADABLE as error:
+            raise BadImage(f"layer {number} cannot be read: {error}") from error
     return contents
 
 
@@ -87,11 +131,13 @@ class _Layer:
         for place, mode, changed in reversed(folders):  # last, so that a folder may be one that nobody may write to
             if os.path.isdir(place) and not os.path.islink(place):
                 os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
-                os.utime(place, (changed, changed))
+                _date(place, changed)
 
     def _put(self, archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> bool:
         """Whether it is something that can be put there."""
         if member.issym():
+            if "\0" in member.linkname:
+                raise BadImage(f"the link {member.name!r} leads to {member.linkname!r:.200}")
             _clear(place)
             os.symlink(member.linkname, place)
         elif member.islnk():
@@ -116,7 +162,7 @@ class _Layer:
         with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb") as file:
             shutil.copyfileobj(source, file, COPY_BYTES)
             os.fchmod(file.fileno(), mode)
-        os.utime(place, (member.mtime, member.mtime))
+        _date(place, member.mtime)
         self._contents.bytes += member.size
 
     def _white_out(self, folder: str, name: str) -> None:
@@ -143,7 +189,7 @@ class _Layer:
         """Where an entry goes: its folder, which is made if it is missing, and its name; "" for the root itself."""
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name:
-            raise BadImage(f"the entry {name!r} points out of the image")
+            raise BadImage(f"the entry {name!r:.200} points out of the image")
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:
@@ -167,9 +213,17 @@ class _Layer:
                 at = [] if aim.startswith("/") else at
                 todo.extendleft(reversed(aim.split("/")))
                 continue
+            if len(at) >= MAX_DEPTH:
+                raise BadImage(f"the folder {'/'.join(parts)!r:.200} is more than {MAX_DEPTH} levels deep")
             self._make_folder(place)
             at.append(part)
         return os.path.join(self._root, *at)
+
+
+def _date(place: str, changed: float) -> None:
+    """The nearest time that can be kept; a time that is no number is the beginning of all."""
+    when = 0 if math.isnan(changed) else min(NEWEST, max(OLDEST, changed))
+    os.utime(place, (when, when))
 
 
 def _clear(place: str) -> None:

@@ -35,7 +35,6 @@ from outrider.spec import Resources, RuntimeSpec
 
 GATEWAY_AT = "/run/outrider-gateway.sock"
 HOME = "/root"
-ENVIRON_MAX = 1 << 20
 OWN_PIDS = 48
 OWN_MEMORY_MB = 64
 PREFIXES = ("APPTAINER_", "SINGULARITY_", "LD_", "OUTRIDER_")
@@ -81,11 +80,13 @@ class ApptainerRuntime(RootedRuntime):
         resources = with_apptainer(self._spec.resources)
         group = groups.make(self._context.directory.name, resources)
         self._held.push_async_callback(group.remove)
-        setup = self._setup(env)
+        memory = plans.counted_memory(self._spec.resources, groups.hierarchies.folders)
+        setup = msgspec.structs.replace(self._setup(env), memory=memory)
         command = [
             *apptainer_start.exec_command(found, image, self._binds(python), setup.marking()),
             *apptainer_start.server_command(
                 *plans.room(self._spec.resources),
+                setup.memory,
                 plans.rlimits(resources, groups.hierarchies.folders, own_users=True),
             ),
         ]
@@ -163,7 +164,7 @@ class ApptainerRuntime(RootedRuntime):
 def with_apptainer(resources: Resources) -> Resources:
     """The limits, and on top of them what Apptainer's own processes take, which share the sandbox's control group and
     its user."""
-    memory = resources.memory_mb and resources.memory_mb + OWN_MEMORY_MB
+    memory = resources.most_memory_mb + OWN_MEMORY_MB
     return resources.model_copy(update={"pids": resources.pids + OWN_PIDS, "memory_mb": memory})
 
 
@@ -179,7 +180,7 @@ async def end(child: Child, family: Family, mark: str) -> None:
 
 async def environment_of(tools: ToolClient) -> dict[str, str]:
     """What the tool server was started with."""
-    told = await tools.call("read", {"path": "/proc/self/environ", "size": ENVIRON_MAX, "offset": 0}, Part)
+    told = await tools.call("environ", {}, Part)
     entries = told.data.decode("utf-8", "surrogateescape").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 

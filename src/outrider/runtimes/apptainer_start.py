@@ -139,9 +139,9 @@ def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 
-def server_command(size: int, files: int, limits: Mapping[str, int]) -> list[str]:
+def server_command(size: int, files: int, memory: int, limits: Mapping[str, int]) -> list[str]:
     """The tool server behind its fence (see inside/fence.py)."""
-    words = [str(size), str(files), *(f"{name}={value}" for name, value in limits.items())]
+    words = [str(size), str(files), str(memory), *(f"{name}={value}" for name, value in limits.items())]
     return [*portable_command(), *FLAGS, "-c", BOOT, *words]
 
 

@@ -40,7 +40,7 @@ FLAGS = ("-I", "-S")
 
 INSIDE = "outrider.runtimes.inside"
 MODULES = (
-    *("wire", "paths", "processes", "loop", "connection", "calls", "capture"),
+    *("wire", "paths", "own", "processes", "loop", "connection", "calls", "capture"),
     *(
         "job",
         "shell",
@@ -53,6 +53,7 @@ MODULES = (
         "patch",
         "lookup",
         "restore",
+        "watch",
         "server",
     ),
 )

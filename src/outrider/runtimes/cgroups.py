@@ -86,12 +86,11 @@ def _unified(folder: Path) -> Hierarchies:
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
     """By controller: the files to write, in order, for what the resources bound."""
     found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
-    if resources.memory_mb is not None:
-        memory = str(resources.memory_mb * MEBIBYTE)
-        if version == 2:
-            found["memory"] = {"memory.max": memory, "memory.swap.max": "0"}
-        else:
-            found["memory"] = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
+    memory = str(resources.most_memory_mb * MEBIBYTE)
+    if version == 2:
+        found["memory"] = {"memory.max": memory, "memory.swap.max": "0"}
+    else:
+        found["memory"] = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
     if resources.cpus is not None:
         quota = str(round(resources.cpus * CPU_PERIOD))
         if version == 2:

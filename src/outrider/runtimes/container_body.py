@@ -87,8 +87,7 @@ class ContainerPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def _limits(self) -> dict[str, int]:
         limits = {"PidsLimit": self.resources.pids}
-        if self.resources.memory_mb is not None:
-            limits["Memory"] = limits["MemorySwap"] = self.resources.memory_mb * MEBIBYTE
+        limits["Memory"] = limits["MemorySwap"] = self.resources.most_memory_mb * MEBIBYTE
         if self.resources.cpus is not None:
             limits["NanoCpus"] = max(10_000_000, round(self.resources.cpus * 1e9))  # less is refused
         return limits

@@ -37,11 +37,12 @@ CONNECT = (
 """The first connection is for calls, the second takes what the server complains of."""
 
 
-def command(file_bytes: int) -> list[str]:
+def command(file_bytes: int, memory: int) -> list[str]:
     """What a container runs, where the portable interpreter and the shared folder are mounted. No file that is written
-    in it can be larger than `file_bytes`: a limit that every kernel keeps, and that not every daemon passes on."""
-    limits = (f"RLIMIT_FSIZE={file_bytes}", "RLIMIT_CORE=0")
-    return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, *limits]
+    in it can be larger than `file_bytes`: a limit that every kernel keeps, and that not every daemon passes on.
+    `memory` is what `Setup.memory` says."""
+    limits = [f"RLIMIT_FSIZE={file_bytes}", "RLIMIT_CORE=0", *([f"RLIMIT_DATA={memory}"] if memory else [])]
+    return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, str(memory), *limits]
 
 
 def interpreter() -> tuple[Path, bytes]:

@@ -12,6 +12,8 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
+
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT
 from outrider.runtimes import container_server
@@ -28,6 +30,7 @@ from outrider.runtimes.container_server import TOOLS_AT, ContainedServer
 from outrider.runtimes.held import RootedRuntime
 from outrider.runtimes.hosted import BRIDGE_PORT, Setup, clean_environment
 from outrider.runtimes.marks import mark_of
+from outrider.runtimes.plans import counted_memory
 from outrider.runtimes.submounts import inner_mounts
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import MEBIBYTE, RuntimeSpec
@@ -74,7 +77,8 @@ class ContainerRuntime(RootedRuntime):
         folder, bytecode = await asyncio.to_thread(container_server.interpreter)
         server = ContainedServer(self._context.directory / "tools")
         self._held.push_async_callback(server.close)
-        setup = self._setup(found)
+        memory = counted_memory(self._spec.resources, ("memory",) if daemon.limits else ())
+        setup = msgspec.structs.replace(self._setup(found), memory=memory)
         plan = self._plan(found, setup, [Shown(folder, PORTABLE_AT), Shown(server.folder, TOOLS_AT)], daemon.limits)
         name = f"{self._context.host.name}-{self._context.directory.name}"
         try:
@@ -125,7 +129,7 @@ class ContainerRuntime(RootedRuntime):
         shown = [*(Shown(source, target) for source, target in inner), *shown]
         return ContainerPlan(
             image=image.id,
-            command=container_server.command(self._spec.resources.disk_mb * MEBIBYTE),
+            command=container_server.command(self._spec.resources.disk_mb * MEBIBYTE, setup.memory),
             env=setup.marking(),
             labels={NODE_LABEL: context.host.name, SESSION_LABEL: context.session_id},
             shown=tuple({one.target: one for one in shown}.values()),

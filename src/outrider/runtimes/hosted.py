@@ -30,8 +30,9 @@ STOP_SECONDS = 5.0
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What a tool server is told first. `files` are written, `folders` made, before anything else runs. `python` is how
-    to start one where the sandbox has none. After `lifetime` seconds (0: never) the server ends by itself with all
-    that runs there, whatever has become of its host. `mark` is in the environment of everything (see marks.py)."""
+    to start one where the sandbox has none. `memory` is how many bytes its programs may have together, 0 where that is
+    seen to otherwise. After `lifetime` seconds (0: never) the server ends by itself with all that runs there, whatever
+    has become of its host. `mark` is in the environment of everything (see marks.py)."""
 
     env: dict[str, str]
     workdir: str
@@ -41,6 +42,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     bridge_socket: str = ""
     subreaper: bool = False
     python: list[str] = []
+    memory: int = 0
     lifetime: float = 0
     mark: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
 

@@ -55,12 +55,13 @@ class LandlockRuntime(ProcessRuntime):
             detail=f"Landlock {have}: files and {network} fenced, weaker than namespaces; limits by {find()}",
         )
 
-    def _program(self, bytecode: bytes, limits: Mapping[str, int]) -> tuple[list[str], bytes]:
+    def _program(self, bytecode: bytes, limits: Mapping[str, int], memory: int) -> tuple[list[str], bytes]:
         shown = [*READ, str(Path(sys.base_prefix).resolve()), *map(str, self._context.mounts)]
         words = [
             str(urlsplit(self.endpoint).port or 0),
             *(f"read={path}" for path in shown),
             *(f"write={path}" for path in (*WRITE, self._context.directory)),
+            f"memory={memory}",
             *(f"{name}={value}" for name, value in limits.items()),
         ]
         return [*server_command(sys.executable), *words], behind(FENCE, bytecode)

@@ -88,7 +88,7 @@ class NamespaceRuntime(RootedRuntime):
         self._held.push_async_callback(tools.close)
         self._held.push_async_callback(_end, child, group)
         await tools.open()
-        await configure(tools, self._setup(env, python))
+        await configure(tools, self._setup(env, python, groups))
         return tools
 
     def _plan(self, zygote: Zygote, groups: Cgroups, root: plans.Root, group: Group) -> plans.Plan:
@@ -109,6 +109,7 @@ class NamespaceRuntime(RootedRuntime):
             cgroups=group.entrances,
             saved=str(context.layer or ""),
             rlimits=plans.rlimits(spec.resources, groups.hierarchies.folders, own_users=True),
+            memory=plans.counted_memory(spec.resources, groups.hierarchies.folders),
             **(msgspec.structs.asdict(several) if several else {}),
         )
 
@@ -135,13 +136,14 @@ class NamespaceRuntime(RootedRuntime):
             )
         return rootfs
 
-    def _setup(self, env: Mapping[str, str], python: list[str]) -> Setup:
+    def _setup(self, env: Mapping[str, str], python: list[str], groups: Cgroups) -> Setup:
         return Setup(
             env=clean_environment({**env, **self._spec.env}, "/root"),
             workdir=self._spec.workdir,
             folders=["/root", "/tmp", "/var/tmp", self._spec.workdir],
             bridge_port=BRIDGE_PORT,
             python=python,
+            memory=plans.counted_memory(self._spec.resources, groups.hierarchies.folders),
             lifetime=self._spec.lifetime_seconds,
             mark=mark_of(self._context.directory),
         )
@@ -198,7 +200,7 @@ def limits_by(found: cgroups.Hierarchies) -> str:
     missing = [name for name in cgroups.CONTROLLERS if name not in found.folders]
     instead = {
         "cpu": "cpus not limited",
-        "memory": "memory per process by rlimits",
+        "memory": "memory counted by the tool server, and per process by rlimits",
         "pids": "processes by rlimits" if os.geteuid() else "processes not limited",
     }
     return "; ".join([str(found), *(instead[name] for name in missing)])

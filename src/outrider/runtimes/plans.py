@@ -10,7 +10,7 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import msgspec
@@ -42,8 +42,8 @@ Ids = tuple[int, int, int]
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`layers` are (folder of the host, where it is inside), the first of them the root, each under a throw-away
     writable one; `shown` is (path of the host, where it is inside), read-only. `bytes` and `files` bound what may be
-    written. `saved` is an archive of writable layers to begin with, "" for none. `uids` and `gids` are which users
-    there are; `mappers` the programs that can give more than one."""
+    written. `memory` is what `counted_memory` says. `saved` is an archive of writable layers to begin with, "" for
+    none. `uids` and `gids` are which users there are; `mappers` the programs that can give more than one."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
@@ -53,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str
     cgroups: tuple[str, ...] = ()
     rlimits: Mapping[str, int] = {}
+    memory: int = 0
     saved: str = ""
     uids: tuple[Ids, ...] = msgspec.field(default_factory=lambda: ((0, os.geteuid(), 1),))
     gids: tuple[Ids, ...] = msgspec.field(default_factory=lambda: ((0, os.getegid(), 1),))
@@ -114,9 +115,16 @@ def rlimits(resources: Resources, controllers: Mapping[str, object], *, own_user
     limits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))}
     if "pids" not in controllers and own_users:
         limits["RLIMIT_NPROC"] = resources.pids
-    if "memory" not in controllers and resources.memory_mb is not None:
-        limits["RLIMIT_AS"] = resources.memory_mb * MEBIBYTE
+    if counted := counted_memory(resources, controllers):
+        # Not the address space: Node cannot compile WebAssembly in less than some tens of GiB of it.
+        limits["RLIMIT_DATA"] = counted
     return limits
+
+
+def counted_memory(resources: Resources, controllers: Container[str]) -> int:
+    """Bytes that the sandbox's programs may have together where its tool server must see to that (inside/watch.py): 0
+    where a control group does."""
+    return 0 if "memory" in controllers else resources.most_memory_mb * MEBIBYTE
 
 
 def open_files(soft: int, hard: int) -> int:
@@ -128,8 +136,8 @@ def open_files(soft: int, hard: int) -> int:
 
 
 def room(resources: Resources) -> tuple[int, int]:
-    """Bytes and files that may be written. They live in memory: where that is bounded, files may take a part of it, so
-    that a full disk is an error and not the death of all programs."""
+    """Bytes and files that may be written. They live in memory: where a task says how much, files may take a part of
+    it, so that a full disk is an error and not the death of all programs."""
     size = resources.disk_mb * MEBIBYTE
     if resources.memory_mb is not None:
         size = min(size, round(resources.memory_mb * MEBIBYTE * FILES_OF_MEMORY))

@@ -11,6 +11,8 @@ import posixpath
 import sys
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from outrider.errors import InvalidField
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.bundle import compiled, server_command
@@ -18,7 +20,7 @@ from outrider.runtimes.cgroups import Cgroups
 from outrider.runtimes.held import HeldRuntime
 from outrider.runtimes.hosted import HostedServer, Setup, clean_environment
 from outrider.runtimes.marks import mark_of
-from outrider.runtimes.plans import rlimits
+from outrider.runtimes.plans import counted_memory, rlimits
 from outrider.runtimes.toolclient import ToolClient
 from outrider.spec import RuntimeSpec
 
@@ -70,13 +72,15 @@ class ProcessRuntime(HeldRuntime):
         group = groups.make(self._context.directory.name, self._spec.resources)
         self._held.push_async_callback(group.remove)
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
-        command, code = self._program(bytecode, rlimits(self._spec.resources, groups.hierarchies.folders))
-        server = await HostedServer.start(command, code, self._setup(), group=group)
+        resources, controllers = self._spec.resources, groups.hierarchies.folders
+        setup = msgspec.structs.replace(self._setup(), memory=counted_memory(resources, controllers))
+        command, code = self._program(bytecode, rlimits(resources, controllers), setup.memory)
+        server = await HostedServer.start(command, code, setup, group=group)
         self._held.push_async_callback(server.stop)
         return server.tools
 
-    def _program(self, bytecode: bytes, limits: Mapping[str, int]) -> tuple[list[str], bytes]:
-        """The command that becomes the tool server, and its code."""
+    def _program(self, bytecode: bytes, limits: Mapping[str, int], memory: int) -> tuple[list[str], bytes]:
+        """The command that becomes the tool server, and its code. `memory` is what `Setup.memory` says."""
         return server_command(sys.executable), bytecode
 
     def _setup(self) -> Setup:

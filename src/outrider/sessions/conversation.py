@@ -51,7 +51,7 @@ class Conversation:
 
     `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
     record of a turn, after which no call is taken. `hung_up` says whether a client has given up a call. `bodies` are
-    those of its calls, for whoever receives them.
+    those of its calls, and `under_way` is how many calls are not answered yet: whoever receives them counts.
 
     Requests are read and joined one at a time; long work on one is done beside the event loop (`aside`).
     """
@@ -72,6 +72,7 @@ class Conversation:
         self.tree = TokenTree(endpoint.renderer, history)
         self._captured = CaptureRecord()
         self.bodies = Bodies(endpoint.intake)
+        self.under_way = 0
         self.turns = 0
         self.limit: StopReason | None = None
         self.failure: OutriderError | None = None

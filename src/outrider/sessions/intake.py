@@ -25,8 +25,6 @@ MAX_IN_SESSION = 64 << 20
 """Bytes of all bodies of one session's calls that have not ended."""
 MAX_IN_ALL = 256 << 20
 """The same over all sessions, of bodies that are LARGE."""
-MIN_COUNTED = 64 << 10
-"""What a body counts as at least, so that a session's calls are bounded in number, too."""
 LARGE = 1 << 20
 """Bytes up to which a body is read whatever it holds: its worst costs 20 ms."""
 BODY_SECONDS = 120.0
@@ -48,7 +46,7 @@ _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
 class TooMuchAtOnce(RequestError):
-    """The bodies of calls that have not ended have more bytes together than are held at once."""
+    """The calls that have not ended are too many, or their bodies have more bytes together than are held at once."""
 
     code = "too_much_at_once"
     http_status = 429
@@ -123,7 +121,6 @@ class Body:
         bound: Capacity | None = None
         try:
             async with asyncio.timeout(self._bodies.intake.seconds) as self._clock:
-                self._count(size)
                 async for part in parts:
                     held.append(part)
                     size += len(part)
@@ -153,9 +150,8 @@ class Body:
         self._counted = self._large = 0
 
     def _count(self, size: int) -> None:
-        counted = max(size, MIN_COUNTED)
-        self._bodies.size += counted - self._counted
-        self._counted = counted
+        self._bodies.size += size - self._counted
+        self._counted = size
         if self._bodies.size > MAX_IN_SESSION:
             raise TooMuchAtOnce(f"this session's unfinished requests have more than {MAX_IN_SESSION} bytes together")
         if size > LARGE:

@@ -43,6 +43,9 @@ SHOWN = kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV
 PROC = kernel.ATTR_NOSUID | kernel.ATTR_NODEV | kernel.ATTR_NOEXEC
 PTS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """Of terminals the host has some thousands for all sandboxes."""
+IPC_BYTES = 64 << 20
+IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
+"""Linux's own of long ago, each less than 3 MiB in all."""
 INOTIFY_MAX = 32
 """Of what the user outside may have for all sandboxes, usually 128."""
 
@@ -71,12 +74,14 @@ def enter(plan: Plan) -> list[int]:
     kernel.unshare(UNSHARED)
     identify(plan)
     uppers = change_root(plan)
+    ipc = not plan["memory"] or bound_ipc(plan["memory"])
+    guard_proc()
     kernel.set_host_name(b"sandbox")
     kernel.raise_loopback()
     for name, value in plan["rlimits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     kernel.keep_capabilities(USER_CAPABILITIES if len(plan["uids"]) > 1 else frozenset())
-    seccomp.confine()
+    seccomp.confine(counted=bool(plan["memory"]), ipc=ipc)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     return uppers
 
@@ -132,6 +137,22 @@ def make_proc(proc: int) -> None:
     make_own("/proc")
     kernel.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
+
+
+def bound_ipc(memory: int) -> bool:
+    """Give System V's shared memory, semaphores and messages, which belong to no process, a small part of `memory`:
+    databases want a few pages of them. False where this kernel lets only the host's root do that (before Linux 6.0)."""
+    pages = min(IPC_BYTES, memory // 4) // os.sysconf("SC_PAGE_SIZE")
+    try:
+        for name, value in {"shmall": str(pages), **IPC_COUNTS}.items():
+            write(f"/proc/sys/kernel/{name}", value)
+    except OSError:
+        return False
+    return True
+
+
+def guard_proc() -> None:
+    """After this the kernel's switches stay as they are."""
     for name in GUARDED:
         if os.path.exists(f"/proc/{name}"):
             kernel.attach(kernel.clone_tree(f"/proc/{name}", kernel.ATTR_RDONLY), f"/proc/{name}")

@@ -1,11 +1,12 @@
-"""Output of programs, kept up to a bound: the first and the last part of it.
+"""What goes into programs, and their output, kept up to a bound: the first and the last part of it.
 
-Invariant: memory stays below 1.5 times the bound however much is written.
+Invariant: for output memory stays below 1.5 times the bound however much is written.
 """
 
 from __future__ import annotations
 
 import posix
+import select
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.loop import POLL_READ, Loop, read_ready
@@ -76,3 +77,25 @@ class Drain:
             if not self.ready(0):
                 break
         return self.capture.take()
+
+
+class Feed:
+    """Writes data into a pipe, as its reader takes it, until all is written or nobody reads any more."""
+
+    def __init__(self, loop: Loop, fd: int, data: bytes) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.left = memoryview(data)
+        posix.set_blocking(fd, False)
+        loop.watch(fd, select.POLLOUT, self.ready)
+
+    def ready(self, events: int) -> None:
+        try:
+            self.left = self.left[posix.write(self.fd, self.left) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.left = self.left[:0]
+        if not self.left:
+            self.loop.forget(self.fd)
+            posix.close(self.fd)

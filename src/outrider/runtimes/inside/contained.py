@@ -13,9 +13,10 @@ from outrider.runtimes.inside import kernel, seccomp
 
 
 def enter(arguments: list[str]) -> None:
-    """`arguments` are limits such as `RLIMIT_CORE=0`."""
-    for limit in arguments:
+    """`arguments` are the bytes of memory (see `Setup.memory`), then limits such as `RLIMIT_CORE=0`."""
+    memory, *limits = arguments
+    for limit in limits:
         name, _, value = limit.partition("=")
         resource.setrlimit(getattr(resource, name), (int(value), int(value)))
-    seccomp.confine()
+    seccomp.confine(counted=memory != "0", ipc=memory == "0")
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)

@@ -20,16 +20,19 @@ SHARED_MEMORY = ("/dev/shm", kernel.MS_NOSUID | kernel.MS_NODEV)
 
 
 def enter(arguments: list[str]) -> None:
-    """`arguments` are the bytes and files that may be written, then limits such as `RLIMIT_CORE=0`."""
-    size, files, *limits = arguments
+    """`arguments` are the bytes and files that may be written, the bytes of memory (see `Setup.memory`), then limits
+    such as `RLIMIT_CORE=0`."""
+    size, files, memory, *limits = arguments
     for target, flags in (SESSION, SHARED_MEMORY):
         kernel.mount("none", target, "tmpfs", MS_REMOUNT | flags, f"size={size},nr_inodes={files}")
     kernel.unshare(kernel.NEWCGROUP)
     cage.make_proc(kernel.new_mount("proc", cage.PROC))
+    ipc = memory == "0" or cage.bound_ipc(int(memory))
+    cage.guard_proc()
     kernel.raise_loopback()
     for limit in limits:
         name, _, value = limit.partition("=")
         resource.setrlimit(getattr(resource, name), (int(value), int(value)))
     kernel.keep_capabilities(frozenset())
-    seccomp.confine()
+    seccomp.confine(counted=memory != "0", ipc=ipc)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.calls import Calls
 from outrider.runtimes.inside.loop import POLL_READ, read_ready
+from outrider.runtimes.inside.own import hold_own
 from outrider.runtimes.inside.paths import folder_of, make_folders
 from outrider.runtimes.inside.processes import send_signal
-from outrider.runtimes.inside.trees import Packer, must_be_absent
+from outrider.runtimes.inside.trees import FOLDER, Packer, must_be_absent
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -118,8 +119,15 @@ def write_tar(fd: int, paths: list[list[str]]) -> None:
             if base in ("", ".", ".."):
                 base, above = ".", path
             try:
-                folder = posix.open(above, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
+                held = hold_own(above, posix.O_DIRECTORY)
             except OSError as error:
                 must_be_absent(error)
                 continue
+            try:
+                folder = posix.open(".", FOLDER, dir_fd=held)
+            except OSError as error:
+                must_be_absent(error)
+                continue
+            finally:
+                posix.close(held)
             packer.add_tree(folder, base, name)

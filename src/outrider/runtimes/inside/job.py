@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.inside.calls import Calls
-from outrider.runtimes.inside.capture import Capture, Drain
+from outrider.runtimes.inside.capture import Capture, Drain, Feed
 from outrider.runtimes.inside.processes import kill_tree, spawn
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Job:
         calls.running[call] = self.cancel
 
     def _start(self, args: dict[str, Any]) -> tuple[int, list[Drain]]:
-        source = memory_file(args["stdin"]) if args["stdin"] else posix.open("/dev/null", posix.O_RDONLY)
+        source, sink = posix.pipe() if args["stdin"] else (posix.open("/dev/null", posix.O_RDONLY), -1)
         out = posix.pipe()
         err = out if args["merged"] else posix.pipe()
         env = self.calls.environment(args["env"], self.call)
@@ -39,12 +39,14 @@ class Job:
         try:
             pid = spawn(argv, env, args["cwd"], {0: source, 1: out[1], 2: err[1]})
         except OSError:
-            for fd in {out[0], err[0]}:
+            for fd in {out[0], err[0], sink} - {-1}:
                 posix.close(fd)
             raise
         finally:
             for fd in {source, out[1], err[1]}:
                 posix.close(fd)
+        if sink >= 0:
+            Feed(self.calls.loop, sink, args["stdin"])
         readers = [out[0]] if args["merged"] else [out[0], err[0]]
         return pid, [Drain(self.calls.loop, fd, Capture(self.cap)) for fd in readers]
 
@@ -68,12 +70,3 @@ class Job:
                 "us": int((time.monotonic() - self.started) * 1e6),
             },
         )
-
-
-def memory_file(data: bytes) -> int:
-    fd = posix.memfd_create("stdin")
-    view = memoryview(data)
-    while view:
-        view = view[posix.write(fd, view) :]
-    posix.lseek(fd, 0, 0)
-    return fd

@@ -38,8 +38,8 @@ def version() -> int:
 
 
 def enter(arguments: list[str]) -> None:
-    """`arguments` are the TCP port that may be connected to, then words such as `read=/usr`, `write=/tmp/x` and
-    `RLIMIT_CORE=0`. Paths that are not there are passed over."""
+    """`arguments` are the TCP port that may be connected to, then words such as `read=/usr`, `write=/tmp/x`,
+    `memory=0` (see `Setup.memory`) and `RLIMIT_CORE=0`. Paths that are not there are passed over."""
     port, *words = arguments
     given = [(name, value) for name, _, value in (word.partition("=") for word in words)]
     have = version()
@@ -57,7 +57,7 @@ def enter(arguments: list[str]) -> None:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     kernel.syscall("landlock_restrict_self", SYS_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
-    seccomp.confine(tcp_only=True)
+    seccomp.confine(tcp_only=True, counted=("memory", "0") not in given)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
 

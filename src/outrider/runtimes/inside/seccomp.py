@@ -35,6 +35,7 @@ FASTOPEN = 0x20000000
 """Sending with this makes a connection, which Landlock does not see."""
 PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+F_SETPIPE_SZ = 1031
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
 LOOKED_AT = {
@@ -45,6 +46,7 @@ LOOKED_AT = {
         "sendmsg": 46,
         "socketpair": 53,
         "clone": 56,
+        "fcntl": 72,
         "setpriority": 141,
         "sched_setparam": 142,
         "sched_setscheduler": 144,
@@ -55,6 +57,7 @@ LOOKED_AT = {
         "sched_setattr": 314,
     },
     "aarch64": {
+        "fcntl": 25,
         "ioctl": 29,
         "ioprio_set": 30,
         "sched_setparam": 118,
@@ -78,6 +81,10 @@ HOST_WIDE = {
 }
 """System V's shared memory, semaphores and messages, POSIX's messages: outside of namespaces all programs share them,
 and they outlive who made them. Without `shmdt`, which lets go of one."""
+
+UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
+"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`: memory that belongs to a descriptor or a pipe and to
+no process, or that a process has and does not show."""
 
 CLONE3 = 435
 """Its flags are in memory, where a filter cannot look: without it the C library uses `clone`."""
@@ -216,7 +223,7 @@ def accept(at: int, value: int) -> bytes:
     return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
 
 
-def checks(tcp_only: bool, server: int) -> dict[str, bytes]:
+def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     """By the name of a call, what is done with it: where that does not refuse it, it is let through."""
     found = {
         "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),
@@ -224,6 +231,8 @@ def checks(tcp_only: bool, server: int) -> dict[str, bytes]:
         "socket": require(FIRST, UNIX, INTERNET, INTERNET_6, NETLINK),
         "socketpair": require(FIRST, UNIX),
     }
+    if counted:
+        found["fcntl"] = refuse(SECOND, F_SETPIPE_SZ)
     if tcp_only:
         kind = require(SECOND, STREAM, mask=KIND) + require(THIRD, 0, TCP)
         found["socket"] = require(FIRST, INTERNET, INTERNET_6, NETLINK) + accept(FIRST, NETLINK) + kind
@@ -241,11 +250,12 @@ def checks(tcp_only: bool, server: int) -> dict[str, bytes]:
 
 
 @functools.lru_cache(maxsize=2)
-def program(machine: str, tcp_only: bool = False, server: int = 1) -> bytes:
+def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
     """The filter for a machine by the name that `uname -m` gives it. Neither process 1 nor `server` can be slowed down
     or limited. With `tcp_only`, which is for programs among the host's, no other process can, there are sockets for TCP
-    and to ask the kernel and no others, and nothing that all programs share. Raises KeyError for a machine without a
-    list."""
+    and to ask the kernel and no others, and nothing that all programs share. With `counted`, where the memory of
+    processes is counted and bounded, there is none that belongs to no process; without `ipc`, nothing of System V's or
+    POSIX's that outlives them. Raises KeyError for a machine without a list."""
     steps = [
         step(LOAD, AT_MACHINE),
         step(EQUAL, MACHINES[machine], 1, 0),
@@ -254,19 +264,20 @@ def program(machine: str, tcp_only: bool = False, server: int = 1) -> bytes:
     ]
     if machine == "x86_64":
         steps += [step(AT_LEAST, X32, 0, 1), step(RETURN, ERRNO | ENOSYS)]
-    for number in (CLONE3, *(HOST_WIDE[machine] if tcp_only else ())):
+    missing = (CLONE3, *(UNCOUNTED[machine] if counted else ()), *(() if ipc and not tcp_only else HOST_WIDE[machine]))
+    for number in missing:
         steps += [step(EQUAL, number, 0, 1), step(RETURN, ERRNO | ENOSYS)]
     for number in sorted([*DENIED_EVERYWHERE.values(), *DENIED[machine].values()]):
         steps += [step(EQUAL, number, 0, 1), REFUSED]
-    for name, check in checks(tcp_only, server).items():
+    for name, check in checks(tcp_only, server, counted).items():
         steps += [step(EQUAL, LOOKED_AT[machine][name], 0, len(check) // SIZE + 1), check, PASSED]
     return b"".join([*steps, PASSED])
 
 
-def confine(tcp_only: bool = False) -> None:
+def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
     """Put the filter on this process, the tool server, and all that it starts, for good. Raises OSError, and KeyError
     as `program`."""
-    code = program(os.uname().machine, tcp_only, os.getpid())
+    code = program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -22,11 +22,13 @@ from outrider.runtimes.inside.interpreter import Interpreter
 from outrider.runtimes.inside.job import Job
 from outrider.runtimes.inside.lookup import Helper, found_paths, patched_files
 from outrider.runtimes.inside.loop import Loop
+from outrider.runtimes.inside.own import open_own
 from outrider.runtimes.inside.paths import folder_of, is_link, make_folders, same_file
-from outrider.runtimes.inside.processes import kill_tree
+from outrider.runtimes.inside.processes import kill_tree, slurp
 from outrider.runtimes.inside.restore import Restore
 from outrider.runtimes.inside.shell import Shell
 from outrider.runtimes.inside.terminal import Terminal
+from outrider.runtimes.inside.watch import Watch
 from outrider.runtimes.inside.wire import Unpacker
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ class Server:
         posix.chdir(args["workdir"])
         if args["lifetime"]:
             self.loop.at(self, args["lifetime"] / 1000, self.expire)
+        if args["memory"]:
+            Watch(self.loop, args["memory"])
         if args["bridge_port"]:
             held = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else ""
             self.bridge = Bridge(self.loop, args["bridge_port"], held or args["bridge_socket"])
@@ -122,17 +126,15 @@ class Server:
         self.calls.reply(call, {})
 
     def do_read(self, call: int, args: dict[str, Any]) -> None:
-        nofollow = 0 if args.get("follow", True) else posix.O_NOFOLLOW
-        fd = posix.open(args["path"], posix.O_RDONLY | posix.O_NONBLOCK | posix.O_CLOEXEC | nofollow)
+        fd = open_own(args["path"], args["follow"])
         try:
-            kind = posix.fstat(fd).st_mode & 0o170000
-            if kind == 0o040000:
-                raise IsADirectoryError(errno.EISDIR, posix.strerror(errno.EISDIR), args["path"])
-            if kind != 0o100000:
-                raise ValueError("not a regular file: " + args["path"])
             self.calls.reply(call, {"data": posix.pread(fd, args["size"], args["offset"])})
         finally:
             posix.close(fd)
+
+    def do_environ(self, call: int, args: dict[str, Any]) -> None:
+        """What this process was started with."""
+        self.calls.reply(call, {"data": slurp("/proc/self/environ")})
 
     def do_write(self, call: int, args: dict[str, Any]) -> None:
         write_file(args["path"], args["data"], args["mode"], args["append"])
