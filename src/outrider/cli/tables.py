@@ -23,6 +23,9 @@ STYLES = {
     StopReason.CANCELLED.value: "yellow",
     "yes": "green",
     "no": "bold red",
+    "holds": "green",
+    "does not hold": "bold red",
+    "not tried": "yellow",
 }
 
 
