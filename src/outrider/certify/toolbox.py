@@ -34,12 +34,12 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tool is for. Words that say it for certain (`clear`), in its name, in a choice that it gives, or else in
-    its description if that is looked at (`told`); words of its name that hint at it (`vague`), and that speak `against`
-    it."""
+    """What a tool is for. Words that say it for certain (`clear`, the likelier first), in its name, in a choice that it
+    gives, or else in its description if that is looked at (`told`); words of its name that hint at it (`vague`), and
+    that speak `against` it."""
 
     what: str
-    clear: frozenset[str]
+    clear: tuple[str, ...]
     vague: frozenset[str] = frozenset()
     against: frozenset[str] = frozenset()
     told: bool = True
@@ -48,7 +48,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
 
 COMMAND = Role(
     what="one that runs a shell command: a parameter such as `command`, a text or a list of words",
-    clear=frozenset({"bash", "shell", "terminal", "console", "sh", "zsh", "command", "commands", "cmd"}),
+    clear=("bash", "shell", "terminal", "console", "zsh", "sh", "command", "commands", "cmd"),
     vague=frozenset({"run", "exec", "execute", "executes", "execution", "process", "subprocess"}),
     against=frozenset(
         {"python", "ipython", "jupyter", "notebook", "sql", "browser", "javascript", "kill", "stop", "output", "status"}
@@ -58,7 +58,7 @@ COMMAND = Role(
         Slot(
             names=(
                 *("command", "cmd", "commands", "command_line", "cmdline", "shell_command", "bash_command", "argv"),
-                *("args", "script", "code", "input"),
+                *("script", "args", "code", "input"),
             ),
             told=frozenset({"command", "commands", "shell", "bash", "script"}),
             listed=True,
@@ -67,7 +67,7 @@ COMMAND = Role(
 )
 WRITE = Role(
     what="one that writes a file: parameters such as `path` and `content`",
-    clear=frozenset({"write", "writes", "create", "creates", "save", "saves", "overwrite"}),
+    clear=("write", "writes", "create", "creates", "save", "saves", "overwrite"),
     against=frozenset(
         {"append", "read", "edit", "replace", "patch", "insert", "delete", "folder", "directory", "memory", "todo"}
         | {"task", "agent"}
@@ -76,7 +76,7 @@ WRITE = Role(
 )
 READ = Role(
     what="one that reads a file: a parameter such as `path`",
-    clear=frozenset({"read", "reads", "view", "views", "cat", "open", "show"}),
+    clear=("read", "reads", "view", "views", "cat", "open", "show"),
     against=frozenset(
         {"write", "edit", "list", "search", "folder", "directory", "image", "url", "web", "memory", "todo", "output"}
     ),
@@ -84,19 +84,19 @@ READ = Role(
 )
 SUBAGENT = Role(
     what="one that starts a sub-agent",
-    clear=frozenset({"task", "agent", "subagent", "delegate"}),
+    clear=("task", "agent", "subagent", "delegate"),
     told=False,
     slots=(Slot(names=("prompt", "message", "task", "instruction", "objective")),),
 )
 WAITER = Role(
     what="one that waits for a sub-agent",
-    clear=frozenset(),
+    clear=(),
     told=False,
     slots=(Slot(names=("targets", "ids", "id", "agent_id"), listed=True),),
 )
 
 CERTAIN = 30
-PLAIN = 8
+PLAIN = 6
 """How well a parameter fits that is called what such parameters are called."""
 TOLD = 1
 """How well one fits of which only its description says what it is."""
@@ -172,7 +172,7 @@ def _find(tools: Iterable[ToolSpec], role: Role, hint: str | None, given: Mappin
         if not certainty or not (made := _made(function, role, given)):
             continue
         fit, usable = made
-        if certainty >= CERTAIN or fit >= PLAIN or (fit == TOLD and not _is_python(function)):
+        if certainty >= CERTAIN or ((fit >= PLAIN or fit == TOLD) and not _is_python(function)):
             found.append((certainty + fit, usable))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
@@ -190,13 +190,14 @@ def _certainty(function: Mapping[str, Any], role: Role, hinted: bool) -> int:
     name = str(function.get("name", ""))
     words, told = _words(name), _words(str(function.get("description") or ""))
     choices = {choice for schema in _properties(function).values() for choice in _choices(schema)}
-    if choices & role.clear:
+    if choices & {*role.clear}:
         return CERTAIN
     if words & role.against:
         return 0
-    if words & role.clear or any(len(word) > 3 and word in name.lower() for word in role.clear):
-        return CERTAIN + 10
-    if role.told and told & role.clear:
+    said = [word in words or (len(word) > 3 and word in name.lower()) for word in role.clear]
+    if any(said):
+        return CERTAIN + 20 - said.index(True)
+    if role.told and told & {*role.clear}:
         return 20 if words & role.vague else 15
     return 10 if words & role.vague else 0
 
@@ -287,7 +288,7 @@ def _filler(name: str, schema: Any, role: Role) -> Any:
     if not isinstance(schema, Mapping):
         return FILLER
     if choices := schema.get("enum"):
-        likely = SHELLS if role is COMMAND else tuple(sorted(role.clear))
+        likely = SHELLS if role is COMMAND else role.clear
         return next((choice for choice in choices if choice in likely), choices[0])
     if "default" in schema or "const" in schema:
         return schema.get("const", schema.get("default"))

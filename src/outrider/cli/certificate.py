@@ -184,11 +184,12 @@ def _cells(row: RowVerdict) -> tuple[str | Text, ...]:
 
 def _summary(certificate: Certificate) -> str:
     counts = Counter(row.verdict for row in certificate.rows)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("holds", "does not hold", "not tried"))
+    rows = f"{counts['holds']} of {len(certificate.rows)} rows hold"
+    others = [f", {counts[verdict]} {verdict}" for verdict in ("does not hold", "not tried") if counts[verdict]]
     missed = [row.row for row in certificate.rows if row.required and row.verdict == "not tried"]
-    why = f" ({', '.join(missed)} must be tried)" if missed else ""
+    why = f" (what must be tried: {', '.join(missed)})" if missed else ""
     spoken = certificate.dialect or "any dialect"
     return (
         f"{certificate.harness} ({spoken}) in {certificate.runtime} sandboxes: "
-        f"{'holds' if certificate.ok else 'does not hold'}. Rows: {told}{why}; {certificate.seconds:.0f} s"
+        f"{'holds' if certificate.ok else 'does not hold'}. {rows}{''.join(others)}{why}; {certificate.seconds:.0f} s"
     )
