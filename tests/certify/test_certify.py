@@ -9,7 +9,9 @@ import pytest
 
 from outrider.certify.rows import ROWS
 from outrider.certify.run import Certificate, Subject, certify
+from outrider.plugins import resolve
 from outrider.spec import HarnessSpec, RuntimeSpec
+from support.environments import environment, program
 
 AGENT = Path(__file__).with_name("agent.py")
 
@@ -35,6 +37,22 @@ async def test_an_honest_program_passes_every_row_that_applies(habits: tuple[str
             assert (row.verdict, row.reason) == ("holds", ""), row
             assert row.sampled_tokens == row.trained_tokens > 0
             assert row.branches == {"main": 1}, "an echoed history is one row, however it is written"
+
+
+@pytest.mark.parametrize("kind", ["namespace", "process-landlock", "process"])
+async def test_an_agent_in_its_own_environment_is_certified(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found by its name alone, and imports what is in its environment."""
+    if not (can := resolve("runtime", kind).available()).ok:
+        pytest.skip(can.detail)
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    (environment(tmp_path / "env") / "own_agent.py").write_text(AGENT.read_text())
+    program(tmp_path / "env/bin/own-agent", tmp_path / "env/bin/python", "import own_agent")
+    harness = HarnessSpec(command=["own-agent", "{base_url}", "{instruction}"], venv=str(tmp_path / "env"))
+    subject = Subject(name="own", harness=harness, runtime=RuntimeSpec(kind=kind))
+    [row] = (await certify(subject, ROWS[:1], agent_seconds=30)).rows
+    assert (row.verdict, row.reason) == ("holds", "")
 
 
 async def test_a_history_that_comes_back_changed_is_exact_and_said_so() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from outrider.cli import main
 from outrider.pythons.portable import portable_command, portable_python
 from outrider.runtimes.namespace import NamespaceRuntime
+from support.environments import environment, program
 from support.small_root import small_root
 
 from .pages import page
@@ -52,25 +52,14 @@ def certificate(task: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     return made
 
 
-def program(path: Path, first_line: str, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!{first_line}\n{text}")
-    path.chmod(0o755)
-
-
 def test_an_agent_in_a_virtual_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As `python -m venv` makes one, of the interpreter that runs this. What it imports lies beside it, editable."""
     made = tmp_path / "mine/.venv"
-    python = Path(os.path.realpath(sys.executable))
-    packages = made / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    packages.mkdir(parents=True)
-    (made / "bin").mkdir()
-    (made / "bin/python").symlink_to(python)
-    (made / "pyvenv.cfg").write_text(f"home = {python.parent}\n")
+    packages = environment(made)
     (tmp_path / "project").mkdir()
     (tmp_path / "project/my_agent.py").write_text(PYTHON)
     (packages / "my_agent.pth").write_text(f"{tmp_path}/project\n")
-    program(made / "bin/my-agent", f"{made}/bin/python", "import my_agent")
+    program(made / "bin/my-agent", made / "bin/python", "import my_agent")
     certificate(IN_ENVIRONMENT, tmp_path, capsys)
     assert list((tmp_path / "project").rglob("my_agent.*.pyc")), "it was compiled on the node"
 

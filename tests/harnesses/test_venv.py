@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.harnesses.venv import compiled, read_venv, stray_links
+from support.environments import environment
 
 
 def interpreter(folder: Path) -> Path:
@@ -24,15 +24,8 @@ def interpreter(folder: Path) -> Path:
     return folder / "bin" / "python3.11"
 
 
-def venv(folder: Path, python: Path, version: str = "python3.11") -> Path:
-    """An environment of that interpreter; its folder of packages."""
-    packages = folder / "lib" / version / "site-packages"
-    packages.mkdir(parents=True)
-    (folder / "bin").mkdir()
-    (folder / "bin/python").symlink_to("python3")
-    (folder / "bin/python3").symlink_to(python)
-    (folder / "pyvenv.cfg").write_text(f"home = {python.parent}\ninclude-system-site-packages = false\n")
-    return packages
+def venv(folder: Path, python: Path) -> Path:
+    return environment(folder, python, "python3.11")
 
 
 def shown(folder: Path) -> set[Path]:
@@ -120,8 +113,7 @@ def test_what_is_no_working_environment_is_refused(tmp_path: Path, broken: str, 
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An environment that works, with one module."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = venv(tmp_path / "env", Path(os.path.realpath(sys.executable)), version)
+    packages = environment(tmp_path / "env")
     (packages / "agent.py").write_text("NAME = 'agent'\n")
     return tmp_path / "env"
 
