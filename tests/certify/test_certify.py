@@ -55,6 +55,19 @@ async def test_an_agent_in_its_own_environment_is_certified(
     assert (row.verdict, row.reason) == ("holds", "")
 
 
+async def test_a_program_that_the_sandbox_does_not_have_is_said_how_to_show(tmp_path: Path) -> None:
+    if not (can := resolve("runtime", "namespace").available()).ok:
+        pytest.skip(can.detail)
+    environment(tmp_path / "env")
+    program(tmp_path / "env/bin/own-agent", tmp_path / "env/bin/python", "import own_agent")
+    harness = HarnessSpec(command=[str(tmp_path / "env/bin/own-agent")])
+    subject = Subject(name="own", harness=harness, runtime=RuntimeSpec(kind="namespace"))
+    [row] = (await certify(subject, ROWS[:1], agent_seconds=30)).rows
+    assert row.verdict == "does not hold"
+    assert "own-agent is not in the sandbox; on the host it is" in row.reason
+    assert f'write venv = "{tmp_path}/env" below [harness]' in row.reason
+
+
 async def test_a_history_that_comes_back_changed_is_exact_and_said_so() -> None:
     [row] = (await certified("forgetful", rows=("three-turns",))).rows
     assert row.verdict == "holds"

@@ -133,7 +133,8 @@ def _could_be_tried(row: Row, evidence: Evidence, hint: Certify) -> None:
 def _has_ended_well(row: Row, evidence: Evidence) -> None:
     result = evidence.result
     if result.error is not None:
-        raise _Finding("does not hold", f"{result.error.code}: {result.error.message}")
+        told = [result.error.message, *([result.error.hint] if result.error.hint else [])]
+        raise _Finding("does not hold", f"{result.error.code}: {'; '.join(told)}")
     if result.stop_reason is not StopReason.COMPLETED:
         raise _Finding("does not hold", f"ended by {result.stop_reason.value}")
     if result.verdict is None or result.verdict.reward != 1.0:
