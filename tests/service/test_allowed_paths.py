@@ -138,7 +138,7 @@ def test_an_environment_shows_no_more_than_is_allowed(folder: Path) -> None:
 
 def test_an_environment_does_not_lie_over_the_working_directory(folder: Path) -> None:
     made = environment(folder, folder / "in/python")
-    with pytest.raises(InvalidField, match="would lie read-only over the working directory"):
+    with pytest.raises(InvalidField, match="would lie read-only over the sandbox's own"):
         check_venv(folder, made, workdir="@/in/env/x")
 
 

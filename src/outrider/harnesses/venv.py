@@ -59,6 +59,8 @@ class Venv(msgspec.Struct, frozen=True, kw_only=True):
 def read_venv(path: str) -> Venv:
     """Raises InvalidField for a folder that is no virtual environment, or one that no longer works."""
     prefix = Path(os.path.normpath(path))
+    if ":" in path:
+        raise InvalidField("has a colon, with which it cannot be in PATH", field=FIELD)
     home = _home(prefix)
     *links, interpreter = _hops(prefix / "bin" / "python")
     if not os.access(interpreter, os.X_OK) or not interpreter.is_file():

@@ -35,6 +35,9 @@ RUNTIME_METHODS = ("create", "available", "check_spec", "start", "exec", "stop")
 MAX_DEPTH = 64
 """Levels of objects and lists in a request."""
 
+WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
+"""Folders that every sandbox with a root of its own has."""
+
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
 """What pydantic puts into a location to say which kind of prepare step it tried."""
 NO_FIELDS = STEP_KINDS | {"[key]"}
@@ -202,13 +205,14 @@ def _check_venv(task: TaskSpec, runtime: type[Runtime], allow: Sequence[Path]) -
             hint="make the environment inside the image; or make it here with an interpreter that is not in /usr, such "
             "as `uv venv --managed-python` takes",
         )
-    workdir = PurePosixPath(spec.workdir)
-    if covering := [place for place in venv.shown if workdir.is_relative_to(place)]:
-        raise InvalidField(
-            f"{covering[0]}, which {path!r} needs, would lie read-only over the working directory {spec.workdir}",
-            field=VENV,
-            hint="give another task.runtime.workdir, or move the environment",
-        )
+    for folder in (spec.workdir, *WRITABLE):
+        if over := [place for place in venv.shown if PurePosixPath(folder).is_relative_to(place)]:
+            raise InvalidField(
+                f"{over[0]}, which {path!r} needs, would lie read-only over the sandbox's own {folder}",
+                field=VENV,
+                hint="move it to a folder of its own; or, if that is the working directory, give another "
+                "task.runtime.workdir",
+            )
     _check_links(venv, spec)
 
 
