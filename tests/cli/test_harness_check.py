@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 from cli.world import Cli
 from outrider.certify.judge import RowVerdict
 from outrider.certify.run import Certificate
-from outrider.cli.certificate import show
+from outrider.cli.certificate import progress, show
 from outrider.cli.terminal import Terminal
 
 AGENT = Path(__file__).parent.parent / "certify" / "agent.py"
@@ -101,6 +102,16 @@ def test_the_certificate_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFix
     shown = "".join(written.split())
     assert "".join(reason.split()) in shown
     assert "1000000000" in shown
+
+
+@pytest.mark.parametrize("on_a_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_and_verdicts_anywhere(on_a_terminal: bool) -> None:
+    terminal, written = Terminal(), StringIO()
+    terminal.err = Console(file=written, width=80, force_terminal=on_a_terminal)
+    with progress(terminal, 3) as watch:
+        watch(RowVerdict(row="three-turns", what="w", verdict="holds"))
+    assert "three-turns: holds" in written.getvalue()
+    assert ("1/3" in written.getvalue()) is on_a_terminal
 
 
 @pytest.mark.parametrize(

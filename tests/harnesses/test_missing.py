@@ -41,7 +41,7 @@ def elf(loader: str) -> bytes:
         (b"#!/opt/none/bin/python3\n", "is a script for /opt/none/bin/python3, which is not in the sandbox", "mounts"),
         (b"#!/usr/bin/env -S no-such-node --x\n", "is a script for no-such-node, which is not", "prepare step"),
         (b"#!/bin/sh\r\necho hi\r\n", "ends with a carriage return", "Unix line ends"),
-        (elf("/lib/ld-musl-none.so.1"), "needs the loader /lib/ld-musl-none.so.1, which is not", "another C library"),
+        (elf("/lib/ld-musl-none.so.1"), "needs the loader /lib/ld-musl-none.so.1, which is not", "another root"),
     ],
     ids=["interpreter", "env", "line-ends", "loader"],
 )
@@ -53,6 +53,28 @@ async def test_a_program_that_lacks_what_runs_it(
     assert message in error.message
     assert error.message.startswith("command exited with code 12")
     assert hint in str(error.hint)
+
+
+async def test_a_script_whose_interpreter_lacks_what_runs_it(sandbox: ProcessRuntime) -> None:
+    """Also a large one."""
+    place = f"{sandbox.scratch}/python"
+    await sandbox.write(place, elf("/lib/ld-musl-none.so.1") + bytes(1 << 17), executable=True)
+    await sandbox.write("agent", f"#!{place} -I\n".encode(), executable=True)
+    error = await failure(sandbox, "./agent")
+    assert f"{place} needs the loader /lib/ld-musl-none.so.1, which is not in the sandbox" in error.message
+
+
+async def test_scripts_that_are_each_others_interpreter(sandbox: ProcessRuntime) -> None:
+    one, two = f"{sandbox.scratch}/one", f"{sandbox.scratch}/two"
+    await sandbox.write(one, f"#!{two}\n".encode(), executable=True)
+    await sandbox.write(two, f"#!{one}\n".encode(), executable=True)
+    assert (await failure(sandbox, one)).message == "command exited with code 126"
+
+
+async def test_a_library_that_is_missing(sandbox: ProcessRuntime) -> None:
+    said = "agent: error while loading shared libraries: libx.so.6: cannot open shared object file: No such file"
+    error = await failure(sandbox, "bash", "-c", f"echo '{said}' >&2; exit 127")
+    assert "it needs the library libx.so.6, which is not in the sandbox" in error.message
 
 
 async def test_a_program_that_may_not_be_executed(sandbox: ProcessRuntime) -> None:

@@ -57,7 +57,7 @@ def certify_and_show(terminal: Terminal, asked: Asked) -> int:
     rows = _rows(asked.rows)
     preset = subject.harness.preset
     first = [_version(preset)] if preset and (VERSION in asked.rows or not asked.rows) else []
-    with _progress(terminal, len(first) + len(rows)) as watch:
+    with progress(terminal, len(first) + len(rows)) as watch:
         for verdict in first:
             watch(verdict)
         certificate = _certificate(asked, subject, rows, first, watch)
@@ -80,15 +80,15 @@ def _certificate(
 
 
 @contextmanager
-def _progress(terminal: Terminal, rows: int) -> Iterator[Watch]:
+def progress(terminal: Terminal, rows: int) -> Iterator[Watch]:
     """Tells each verdict as it comes; on a terminal also how many are to come, and for how long it has been at it."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=terminal.err, disable=not terminal.err.is_terminal, transient=True) as progress:
-        bar = progress.add_task("starting a service", total=rows)
+    with Progress(*columns, console=terminal.err, disable=not terminal.err.is_terminal, transient=True) as shown:
+        bar = shown.add_task("starting a service", total=rows)
 
         def watch(verdict: RowVerdict) -> None:
             terminal.note(f"{verdict.row}: {verdict.verdict}")
-            progress.update(bar, advance=1, description="rows")
+            shown.update(bar, advance=1, description="rows")
 
         yield watch
 

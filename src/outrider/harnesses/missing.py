@@ -6,6 +6,7 @@ not know, it says nothing.
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
 import re
 import shutil
@@ -26,6 +27,9 @@ NOT_EXECUTABLE = 126
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Of a sandbox that says nothing else."""
 HEAD = 4096
+SMALL = 1 << 16
+MAX_SCRIPTS = 4
+"""Scripts that are interpreters of scripts; as many as Linux takes."""
 LOOK_SECONDS = 10.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 PT_INTERP = 3
@@ -36,6 +40,15 @@ _COMPLAINTS = (
     re.compile(r"^(?:\S*/)?env: [\u2018'\"]?(?P<name>.+?)[\u2019'\"]?: No such file or directory$", re.MULTILINE),
 )
 """Of bash, dash and env."""
+
+
+_LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+): cannot open shared object file")
+"""Of the loader of the GNU C library, which ends with 127, too."""
+
+FOREIGN = (
+    "the program was built for another root than the sandbox's: build it for that one, or statically, install in the "
+    "image what it needs, or leave task.runtime.image out"
+)
 
 
 class Missing(msgspec.Struct, frozen=True):
@@ -52,10 +65,13 @@ async def find_missing(
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     look = _Look(runtime, env)
+    said = result.stderr.decode("utf-8", errors="replace")
     try:
         found = await look.unusable(command[0])
-        if found is None and (named := _complained_of(result.stderr.decode("utf-8", errors="replace"))):
+        if found is None and (named := _complained_of(said)):
             found = await look.unusable(named)
+        if found is None and (library := _LIBRARY.search(said)):
+            found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", FOREIGN)
     except (RuntimeFailure, OSError):
         return None  # of a sandbox that answers no more, nothing can be said
     return found
@@ -74,8 +90,8 @@ class _Look:
         self._runtime = runtime
         self._env = env
 
-    async def unusable(self, name: str) -> Missing | None:
-        """Why a program of that name cannot be started."""
+    async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
+        """Why a program of that name cannot be started, or the interpreter of a script, down to that `depth`."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)
@@ -85,17 +101,13 @@ class _Look:
             )
         head = await self._head(place)
         if head.startswith(b"#!"):
-            return await self._unusable_script(place, head)
+            return await self._unusable_script(place, head, depth)
         loader = _loader(head)
         if loader is not None and not await self._there(loader):
-            return Missing(
-                f"{place} needs the loader {loader}, which is not in the sandbox",
-                "the program was built for another C library than the sandbox's root has: build it for that one, or "
-                "statically, or use an image like the machine that it was built on",
-            )
+            return Missing(f"{place} needs the loader {loader}, which is not in the sandbox", FOREIGN)
         return None
 
-    async def _unusable_script(self, place: str, head: bytes) -> Missing | None:
+    async def _unusable_script(self, place: str, head: bytes, depth: int) -> Missing | None:
         line = head[2:].split(b"\n", 1)[0].decode("utf-8", errors="replace")
         interpreter, *words = line.split() or [""]
         if line.endswith("\r"):
@@ -103,8 +115,8 @@ class _Look:
         if posixpath.basename(interpreter) == "env" and await self._there(interpreter):
             programs = [word for word in words if not word.startswith("-") and "=" not in word]
             interpreter = programs[0] if programs else interpreter
-        if await self._find(interpreter) is not None:
-            return None
+        if (found := await self._find(interpreter)) is not None:
+            return await self.unusable(found, depth=depth - 1) if depth else None
         why = _not_there(interpreter)
         return Missing(f"{place} is a script for {interpreter}, which is not in the sandbox", why.hint)
 
@@ -130,13 +142,26 @@ class _Look:
         return True
 
     async def _head(self, path: str) -> bytes:
-        result = await self._runtime.exec(["head", "-c", str(HEAD), path], seconds=LOOK_SECONDS)
-        return result.stdout if result.exit_code == 0 else b""
+        """The beginning of a file. Of a large one in a sandbox without `head` the host's of that path is looked at:
+        what is shown of the host is at the same path."""
+        try:
+            return (await self._runtime.read(path, limit=SMALL))[:HEAD]
+        except RuntimeFailure:
+            result = await self._runtime.exec(["head", "-c", str(HEAD), path], seconds=LOOK_SECONDS)
+        return result.stdout if result.exit_code == 0 else await asyncio.to_thread(_head_on_host, path)
 
     async def _is_executable(self, path: str) -> bool:
         """In a sandbox that cannot tell, it is taken for that."""
         result = await self._runtime.exec(["test", "-f", path, "-a", "-x", path], seconds=LOOK_SECONDS)
         return result.exit_code != 1
+
+
+def _head_on_host(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(HEAD)
+    except OSError:
+        return b""
 
 
 def _not_there(name: str) -> Missing:

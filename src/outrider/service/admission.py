@@ -168,6 +168,8 @@ def _check_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
 
 def _check_files(task: TaskSpec) -> None:
     """That no text becomes huge when its words are filled in."""
+    if not task.harness.files:
+        return
     options = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
     words = {"instruction": task.instruction, **options}
     for path, text in task.harness.files.items():
