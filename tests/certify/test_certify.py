@@ -24,7 +24,7 @@ async def certified(*habits: str, rows: tuple[str, ...] = (), dialect: str = "ch
     return await certify(subject, asked, agent_seconds=30)
 
 
-@pytest.mark.parametrize("habits", [("streamed",), ("respaced", "trimmed"), ("files",)], ids="+".join)
+@pytest.mark.parametrize("habits", [("streamed",), ("respaced", "trimmed")], ids="+".join)
 async def test_an_honest_program_passes_every_row_that_applies(habits: tuple[str, ...]) -> None:
     certificate = await certified(*habits)
     assert [row.row for row in certificate.rows] == [row.name for row in ROWS]
@@ -88,6 +88,12 @@ async def test_a_call_that_is_not_run_fails_the_row() -> None:
     certificate = await certified("lazy", rows=("three-turns", "parallel-calls"))
     assert [row.verdict for row in certificate.rows] == ["holds", "does not hold"]
     assert "not all carried out" in certificate.rows[1].reason
+
+
+async def test_tools_that_write_and_read_files_do_instead_of_a_shell() -> None:
+    certificate = await certified("files", rows=("three-turns", "long-output", "parallel-calls", "tool-error"))
+    assert certificate.ok
+    assert [(row.verdict, row.reason) for row in certificate.rows] == [("holds", "")] * 4
 
 
 async def test_a_shell_that_takes_a_list_of_words_is_a_shell() -> None:
