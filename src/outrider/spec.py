@@ -216,13 +216,17 @@ class RuntimeSpec(Spec):
 class HarnessSpec(Spec):
     """The agent: a `preset` by name, a `command` to run in the sandbox, or an in-process `agent`.
 
-    In `command` and `env` values the words {base_url}, {api_key}, {model} and {instruction} are filled in.
+    In `command`, the values of `env` and the texts of `files` the words {base_url}, {api_key}, {model} and
+    {instruction} are filled in. `files` of a command are written before it starts, by their paths: absolute, or
+    relative to the sandbox's HOME. `venv` is a virtual environment of the host that a command runs in.
     """
 
     preset: Name | None = None
     command: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
     agent: Name | None = None
     env: Annotated[dict[EnvName, Text], Field(max_length=1024)] = {}
+    files: Annotated[dict[SandboxPath, Text], Field(max_length=64)] = {}
+    venv: AbsolutePath | None = None
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
 
     @model_validator(mode="after")
@@ -230,6 +234,8 @@ class HarnessSpec(Spec):
         given = [name for name in ("preset", "command", "agent") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of preset, command, agent (got {', '.join(given) or 'none'})")
+        if self.command is None and (self.files or self.venv is not None):
+            raise ValueError(f"files and venv are a command's: a {given[0]} has its own")
         return self
 
 

@@ -2,7 +2,7 @@
 
 Its habits are what clients do: `respaced` re-serialises tool arguments, `trimmed` trims texts, `forgetful` drops its
 first reply, once, `lazy` runs only the first call of a reply, `streamed` asks for streams, `quits` ends with an error,
-`toolless` shows no tool.
+`toolless` shows no tool, `argv` takes commands as lists of words, `files` has no shell but tools that write and read.
 """
 
 from __future__ import annotations
@@ -11,17 +11,31 @@ import json
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 URL, INSTRUCTION, *HABITS = sys.argv[1:]
-PARAMETERS = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]}
-TOOL = {"type": "function", "function": {"name": "run_it", "description": "Run a command", "parameters": PARAMETERS}}
+TEXT = {"type": "string"}
+
+
+def tool(name: str, description: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": [*properties]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = [tool("run_it", "Run a command", cmd=TEXT)]
+if "argv" in HABITS:
+    TOOLS = [tool("run_it", "Run a command", cmd={"type": "array", "items": TEXT}, shell={"type": "boolean"})]
+if "files" in HABITS:
+    TOOLS = [tool("put", "Writes a file", path=TEXT, content=TEXT), tool("look", "Reads a file", path=TEXT)]
+if "toolless" in HABITS:
+    TOOLS = []
 
 
 def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
     body: dict[str, Any] = {"model": "m", "messages": messages, "stream": "streamed" in HABITS}
-    if "toolless" not in HABITS:
-        body["tools"] = [TOOL]
+    if TOOLS:
+        body["tools"] = TOOLS
     request = urllib.request.Request(
         f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -45,10 +59,20 @@ def gathered(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def result(call: dict[str, Any]) -> str:
-    if call["function"]["name"] != "run_it":
-        return "no such tool"
-    command = json.loads(call["function"]["arguments"])["cmd"]
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    arguments = json.loads(call["function"]["arguments"])
+    match call["function"]["name"]:
+        case "put":
+            return str(Path(arguments["path"]).write_text(arguments["content"]))
+        case "look" if (path := Path(arguments["path"])).exists():
+            return path.read_text()
+        case "run_it":
+            return run(arguments["cmd"])
+    return "no such tool, or no such file"
+
+
+def run(command: str | list[str]) -> str:
+    words = ["bash", "-c", command] if isinstance(command, str) else command
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     return f"{done.stdout}{done.stderr}[{done.returncode}]"
 
 

@@ -9,16 +9,19 @@ import pytest
 
 from outrider.certify.rows import ROWS
 from outrider.certify.run import Certificate, Subject, certify
-from outrider.spec import HarnessSpec
+from outrider.plugins import resolve
+from outrider.spec import HarnessSpec, RuntimeSpec
+from support.environments import environment, program
 
 AGENT = Path(__file__).with_name("agent.py")
 
 
 async def certified(*habits: str, rows: tuple[str, ...] = (), dialect: str = "chat") -> Certificate:
     command = [sys.executable, str(AGENT), "{base_url}", "{instruction}", *habits]
-    subject = Subject(name="own", harness=HarnessSpec(command=command), dialect=dialect)
+    runtime = RuntimeSpec(kind="process")
+    subject = Subject(name="own", harness=HarnessSpec(command=command), runtime=runtime, dialect=dialect)
     asked = [row for row in ROWS if not rows or row.name in rows]
-    return await certify(subject, asked, runtime="process", agent_seconds=30)
+    return await certify(subject, asked, agent_seconds=30)
 
 
 @pytest.mark.parametrize("habits", [("streamed",), ("respaced", "trimmed")], ids="+".join)
@@ -27,18 +30,47 @@ async def test_an_honest_program_passes_every_row_that_applies(habits: tuple[str
     assert [row.row for row in certificate.rows] == [row.name for row in ROWS]
     verdicts = {row.row: row for row in certificate.rows}
     assert certificate.ok
-    assert verdicts["sub-agent"].verdict == "not applicable"
-    assert verdicts["streaming"].verdict == ("ok" if "streamed" in habits else "not applicable")
+    assert verdicts["sub-agent"].verdict == "not tried"
+    assert verdicts["streaming"].verdict == ("holds" if "streamed" in habits else "not tried")
     for row in certificate.rows:
         if row.row not in ("sub-agent", "streaming"):
-            assert (row.verdict, row.reason) == ("ok", ""), row
+            assert (row.verdict, row.reason) == ("holds", ""), row
             assert row.sampled_tokens == row.trained_tokens > 0
             assert row.branches == {"main": 1}, "an echoed history is one row, however it is written"
 
 
+@pytest.mark.parametrize("kind", ["namespace", "process-landlock", "process"])
+async def test_an_agent_in_its_own_environment_is_certified(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found by its name alone, and imports what is in its environment."""
+    if not (can := resolve("runtime", kind).available()).ok:
+        pytest.skip(can.detail)
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    (environment(tmp_path / "env") / "own_agent.py").write_text(AGENT.read_text())
+    program(tmp_path / "env/bin/own-agent", tmp_path / "env/bin/python", "import own_agent")
+    harness = HarnessSpec(command=["own-agent", "{base_url}", "{instruction}"], venv=str(tmp_path / "env"))
+    subject = Subject(name="own", harness=harness, runtime=RuntimeSpec(kind=kind))
+    [row] = (await certify(subject, ROWS[:1], agent_seconds=30)).rows
+    assert (row.verdict, row.reason) == ("holds", "")
+
+
+async def test_a_program_that_the_sandbox_does_not_have_is_said_how_to_show(tmp_path: Path) -> None:
+    if not (can := resolve("runtime", "namespace").available()).ok:
+        pytest.skip(can.detail)
+    environment(tmp_path / "env")
+    program(tmp_path / "env/bin/own-agent", tmp_path / "env/bin/python", "import own_agent")
+    harness = HarnessSpec(command=[str(tmp_path / "env/bin/own-agent")])
+    subject = Subject(name="own", harness=harness, runtime=RuntimeSpec(kind="namespace"))
+    [row] = (await certify(subject, ROWS[:1], agent_seconds=30)).rows
+    assert row.verdict == "does not hold"
+    assert "own-agent is not in the sandbox; on the host it is" in row.reason
+    assert f'write venv = "{tmp_path}/env" below [harness]' in row.reason
+
+
 async def test_a_history_that_comes_back_changed_is_exact_and_said_so() -> None:
     [row] = (await certified("forgetful", rows=("three-turns",))).rows
-    assert row.verdict == "ok"
+    assert row.verdict == "holds"
     assert sum(row.forks.values()) == 1
     assert "forked: " in row.reason
     assert sum(row.branches.values()) == 2
@@ -48,22 +80,35 @@ async def test_a_program_that_ends_with_an_error_fails_with_its_log() -> None:
     certificate = await certified("quits", rows=("three-turns",))
     [row] = certificate.rows
     assert not certificate.ok
-    assert row.verdict == "failed"
+    assert row.verdict == "does not hold"
     assert "exited with code 3" in row.reason
 
 
 async def test_a_call_that_is_not_run_fails_the_row() -> None:
     certificate = await certified("lazy", rows=("three-turns", "parallel-calls"))
-    assert [row.verdict for row in certificate.rows] == ["ok", "failed"]
-    assert "not all run" in certificate.rows[1].reason
+    assert [row.verdict for row in certificate.rows] == ["holds", "does not hold"]
+    assert "not all carried out" in certificate.rows[1].reason
 
 
-async def test_a_program_without_a_shell_cannot_be_certified_by_these_rows() -> None:
-    [row] = (await certified("toolless", rows=("three-turns",))).rows
-    assert row.verdict == "not applicable"
-    assert "no tool that runs a command" in row.reason
+async def test_tools_that_write_and_read_files_do_instead_of_a_shell() -> None:
+    certificate = await certified("files", rows=("three-turns", "long-output", "parallel-calls", "tool-error"))
+    assert certificate.ok
+    assert [(row.verdict, row.reason) for row in certificate.rows] == [("holds", "")] * 4
+
+
+async def test_a_shell_that_takes_a_list_of_words_is_a_shell() -> None:
+    [row] = (await certified("argv", rows=("three-turns",))).rows
+    assert (row.verdict, row.reason) == ("holds", "")
+
+
+async def test_what_cannot_be_tried_does_not_hold() -> None:
+    certificate = await certified("toolless", rows=("three-turns", "sub-agent"))
+    assert not certificate.ok
+    assert [(row.verdict, row.required) for row in certificate.rows] == [("not tried", True), ("not tried", False)]
+    assert "Needed: one that runs a shell command" in certificate.rows[0].reason
+    assert "Offered: none" in certificate.rows[0].reason
 
 
 async def test_another_dialect_than_the_one_named_fails() -> None:
     [row] = (await certified(rows=("three-turns",), dialect="messages")).rows
-    assert (row.verdict, row.reason) == ("failed", "it spoke chat, not messages")
+    assert (row.verdict, row.reason) == ("does not hold", "it spoke chat, not messages")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.certify.actor import Call
-from outrider.certify.judge import Evidence, judge
+from outrider.certify.judge import Evidence, RowVerdict, Word, holds, judge
 from outrider.certify.prompt import Scene
 from outrider.certify.rows import Step, row_named
 from outrider.harnesses.presets import Certify
@@ -70,14 +70,14 @@ DONE = SessionResult(
 @pytest.mark.parametrize(
     ("tools", "helper", "kind", "expected"),
     [
-        ([BASH, TASK], True, BranchKind.SUBAGENT, ("ok", "")),
-        ([BASH], False, BranchKind.MAIN, ("not applicable", "it shows the model no tool that starts a sub-agent")),
-        ([BASH, TASK], False, BranchKind.MAIN, ("failed", "no sub-agent asked the model")),
+        ([BASH, TASK], True, BranchKind.SUBAGENT, ("holds", "")),
+        ([BASH], False, BranchKind.MAIN, ("not tried", "it shows the model no tool that starts a sub-agent")),
+        ([BASH, TASK], False, BranchKind.MAIN, ("does not hold", "no sub-agent asked the model")),
         (
             [BASH, TASK],
             True,
             BranchKind.AUXILIARY,
-            ("failed", "its sub-agent's calls were taken for auxiliary, main"),
+            ("does not hold", "its sub-agent's calls were taken for auxiliary, main"),
         ),
     ],
 )
@@ -94,3 +94,22 @@ def test_the_sub_agents_row(tools: Any, helper: bool, kind: BranchKind, expected
     )
     verdict = judge(row, evidence, hint=Certify(), dialect="chat")
     assert (verdict.verdict, verdict.reason) == expected
+
+
+def row(verdict: Word, *, required: bool = True) -> RowVerdict:
+    return RowVerdict(row="r", what="w", verdict=verdict, required=required)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([row("holds")], True),
+        ([row("holds"), row("not tried", required=False)], True),
+        ([row("holds"), row("not tried")], False),
+        ([row("holds"), row("does not hold", required=False)], False),
+        ([row("not tried", required=False)], False),
+        ([], False),
+    ],
+)
+def test_a_certificate_holds_only_if_all_that_is_required_was_tried(rows: list[RowVerdict], expected: bool) -> None:
+    assert holds(rows) is expected

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from outrider.certify.actor import way_to_do
 from outrider.certify.prompt import read_prompt
-from outrider.certify.rows import HELPER_MARK, MARK
-from outrider.certify.toolbox import find_shell, find_subagent, find_waiter
+from outrider.certify.rows import HELLO, HELPER_MARK, LOOK, MARK
+from outrider.certify.toolbox import described, find_shell, find_subagent, find_tools, find_waiter
 from outrider.harnesses.presets import Certify
 from outrider.messages import ToolSpec
 
@@ -44,6 +45,97 @@ def test_a_shell_is_found_and_called_with_all_it_wants(tools: list[ToolSpec], na
     found = find_shell(tools, Certify())
     assert found is not None
     assert (found.name, found.call("ls")) == (name, arguments)
+
+
+def told(name: str, description: str, properties: dict[str, Any], *required: str) -> ToolSpec:
+    made = tool(name, properties, *required)
+    made["function"]["description"] = description
+    return made
+
+
+LANGUAGE = {"type": "string", "enum": ["python", "shell", "html"]}
+PROGRAM = {"command": STRING, "args": {"type": "array", "items": STRING}}
+EDITOR = tool(
+    "str_replace_editor",
+    {"command": {"type": "string", "enum": ["view", "create", "str_replace"]}, "path": STRING, "file_text": STRING},
+    "command",
+    "path",
+)
+IPYTHON = told("ipython", "Execute Python code in a shell.", {"code": STRING}, "code")
+SQL = told("run_query", "Run a command of the database.", {"query": STRING}, "query")
+OUTPUT = tool("get_terminal_output", {"command": STRING}, "command")
+KILL = tool("kill_shell", {"cmd": STRING}, "cmd")
+
+
+@pytest.mark.parametrize(
+    ("one", "arguments"),
+    [
+        (
+            tool(
+                "execute_bash", {"command": STRING, "timeout": {"type": "number", "maximum": 30}}, "command", "timeout"
+            ),
+            {"command": "ls", "timeout": 30},
+        ),
+        (
+            tool("run_terminal", {"commandLine": STRING, "cwd": STRING}, "commandLine", "cwd"),
+            {"commandLine": "ls", "cwd": "."},
+        ),
+        (tool("runInTerminal", {"line": STRING, "script": STRING}, "script"), {"script": "ls"}),
+        (tool("process_exec", {"argv": {"type": "array", "items": STRING}}, "argv"), {"argv": ["bash", "-c", "ls"]}),
+        (tool("run_process", PROGRAM, "command", "args"), {"command": "bash", "args": ["-c", "ls"]}),
+        (tool("run_commands", {"commands": {"type": "array", "items": STRING}}, "commands"), {"commands": ["ls"]}),
+        (
+            tool("execute", {"language": LANGUAGE, "code": STRING}, "language", "code"),
+            {"language": "shell", "code": "ls"},
+        ),
+        (told("zap", "Does it in a shell.", {"x": {"type": "string", "description": "The command"}}, "x"), {"x": "ls"}),
+    ],
+    ids=lambda value: value["function"]["name"] if "function" in value else "",
+)
+def test_a_shell_is_known_by_its_schema(one: ToolSpec, arguments: dict[str, Any]) -> None:
+    found = find_shell([READ, IPYTHON, SQL, OUTPUT, KILL, EDITOR, one], Certify())
+    assert found is not None
+    assert (found.name, found.call("ls")) == (one["function"]["name"], arguments)
+
+
+@pytest.mark.parametrize("one", [IPYTHON, SQL, OUTPUT, KILL, EDITOR, told("run", "Run Python.", {"script": STRING})])
+def test_what_runs_something_else_is_no_shell(one: ToolSpec) -> None:
+    assert find_shell([one], Certify()) is None
+
+
+WRITER = tool("write_file", {"file_path": STRING, "content": STRING}, "file_path", "content")
+SAVE = told("put", "Creates a file.", {"filename": STRING, "text": STRING}, "filename", "text")
+
+
+@pytest.mark.parametrize(
+    ("tools", "writes", "reads"),
+    [
+        ([READ, WRITER], {"file_path": "a", "content": "b"}, {"path": "a"}),
+        ([SAVE], {"filename": "a", "text": "b"}, None),
+        ([EDITOR], {"command": "create", "path": "a", "file_text": "b"}, {"command": "view", "path": "a"}),
+        ([tool("edit_file", {"path": STRING, "content": STRING}, "path")], None, None),
+        ([tool("read_todo", {"path": STRING}, "path"), tool("list_files", {"path": STRING})], None, None),
+    ],
+)
+def test_tools_that_write_and_read_files_are_known_by_their_schemas(
+    tools: list[ToolSpec], writes: dict[str, str] | None, reads: dict[str, str] | None
+) -> None:
+    box = find_tools(tools, Certify())
+    assert (box.writer.call("a", "b") if box.writer else None) == writes
+    assert (box.reader.call("a") if box.reader else None) == reads
+
+
+def test_a_tool_that_wants_absolute_paths_is_given_them() -> None:
+    read = tool("read_file", {"path": {"type": "string", "description": "The absolute path of the file"}}, "path")
+    reader = way_to_do(LOOK, find_tools([read], Certify()), "/work")
+    assert reader is not None
+    assert reader[1] == {"path": "/work/out.txt"}
+    assert way_to_do(HELLO, find_tools([read], Certify()), "/work") is None
+
+
+def test_what_is_offered_is_told_with_its_parameters() -> None:
+    assert described([LOCAL, READ]) == "read_file(path: string); shell(command: array)"
+    assert described([]) == "none"
 
 
 def test_a_presets_hint_goes_before_the_likeliest_name() -> None:

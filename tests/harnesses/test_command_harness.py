@@ -94,6 +94,24 @@ async def test_config_files_are_written_into_home_with_the_words_escaped(sandbox
     assert json.loads(outcome.answer) == {"key": 'quote " and {model}', "url": "http://127.0.0.1:9/s/key-1"}
 
 
+async def test_a_commands_own_files_are_written_as_a_presets_are(sandbox):
+    """Relative to HOME, or by their whole path; escaped as their format wants it, and otherwise put in as they are."""
+    absolute = f"{sandbox.scratch}/notes.txt"
+    spec = HarnessSpec(
+        command=["bash", "-c", 'cat "$HOME/.agent/settings.json" {option.notes}', "x"],
+        files={
+            ".agent/settings.json": '{"url": "{base_url}/v1", "key": "{api_key}", "told": "{instruction}", "x": {}}',
+            absolute: "{model}: {instruction}",
+        },
+        options={"notes": absolute},
+    )
+    outcome = await outcome_of(sandbox, spec, instruction='say "{model}"')
+    settings, notes = outcome.log_tail.split("}policy", 1)
+    base = "http://127.0.0.1:9/s/key-1"
+    assert json.loads(settings + "}") == {"url": f"{base}/v1", "key": "key-1", "told": 'say "{model}"', "x": {}}
+    assert notes == ': say "{model}"'
+
+
 async def test_a_dialects_words_are_filled_in_with_the_endpoints(sandbox):
     preset = Preset(
         name="p",

@@ -10,7 +10,7 @@ from outrider.certify.rows import row_named
 from outrider.certify.run import Subject, certify
 from outrider.harnesses.install import install
 from outrider.harnesses.presets import DIALECT, load_preset
-from outrider.spec import HarnessSpec
+from outrider.spec import HarnessSpec, RuntimeSpec
 
 ECHOES = ("reasoning", "json-spacing", "unicode", "parallel-calls", "malformed-call")
 """Rows that show what a program makes of what the model said. `reasoning` has the three turns of the plainest row."""
@@ -27,10 +27,14 @@ async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = N
     dialect = dialect or known.dialects[0]
     options = {DIALECT: dialect} if DIALECT in known.options else {}
     subject = Subject(
-        name=preset, harness=HarnessSpec(preset=preset, options=options), dialect=dialect, hint=known.certify
+        name=preset,
+        harness=HarnessSpec(preset=preset, options=options),
+        runtime=RuntimeSpec(kind="namespace"),
+        dialect=dialect,
+        hint=known.certify,
     )
     asked = [row for name in rows if (row := row_named(name)) is not None]
-    certificate = await certify(subject, asked, runtime="namespace", agent_seconds=300)
+    certificate = await certify(subject, asked, agent_seconds=300)
     for row in certificate.rows:
         told = " ".join([*(f"{kind} {count}" for kind, count in row.branches.items()), *row.labels])
         print(f"{preset} ({dialect}) {row.row}: {row.verdict} {row.reason} {told} {row.seconds} s")
@@ -39,7 +43,7 @@ async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = N
 
 def assert_exact(row: RowVerdict) -> None:
     """It did its task, and every token that was sampled is accounted for."""
-    assert row.verdict == "ok", f"{row.row}: {row.reason}\n{row.log_tail}"
+    assert row.verdict == "holds", f"{row.row}: {row.reason}\n{row.log_tail}"
     assert row.drift_tokens == 0
     assert 0 < row.trained_tokens <= row.sampled_tokens
 

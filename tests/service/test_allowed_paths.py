@@ -89,3 +89,78 @@ async def test_a_service_allows_what_its_settings_say(folder: Path, world: MakeW
     async with world(sandboxes=SandboxesConfig(allow=(folder / "in",))) as w:
         view = await w.submit("ask", runtime=mounted)
         assert (await w.done(view.id)).sessions[0].result
+
+
+def environment(folder: Path, base: Path) -> Path:
+    """A virtual environment in `in` whose interpreter is below `base`."""
+    made = folder / "in/env"
+    for place in (base / "bin/python3", base / "lib/python3.11/os.py"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch(mode=0o755)
+    (made / "lib/python3.11/site-packages").mkdir(parents=True)
+    (made / "bin").mkdir()
+    (made / "bin/python").symlink_to(base / "bin/python3")
+    (made / "pyvenv.cfg").write_text(f"home = {base}/bin\n")
+    return made
+
+
+def check_venv(folder: Path, venv: Path, **runtime: Any) -> None:
+    harness = {"command": ["agent"], "venv": str(venv)}
+    spec = group("ask", harness=harness, runtime={"kind": "process", **filled(runtime, folder)})
+    check_group(spec, files=folder, allow=[folder / "in", folder / "aside"])
+
+
+def test_an_environment_whose_parts_are_allowed_may_be_named(folder: Path) -> None:
+    check_venv(folder, environment(folder, folder / "in/python"))
+
+
+def test_an_environment_must_be_allowed_itself(folder: Path) -> None:
+    made = environment(folder, folder / "in/python").rename(folder / "inner/env")
+    for place in (made, folder / "nothing"):
+        with pytest.raises(InvalidField, match="not among the host's paths") as refused:
+            check_venv(folder, place)
+        assert refused.value.field == "task.harness.venv"
+
+
+def test_an_environment_shows_no_more_than_is_allowed(folder: Path) -> None:
+    """Whatever it says its interpreter or its packages are."""
+    made = environment(folder, folder / "inner")
+    with pytest.raises(
+        InvalidField, match=f"does not work without {folder}/inner, which tasks may not name"
+    ) as refused:
+        check_venv(folder, made)
+    assert refused.value.hint == f"its operator allows it with `outrider serve --allow-path {folder}/inner`"
+    packages = made / "lib/python3.11/site-packages"
+    (packages / "all.pth").write_text("/\n/etc\n")
+    with pytest.raises(InvalidField, match="does not work without"):
+        check_venv(folder, made)
+
+
+def test_an_environment_does_not_lie_over_the_working_directory(folder: Path) -> None:
+    made = environment(folder, folder / "in/python")
+    with pytest.raises(InvalidField, match="would lie read-only over the sandbox's own"):
+        check_venv(folder, made, workdir="@/in/env/x")
+
+
+def test_a_link_of_an_environment_to_what_is_not_shown_is_refused(folder: Path) -> None:
+    made = environment(folder, folder / "in/python")
+    (made / "bin/agent").symlink_to(folder / "in/file")
+    with pytest.raises(InvalidField, match=f"{made}/bin/agent is a link to {folder}/in/file") as refused:
+        check_venv(folder, made)
+    assert "task.runtime.mounts" in str(refused.value.hint)
+
+
+def test_an_environment_of_the_hosts_own_interpreter_needs_the_hosts_root(folder: Path) -> None:
+    made = environment(folder, folder / "in/python")
+    (made / "bin/python").unlink()
+    (made / "bin/python").symlink_to("/usr/bin/env")  # any program there will do
+    check_venv(folder, made)
+    with pytest.raises(InvalidField, match="is in the host's /usr") as refused:
+        check_venv(folder, made, kind="namespace", rootfs="@/in/a")
+    assert refused.value.field == "task.harness.venv"
+
+
+def test_no_environment_where_no_program_of_the_host_runs(folder: Path) -> None:
+    made = environment(folder, folder / "in/python")
+    with pytest.raises(InvalidField, match="'memory' sandboxes run no programs of the host"):
+        check_venv(folder, made, kind="memory")

@@ -60,6 +60,8 @@ def nested(depth: int) -> Any:
 
 
 STEP = "task.runtime.prepare.0"
+FULL = "{option.o}" * 80_000
+"""80 MB, once the option is filled in."""
 
 # path of the change, the value put there, the field that must be named (None: the path itself)
 TABLE: list[tuple[str, Any, str | None]] = [
@@ -167,6 +169,19 @@ TABLE: list[tuple[str, Any, str | None]] = [
     ("task.harness", {"agent": "tools", "options": {"tool": "x"}}, "task.harness.options.tool"),
     ("task.harness", {}, "task.harness"),
     ("task.harness", {"command": ["true"], "agent": "tools"}, "task.harness"),
+    ("task.harness", {"preset": "pi", "files": {"a": "b"}}, "task.harness"),
+    ("task.harness", {"agent": "tools", "venv": "/a"}, "task.harness"),
+    # files of a command
+    ("task.harness.files", {"a": 1}, "task.harness.files.a"),
+    ("task.harness.files", {"../a": "b"}, "task.harness.files.../a"),
+    ("task.harness.files", {"": "b"}, "task.harness.files."),
+    ("task.harness.files", {str(number): "x" for number in range(65)}, None),
+    ("task.harness.files", {"a": "x" * (MAX_TEXT + 1)}, "task.harness.files.a"),
+    ("task.harness", {"command": ["x"], "files": {"a": FULL}, "options": {"o": "x" * 1000}}, "task.harness.files.a"),
+    ("task.harness.files", {"a": "{option.x}"}, "task.harness.options.x"),
+    # a virtual environment where no program of the host runs, or that is nobody's to name
+    ("task.harness.venv", "/no/such/folder", None),
+    ("task.harness.venv", "relative", None),
     # paths that escape, or are none
     (STEP, {"upload": "none.txt", "to": "x"}, f"{STEP}.upload"),
     (STEP, {"upload": "../secret", "to": "x"}, f"{STEP}.upload"),

@@ -7,15 +7,15 @@ every generation it has begun, the very ids it was given and those it has handed
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from outrider.certify.prompt import END, Scene, read_prompt
-from outrider.certify.rows import FIRST_WORD, HELPER, HELPER_MARK, Step, row_named
-from outrider.certify.toolbox import Tool, find_shell, find_subagent, find_waiter
+from outrider.certify.rows import FIRST_WORD, HELPER, HELPER_MARK, Act, Step, row_named
+from outrider.certify.toolbox import Tool, Toolbox, find_subagent, find_tools, find_waiter
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.scripted import ScriptedEngine
 from outrider.harnesses.presets import Certify
@@ -40,20 +40,26 @@ class Call(msgspec.Struct, kw_only=True):
 
 
 class Actor:
-    """`Engine`. `hint` is what the preset says of its tools; `heard` waits until clients have been sent a word, or
-    for long enough."""
+    """`Engine`. `hint` is what the preset says of its tools, `workdir` where their relative paths begin; `heard` waits
+    until clients have been sent a word, or for long enough."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
     name = "script"
 
     def __init__(
-        self, tokenizer: Tokenizer, folder: str, hint: Certify, heard: Callable[[str], Awaitable[bool]]
+        self,
+        tokenizer: Tokenizer,
+        folder: str,
+        hint: Certify,
+        workdir: str,
+        heard: Callable[[str], Awaitable[bool]],
     ) -> None:
         self.calls: list[Call] = []
         self._tokenizer = tokenizer
         self._folder = folder
         self._hint = hint
+        self._workdir = workdir
         self._heard = heard
 
     async def start(self) -> None:
@@ -104,26 +110,42 @@ class Actor:
         """The reply as the model says it."""
         if step.raw.endswith(END):
             return step.raw
-        calls = [_call(tool, value, step.style) for tool, value in self._calls(step, scene)]
+        calls = [_call(tool, arguments, step.style) for tool, arguments in self._calls(step, scene)]
         think = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
         return think + "\n".join(part for part in (step.text, *calls) if part) + step.raw + END
 
-    def _calls(self, step: Step, scene: Scene) -> list[tuple[Tool, str]]:
-        shell = find_shell(scene.tools, self._hint)
-        calls = [(shell, command) for command in step.run] if shell else []
+    def _calls(self, step: Step, scene: Scene) -> list[tuple[Tool, dict[str, Any]]]:
+        tools = find_tools(scene.tools, self._hint)
+        calls = [call for act in step.run if (call := way_to_do(act, tools, self._workdir)) is not None]
         if step.helper and (helper := find_subagent(scene.tools, self._hint)):
-            calls.append((helper, f"{HELPER_MARK}{scene.row}: {step.helper}"))
+            calls.append((helper, helper.call(f"{HELPER_MARK}{scene.row}: {step.helper}")))
         if step.wait and scene.agent_id and (waiter := find_waiter(scene.tools, self._hint)):
-            calls.append((waiter, scene.agent_id))
+            calls.append((waiter, waiter.call(scene.agent_id)))
         ending = self._hint.finish_command
-        if shell and ending and not scene.helper and not (calls or step.raw):
-            calls.append((shell, ending))
+        if tools.shell and ending and not scene.helper and not (calls or step.raw):
+            calls.append((tools.shell, tools.shell.call(ending)))
         return calls
 
 
-def _call(tool: Tool, value: str, style: Literal["plain", "spaced", "escaped"]) -> str:
+def way_to_do(act: Act, tools: Toolbox, workdir: str) -> tuple[Tool, dict[str, Any]] | None:
+    """The tool that does it, and its arguments; None when none of them can. One that runs commands goes first."""
+    if tools.shell is not None:
+        return tools.shell, tools.shell.call(act.command)
+    if act.write is not None and (writer := tools.writer) is not None:
+        name, text = act.write
+        return writer, writer.call(_path(name, writer, workdir), text)
+    if act.read is not None and (reader := tools.reader) is not None:
+        return reader, reader.call(_path(act.read, reader, workdir))
+    return None
+
+
+def _path(name: str, tool: Tool, workdir: str) -> str:
+    return f"{workdir}/{name}" if tool.absolute else name
+
+
+def _call(tool: Tool, arguments: Mapping[str, Any], style: Literal["plain", "spaced", "escaped"]) -> str:
     """A call as the model writes it."""
-    body = {"name": tool.name, "arguments": tool.call(value)}
+    body = {"name": tool.name, "arguments": arguments}
     match style:
         case "plain":
             text = json.dumps(body, ensure_ascii=False)

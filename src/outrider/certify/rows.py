@@ -19,21 +19,32 @@ HELPER_MARK = "outrider-helper/"
 FIRST_WORD = "zqfirstwordqz"
 """Said before the stall of the streaming row, and nowhere else."""
 
-HELLO = "echo hello > out.txt"
-LOOK = "cat out.txt"
 ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
-LONG_LINES = 4000
+LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
+
+
+class Act(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that the model has done, by a shell `command`; or, where a harness has no tool for that, by a tool that
+    writes a file (`write` is its name and its text) or one that reads the file `read`."""
+
+    command: str
+    write: tuple[str, str] | None = None
+    read: str | None = None
+
+
+HELLO = Act(command="echo hello > out.txt", write=("out.txt", "hello\n"))
+LOOK = Act(command="cat out.txt", read="out.txt")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of the model: thinking, text, then a call of the shell for each command of `run`, with their JSON
+    """One reply of the model: thinking, text, then a call of a tool for each act of `run`, with their JSON
     written in `style`. `helper` is a task for a sub-agent, `wait` waits for it where a tool does that, `raw` text that
     stands for itself, with so many `malformed` calls in it; `stall` waits after FIRST_WORD until the client has been
     sent it."""
 
     text: str = ""
     think: str = ""
-    run: tuple[str, ...] = ()
+    run: tuple[Act, ...] = ()
     style: Literal["plain", "spaced", "escaped"] = "plain"
     helper: str = ""
     wait: bool = False
@@ -44,19 +55,23 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One task. `steps` are the model's replies, of which the last is said again if it is asked for more; `check` is
-    a shell command that succeeds if the commands were run as told, `needs` what the harness must have for the row to
-    apply."""
+    a shell command that succeeds if the acts were done as told, `needs` what a harness may lack and still hold: the
+    row is not tried then. `files` are there when it begins."""
 
     name: str
     what: str
     steps: tuple[Step, ...]
     check: str = '[ "$(cat out.txt)" = hello ]'
     needs: Literal["subagent", "stream"] | None = None
+    files: dict[str, str] = {}
 
 
-HELPER = (Step(run=("echo helped > helped.txt",)), Step(text="The helper is done."))
+HELPED = Act(command="echo helped > helped.txt", write=("helped.txt", "helped\n"))
+HELPER = (Step(run=(HELPED,)), Step(text="The helper is done."))
 """What the model of a sub-agent says."""
 
+TWO = Act(command="echo two > two.txt", write=("two.txt", "two\n"))
+LOOK_AT_TWO = Act(command="cat two.txt", read="two.txt")
 DONE = Step(text="All done.")
 
 ROWS = (
@@ -89,8 +104,11 @@ ROWS = (
         name="unicode",
         what="accents, other scripts and emoji in text, calls and results; escaped in JSON and not",
         steps=(
-            Step(text=f"I write {ACCENTS}.", run=(f"printf %s '{ACCENTS}' > out.txt",)),
-            Step(run=(f"cat out.txt; echo '{ACCENTS}'",), style="escaped"),
+            Step(
+                text=f"I write {ACCENTS}.",
+                run=(Act(command=f"printf %s '{ACCENTS}' > out.txt", write=("out.txt", ACCENTS)),),
+            ),
+            Step(run=(Act(command=f"cat out.txt; echo '{ACCENTS}'", read="out.txt"),), style="escaped"),
             Step(text=f"{ACCENTS} is done."),
         ),
         check=f"[ \"$(cat out.txt)\" = '{ACCENTS}' ]",
@@ -100,7 +118,7 @@ ROWS = (
         what="text that begins and ends with blanks and empty lines",
         steps=(
             Step(text="  Two blanks before, three after.   ", run=(HELLO,)),
-            Step(text="\n\n\tA tab.\n\n", run=(f"{LOOK}; printf '  \\n\\n '",)),
+            Step(text="\n\n\tA tab.\n\n", run=(Act(command="cat out.txt; printf '  \\n\\n '", read="out.txt"),)),
             Step(text="All done. \n\n"),
         ),
     ),
@@ -108,23 +126,27 @@ ROWS = (
         name="long-output",
         what="a result of 190 kB and a reply of 20 kB",
         steps=(
-            Step(run=(f"{HELLO}; seq -f 'line %g of a long result, and on it goes' {LONG_LINES}",)),
+            Step(run=(HELLO,)),
+            Step(run=(Act(command="cat long.txt", read="long.txt"),)),
             Step(text="A long story. " * 1400, run=(LOOK,)),
             DONE,
         ),
+        files={"long.txt": LONG},
     ),
     Row(
         name="parallel-calls",
         what="two calls in one reply",
-        steps=(Step(text="Both at once.", run=(HELLO, "echo two > two.txt")), Step(run=("cat two.txt",)), DONE),
+        steps=(Step(text="Both at once.", run=(HELLO, TWO)), Step(run=(LOOK_AT_TWO,)), DONE),
         check='[ "$(cat out.txt two.txt)" = "hello\ntwo" ]',
     ),
     Row(
         name="tool-error",
         what="a command that fails and one that does not exist",
         steps=(
-            Step(run=(f"{HELLO}; echo complaint >&2; (exit 3)",)),
-            Step(run=("no-such-program-anywhere",)),
+            Step(
+                run=(Act(command="echo hello > out.txt; echo complaint >&2; (exit 3)", write=("out.txt", "hello\n")),)
+            ),
+            Step(run=(Act(command="no-such-program-anywhere", read="no-such-file-anywhere"),)),
             DONE,
         ),
     ),

@@ -17,16 +17,16 @@ import msgspec
 
 from outrider.api.server import serving
 from outrider.certify.actor import Actor
-from outrider.certify.judge import Evidence, RowVerdict, judge
+from outrider.certify.judge import Evidence, RowVerdict, holds, judge
 from outrider.certify.rows import FIRST_WORD, MARK, Row
 from outrider.certify.tap import Tap, tapped
 from outrider.client import AsyncClient
-from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
 from outrider.harnesses.presets import Certify
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
 from outrider.service.service import Service
-from outrider.spec import EvaluatorSpec, GroupSpec, HarnessSpec, Limits, RuntimeSpec, TaskSpec
+from outrider.spec import EvaluatorSpec, GroupSpec, HarnessSpec, Limits, RuntimeSpec, TaskSpec, Write
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.wire import GroupView, SessionView
 
@@ -39,17 +39,18 @@ TURNS = 24
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What is certified: a harness as a task names it, the dialect that it is to speak (None: any), and what is known
-    of its tools."""
+    """What is certified: a harness and its sandbox as a task names them, the dialect that it is to speak (None: any),
+    and what is known of its tools."""
 
     name: str
     harness: HarnessSpec
+    runtime: RuntimeSpec
     dialect: str | None = None
     hint: Certify = Certify()
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdicts, in the order of the rows. `ok` when none has failed."""
+    """The verdicts, in the order of the rows. `ok` when it holds (see `judge.holds`)."""
 
     harness: str
     dialect: str | None
@@ -69,7 +70,6 @@ async def certify(
     subject: Subject,
     rows: Sequence[Row],
     *,
-    runtime: str,
     agent_seconds: float = 180,
     watch: Callable[[RowVerdict], None] = lambda _: None,
 ) -> Certificate:
@@ -78,13 +78,14 @@ async def certify(
     Raises what admission raises: a harness that is not installed or cannot be, a runtime that does not work here.
     """
     started = time.monotonic()
-    tasks = {row.name: _task(row, subject, runtime, agent_seconds) for row in rows}
+    tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(_policy()) as policy:
         config = Config(
             port=0,
             data=Path(data),
             model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
+            sandboxes=SandboxesConfig(allow=(Path("/"),)),  # who certifies is who may read it
         )
         async with (
             Service(config) as service,
@@ -93,7 +94,7 @@ async def certify(
             AsyncClient(url) as client,
         ):
             tokenizer = await asyncio.to_thread(Tokenizer.load, policy)
-            actor = Actor(tokenizer, str(policy), subject.hint, tap.heard)
+            actor = Actor(tokenizer, str(policy), subject.hint, subject.runtime.workdir, tap.heard)
             await service.pool.add_engine(actor)
             court = _Court(client, actor, tap, subject)
             submitted = {(await client.submit(tasks[row.name])).id: row for row in rows}
@@ -108,8 +109,8 @@ async def certify(
     return Certificate(
         harness=subject.name,
         dialect=subject.dialect,
-        runtime=runtime,
-        ok=all(verdict.verdict != "failed" for verdict in judged),
+        runtime=subject.runtime.kind,
+        ok=holds(judged),
         rows=judged,
         seconds=round(time.monotonic() - started, 2),
     )
@@ -142,11 +143,12 @@ class _Court:
         )
 
 
-def _task(row: Row, subject: Subject, runtime: str, agent_seconds: float) -> GroupSpec:
+def _task(row: Row, subject: Subject, agent_seconds: float) -> GroupSpec:
+    files = [Write(write=text, to=name) for name, text in row.files.items()]
     task = TaskSpec(
         instruction=f"Task {MARK}{row.name}: {row.what}. Work in the current folder, with your own tools.",
         harness=subject.harness,
-        runtime=RuntimeSpec(kind=runtime),
+        runtime=subject.runtime.model_copy(update={"prepare": [*subject.runtime.prepare, *files]}),
         evaluator=EvaluatorSpec(kind="command", run=row.check),
         limits=Limits(agent_seconds=agent_seconds, turns=TURNS),
         max_attempts=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -77,6 +78,13 @@ def check_harness(
     command: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="A program of your own instead, as in a task's `command`.")
     ] = None,
+    venv: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The virtual environment that COMMAND runs in.")
+    ] = None,
+    task: Annotated[
+        Path | None,
+        typer.Option(metavar="TASK.toml", help="The harness and the runtime of this task instead, with all they say."),
+    ] = None,
     dialect: Annotated[
         str | None, typer.Option(metavar="DIALECT", help="What it is to speak: chat, messages, responses or gemini.")
     ] = None,
@@ -90,7 +98,8 @@ def check_harness(
     """Certify a harness against this build, with a verdict a row.
 
     A scripted model has the program do small tasks, with all that makes clients rewrite a history. Every token that
-    comes back is held against what the model was given and said. Ends with 1 when a row fails.
+    comes back is held against what the model was given and said. Ends with 0 when it holds, and with 1 when a row does
+    not hold or, of those that every harness needs, could not be tried.
 
     Examples:
 
@@ -98,12 +107,23 @@ def check_harness(
 
         outrider harness check opencode --dialect messages --row three-turns --row sub-agent
 
-        outrider harness check --command 'my-agent --url {base_url}/v1 {instruction}' --dialect chat
+        outrider harness check --command 'my-agent --url {base_url}/v1 {instruction}' --venv my-agent/.venv
+
+        outrider harness check --task my-task.toml
     """
     # Late, because it needs the server's libraries.
     from outrider.cli.certificate import Asked, certify_and_show
 
-    asked = Asked(name=name, command=command, dialect=dialect, runtime=runtime, rows=tuple(row or ()), seconds=seconds)
+    asked = Asked(
+        name=name,
+        command=command,
+        venv=venv,
+        task=task,
+        dialect=dialect,
+        runtime=runtime,
+        rows=tuple(row or ()),
+        seconds=seconds,
+    )
     raise typer.Exit(certify_and_show(terminal_of(ctx), asked))
 
 

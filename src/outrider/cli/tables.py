@@ -24,6 +24,9 @@ STYLES = {
     "yes": "green",
     "suspect": "yellow",
     "no": "bold red",
+    "holds": "green",
+    "does not hold": "bold red",
+    "not tried": "yellow",
 }
 
 

@@ -6,14 +6,17 @@ under every variable that agents read it from, and nothing in the task can point
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from outrider.errors import HarnessError, InvalidField
 from outrider.harnesses.base import Endpoint, HarnessContext, HarnessOutcome
 from outrider.harnesses.install import installation, unavailable
+from outrider.harnesses.missing import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import DIALECT, OptionValue, Preset
+from outrider.harnesses.venv import COMPILE_SECONDS, compiled, read_venv
 from outrider.runtimes.base import LOG_TAIL, Availability, ExecResult
 
 SLACK_SECONDS = 60.0
@@ -29,6 +32,7 @@ TAIL_OF_NEWEST = (
 """A shell script. Names with newlines do not occur in a program's logs."""
 
 FIND_HOME = 'printf %s "$HOME"'
+FIND_PATH = 'printf %s "$PATH"'
 
 
 def endpoint_environment(endpoint: Endpoint, instruction: str) -> dict[str, str]:
@@ -54,12 +58,20 @@ ENDPOINT_VARIABLES = frozenset(endpoint_environment(Endpoint(base_url="", api_ke
 
 class CommandHarness:
     """Runs one preset. `options` are its checked options, `env` the task's own variables, which win over the
-    preset's but never over the endpoint's."""
+    preset's but never over the endpoint's; `venv` is the virtual environment that it runs in."""
 
-    def __init__(self, preset: Preset, options: Mapping[str, OptionValue], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        preset: Preset,
+        options: Mapping[str, OptionValue],
+        env: Mapping[str, str],
+        *,
+        venv: str | None = None,
+    ) -> None:
         self._preset = preset
         self._options = dict(options)
         self._env = dict(env)
+        self._venv = venv
 
     def available(self) -> Availability:
         if self._preset.install is None:
@@ -72,32 +84,49 @@ class CommandHarness:
 
     def mounts(self) -> tuple[Path, ...]:
         found = installation(self._preset)
-        return found.mounts if found else ()
+        return (*(found.mounts if found else ()), *(read_venv(self._venv).shown if self._venv else ()))
 
     async def install(self, context: HarnessContext) -> None:
         """Write the preset's config files. Raises InvalidField for an instruction that no program can be given,
         HarnessUnavailable when the program is not installed."""
         check_instruction(context.task.instruction)
         words = self._words(context)
+        if self._venv is not None:
+            await self._enter(context, self._venv)
         if not self._preset.files:
             return
         home = await self._home(context, words)
         for file in self._preset.files:
             await context.runtime.write(str(home / file.path), fill_file(file.path, file.text, words).encode())
 
+    async def _enter(self, context: HarnessContext, path: str) -> None:
+        """As the environment's `activate` does, before the sandbox's own PATH or the one that the task gives."""
+        venv = await asyncio.to_thread(read_venv, path)
+        seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
+        await compiled(venv, seconds=seconds)
+        inherited = self._env.get("PATH")
+        if inherited is None:
+            told = await context.runtime.exec(FIND_PATH, seconds=SLACK_SECONDS)
+            inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH  # it may have no shell
+        self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
+
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         words = self._words(context)
+        command = [fill(part, words) for part in self._preset.command]
+        environment = self._environment(context, words)
         result = await context.runtime.exec(
-            [fill(part, words) for part in self._preset.command],
-            env=self._environment(context, words),
+            command,
+            env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
             seconds=context.task.limits.agent_seconds + SLACK_SECONDS,
         )
         log_tail = result.log_tail() + await self._own_log(context, words)
         if result.exit_code != 0:
+            missing = await find_missing(context.runtime, command, environment, result)
+            hint = "the log tail is the end of the program's output" + (" and log" if self._preset.logs else "")
             raise HarnessError(
-                f"{self._preset.name} {_ending(result)}",
-                hint="the log tail is the end of the program's output" + (" and log" if self._preset.logs else ""),
+                f"{self._preset.name} {_ending(result)}{f': {missing.message}' if missing else ''}",
+                hint=missing.hint if missing else hint,
                 log_tail=log_tail,
             )
         answer = result.stdout.decode("utf-8", errors="replace").strip() if self._preset.answer else None

@@ -16,7 +16,7 @@ from outrider.harnesses.base import Harness
 from outrider.harnesses.command import ENDPOINT_VARIABLES, CommandHarness
 from outrider.harnesses.inprocess import Agent, InProcessHarness
 from outrider.harnesses.placeholders import options_in
-from outrider.harnesses.presets import Option, Preset, checked_options, load_preset
+from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset
 from outrider.plugins import resolve
 from outrider.spec import HarnessSpec
 
@@ -29,7 +29,8 @@ def make_harness(spec: HarnessSpec) -> Harness:
         return InProcessHarness(_agent(spec))
     preset = load_preset(spec.preset) if spec.preset is not None else _own(spec)
     _check_environment(spec.env)
-    return CommandHarness(preset, checked_options(preset, spec.options, field=f"{FIELD}.options"), spec.env)
+    options = checked_options(preset, spec.options, field=f"{FIELD}.options")
+    return CommandHarness(preset, options, spec.env, venv=spec.venv)
 
 
 def _own(spec: HarnessSpec) -> Preset:
@@ -40,8 +41,14 @@ def _own(spec: HarnessSpec) -> Preset:
             raise InvalidField("must not contain NUL", field=f"{FIELD}.command.{index}")
     if not command[0]:
         raise InvalidField("names no program", field=f"{FIELD}.command.0")
-    options = {name: _option(spec.options.get(name)) for name in options_in((*command, *spec.env.values()))}
-    return Preset(name="command", summary="the task's own command", command=command, options=options)
+    texts = (*command, *spec.env.values(), *spec.files.values())
+    return Preset(
+        name="command",
+        summary="the task's own command",
+        command=command,
+        files=tuple(ConfigFile(path=path, text=text) for path, text in spec.files.items()),
+        options={name: _option(spec.options.get(name)) for name in options_in(texts)},
+    )
 
 
 def _option(value: Any) -> Option:

@@ -39,6 +39,12 @@ def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, _verbatim))
 
 
+def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:
+    """How long `fill_file` would make it, at the most, without doing it."""
+    escape = _ESCAPES.get(PurePosixPath(path).suffix, _verbatim)
+    return len(text) + sum(text.count(f"{{{word}}}") * len(escape(value)) for word, value in words.items())
+
+
 def options_in(texts: Iterable[str]) -> frozenset[str]:
     """The names x of every `{option.x}` in the texts."""
     return frozenset(name for text in texts for name in _OPTION.findall(text))

@@ -47,7 +47,7 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file to write before the start; `path` is relative to the sandbox's HOME."""
+    """A file to write before the start; `path` is absolute, or relative to the sandbox's HOME."""
 
     path: str
     text: str

@@ -116,7 +116,8 @@ class Runtime(Protocol):
 
     `endpoint` is the base URL (no trailing slash) at which a program inside reaches the model gateway, valid
     after `start`. `scratch` is a folder for files that are not the task's, as programs inside know it. `start` leaves
-    nothing behind when it raises. `stop` is idempotent and never raises.
+    nothing behind when it raises. `stop` is idempotent and never raises. A kind in which programs cannot find what is
+    in `SandboxContext.mounts` has a class attribute `shows_mounts` that is False.
     """
 
     endpoint: str

@@ -61,6 +61,7 @@ class MemoryRuntime:
     """`stop` counts once in the ledger however often it is called, if the sandbox had begun to start."""
 
     ledger: ClassVar[MemoryLedger | None] = None
+    shows_mounts: ClassVar[bool] = False
     scratch = "/tmp"
 
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:

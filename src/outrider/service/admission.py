@@ -6,9 +6,10 @@ It resolves every name and starts nothing. Invariant: a task that passes can fai
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import orjson
@@ -18,10 +19,13 @@ from outrider.errors import HarnessUnavailable, InvalidField, RequestError, Runt
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
+from outrider.harnesses.placeholders import filled_size
+from outrider.harnesses.venv import FIELD as VENV
+from outrider.harnesses.venv import Venv, read_venv, stray_links
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
 from outrider.sessions.room import asked, whole_of
-from outrider.spec import EngineSpec, GroupSpec, Resources, RuntimeSpec, Spec, TaskSpec, Upload
+from outrider.spec import MAX_INLINE_FILE, EngineSpec, GroupSpec, Resources, RuntimeSpec, Spec, TaskSpec, Upload
 from outrider.wire import NodeStats
 
 S = TypeVar("S", bound=Spec)
@@ -30,6 +34,9 @@ Location = tuple[int | str, ...]
 RUNTIME_METHODS = ("create", "available", "check_spec", "start", "exec", "stop")
 MAX_DEPTH = 64
 """Levels of objects and lists in a request."""
+
+WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
+"""Folders that every sandbox with a root of its own has."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
 """What pydantic puts into a location to say which kind of prepare step it tried."""
@@ -82,7 +89,10 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> 
     make_evaluator(task.evaluator)
     _check_carry(task, runtime)
     _check_uploads(task.runtime, files)
-    _check_paths(task.runtime, [Path(os.path.realpath(root)) for root in allow])
+    allowed = [Path(os.path.realpath(root)) for root in allow]
+    _check_paths(task.runtime, allowed)
+    _check_files(task)
+    _check_venv(task, runtime, allowed)
     runtime.check_spec(task.runtime)
     if not (can := runtime.available()).ok:
         raise RuntimeUnavailable(
@@ -154,6 +164,72 @@ def _check_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
         _check_allowed(spec.image, allow, field="task.runtime.image")
         if not os.path.exists(spec.image):
             raise InvalidField(f"{spec.image!r} is not on this node", field="task.runtime.image")
+
+
+def _check_files(task: TaskSpec) -> None:
+    """That no text becomes huge when its words are filled in."""
+    if not task.harness.files:
+        return
+    options = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
+    words = {"instruction": task.instruction, **options}
+    for path, text in task.harness.files.items():
+        if (size := filled_size(path, text, words)) > MAX_INLINE_FILE:
+            field = f"task.harness.files.{path}"
+            raise InvalidField(
+                f"is {size} characters with its words filled in, and may be {MAX_INLINE_FILE}", field=field
+            )
+
+
+def _check_venv(task: TaskSpec, runtime: type[Runtime], allow: Sequence[Path]) -> None:
+    """Of a virtual environment all that is shown with it must be allowed: that it leads there proves nothing. Any
+    sandbox of a preset is shown the service's own interpreter."""
+    path, spec = task.harness.venv, task.runtime
+    if path is None:
+        return
+    if not getattr(runtime, "shows_mounts", True):
+        raise InvalidField(
+            f"{spec.kind!r} sandboxes run no programs of the host", field=VENV, hint="use runtime kind 'namespace'"
+        )
+    _check_allowed(path, allow, field=VENV)
+    venv = read_venv(path)
+    own = Path(sys.base_prefix).resolve()
+    refused = [place for place in venv.shown if not any(place.resolve().is_relative_to(root) for root in (*allow, own))]
+    if refused:
+        raise InvalidField(
+            f"{path!r} does not work without {' and '.join(map(str, refused))}, which tasks may not name",
+            field=VENV,
+            hint=f"its operator allows it with `outrider serve {' '.join(f'--allow-path {one}' for one in refused)}`",
+        )
+    if venv.of_system and (spec.image or spec.rootfs):
+        raise InvalidField(
+            f"the interpreter of {path!r} is in the host's /usr, which is not in a sandbox with a root of its own",
+            field=VENV,
+            hint="make the environment inside the image; or make it here with an interpreter that is not in /usr, such "
+            "as `uv venv --managed-python` takes",
+        )
+    for folder in (spec.workdir, *WRITABLE):
+        if over := [place for place in venv.shown if PurePosixPath(folder).is_relative_to(place)]:
+            raise InvalidField(
+                f"{over[0]}, which {path!r} needs, would lie read-only over the sandbox's own {folder}",
+                field=VENV,
+                hint="move it to a folder of its own; or, if that is the working directory, give another "
+                "task.runtime.workdir",
+            )
+    _check_links(venv, spec)
+
+
+def _check_links(venv: Venv, spec: RuntimeSpec) -> None:
+    system = () if spec.image or spec.rootfs else (Path("/usr"),)
+    stray = stray_links(venv, [*system, *(Path(mount.source) for mount in spec.mounts)])
+    if stray:
+        goal = os.path.realpath(stray[0])
+        raise InvalidField(
+            f"{stray[0]} is a link to {goal}, which the sandbox does not have"
+            + (f"; nor have {len(stray) - 1} other links what they lead to" if stray[1:] else ""),
+            field=VENV,
+            hint="install the packages as copies (UV_LINK_MODE=copy), or show what the links lead to with "
+            "task.runtime.mounts",
+        )
 
 
 def _check_allowed(path: str, allow: Sequence[Path], *, field: str) -> None:

@@ -1,0 +1,215 @@
+"""Why a program could not be started in a sandbox: which file is not there, whether the host has it, what to write.
+
+It looks, and changes nothing. Invariant: what it calls missing was looked for in the sandbox just now; where it does
+not know, it says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import re
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from outrider.config import environment
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import ExecResult, Runtime
+
+NOT_FOUND = 127
+NOT_EXECUTABLE = 126
+"""What shells, and our own tool server, make of a program that cannot be executed."""
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Of a sandbox that says nothing else."""
+HEAD = 4096
+SMALL = 1 << 16
+MAX_SCRIPTS = 4
+"""Scripts that are interpreters of scripts; as many as Linux takes."""
+LOOK_SECONDS = 10.0
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
+PT_INTERP = 3
+
+_COMPLAINTS = (
+    re.compile(r"^(?:\S*sh): (?:line )?\d+: (?P<name>.+?): (?:command )?not found$", re.MULTILINE),
+    re.compile(r"^(?:\S*sh): (?:line )?\d+: (?P<name>/.+?): No such file or directory$", re.MULTILINE),
+    re.compile(r"^(?:\S*/)?env: [\u2018'\"]?(?P<name>.+?)[\u2019'\"]?: No such file or directory$", re.MULTILINE),
+)
+"""Of bash, dash and env."""
+
+
+_LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+): cannot open shared object file")
+"""Of the loader of the GNU C library, which ends with 127, too."""
+
+FOREIGN = (
+    "the program was built for another root than the sandbox's: build it for that one, or statically, install in the "
+    "image what it needs, or leave task.runtime.image out"
+)
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """What is missing, and what to do about it."""
+
+    message: str
+    hint: str
+
+
+async def find_missing(
+    runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
+) -> Missing | None:
+    """Of a command that ended with `result`, why it could not be started; None when that was not the cause."""
+    if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
+        return None
+    look = _Look(runtime, env)
+    said = result.stderr.decode("utf-8", errors="replace")
+    try:
+        found = await look.unusable(command[0])
+        if found is None and (named := _complained_of(said)):
+            found = await look.unusable(named)
+        if found is None and (library := _LIBRARY.search(said)):
+            found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", FOREIGN)
+    except (RuntimeFailure, OSError):
+        return None  # of a sandbox that answers no more, nothing can be said
+    return found
+
+
+def _complained_of(stderr: str) -> str | None:
+    """The program that a shell, or `env`, said last that it did not find."""
+    found = [match for pattern in _COMPLAINTS for match in pattern.finditer(stderr)]
+    return max(found, key=lambda match: match.start())["name"] if found else None
+
+
+class _Look:
+    """At one sandbox, with one environment."""
+
+    def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
+        self._runtime = runtime
+        self._env = env
+
+    async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
+        """Why a program of that name cannot be started, or the interpreter of a script, down to that `depth`."""
+        place = await self._find(name)
+        if place is None:
+            return _not_there(name)
+        if not await self._is_executable(place):
+            return Missing(
+                f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
+            )
+        head = await self._head(place)
+        if head.startswith(b"#!"):
+            return await self._unusable_script(place, head, depth)
+        loader = _loader(head)
+        if loader is not None and not await self._there(loader):
+            return Missing(f"{place} needs the loader {loader}, which is not in the sandbox", FOREIGN)
+        return None
+
+    async def _unusable_script(self, place: str, head: bytes, depth: int) -> Missing | None:
+        line = head[2:].split(b"\n", 1)[0].decode("utf-8", errors="replace")
+        interpreter, *words = line.split() or [""]
+        if line.endswith("\r"):
+            return Missing(f"the first line of {place} ends with a carriage return", "save it with Unix line ends")
+        if posixpath.basename(interpreter) == "env" and await self._there(interpreter):
+            programs = [word for word in words if not word.startswith("-") and "=" not in word]
+            interpreter = programs[0] if programs else interpreter
+        if (found := await self._find(interpreter)) is not None:
+            return await self.unusable(found, depth=depth - 1) if depth else None
+        why = _not_there(interpreter)
+        return Missing(f"{place} is a script for {interpreter}, which is not in the sandbox", why.hint)
+
+    async def _find(self, name: str) -> str | None:
+        """Where a program is, by its path or in a folder of PATH."""
+        if "/" in name:
+            return name if await self._there(name) else None
+        for folder in filter(None, self._search_path()):
+            if await self._there(f"{folder.rstrip('/')}/{name}"):
+                return f"{folder.rstrip('/')}/{name}"
+        return None
+
+    def _search_path(self) -> list[str]:
+        return (self._env.get("PATH") or SYSTEM_PATH).split(":")
+
+    async def _there(self, path: str) -> bool:
+        try:
+            await self._runtime.read(path, limit=0)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except (RuntimeFailure, OSError):  # it is larger than nothing, a folder, or not to be read: so it is there
+            return True
+        return True
+
+    async def _head(self, path: str) -> bytes:
+        """The beginning of a file. Of a large one in a sandbox without `head` the host's of that path is looked at:
+        what is shown of the host is at the same path."""
+        try:
+            return (await self._runtime.read(path, limit=SMALL))[:HEAD]
+        except RuntimeFailure:
+            result = await self._runtime.exec(["head", "-c", str(HEAD), path], seconds=LOOK_SECONDS)
+        return result.stdout if result.exit_code == 0 else await asyncio.to_thread(_head_on_host, path)
+
+    async def _is_executable(self, path: str) -> bool:
+        """In a sandbox that cannot tell, it is taken for that."""
+        result = await self._runtime.exec(["test", "-f", path, "-a", "-x", path], seconds=LOOK_SECONDS)
+        return result.exit_code != 1
+
+
+def _head_on_host(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(HEAD)
+    except OSError:
+        return b""
+
+
+def _not_there(name: str) -> Missing:
+    """What to do about a program that the sandbox does not have depends on whether the host has it."""
+    if "/" in name and not posixpath.isabs(name):
+        return Missing(
+            f"{name} is not in the sandbox, where it was looked for below the working directory",
+            "a prepare step with `write` or `upload` puts it there",
+        )
+    on_host = name if "/" in name else shutil.which(name, path=environment("PATH") or SYSTEM_PATH)
+    where = f"{name} is not in the sandbox" if "/" in name else f"{name} is in no folder of the sandbox's PATH"
+    if on_host is None or not Path(on_host).exists():
+        return Missing(
+            where,
+            "put it there: with a prepare step (`write` or `upload`), in the image, or by showing it with "
+            "task.runtime.mounts",
+        )
+    if on_host.startswith(tuple(f"{folder}/" for folder in SYSTEM)):
+        return Missing(
+            f"{where}, whose root is not the host's: there it is {on_host}",
+            "install it in the image (outrider image build), or leave task.runtime.image out",
+        )
+    return Missing(f"{where}; on the host it is {on_host}", _lines(Path(on_host)))
+
+
+def _lines(program: Path) -> str:
+    """What the task has to say to have a program of the host."""
+    venv = next((above for above in program.parents if (above / "pyvenv.cfg").is_file()), None)
+    if venv is not None:
+        return f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
+    folder = program.parent.parent if program.parent.name == "bin" else program.parent
+    if folder in (Path("/"), Path.home(), Path.home() / ".local"):
+        folder = program
+    return f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
+
+
+def _allow(path: Path) -> str:
+    return f"the operator allows that with `outrider serve --allow-path {path}`"
+
+
+def _loader(head: bytes) -> str | None:
+    """The interpreter that the beginning of a 64-bit ELF program asks for; None when it asks for none there."""
+    if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
+        return None
+    (start,) = struct.unpack_from("<Q", head, 32)
+    size, count = struct.unpack_from("<HH", head, 54)
+    for offset in range(start, min(start + size * count, len(head) - 56), max(1, size)):
+        kind, _, at, _, _, length = struct.unpack_from("<IIQQQQ", head, offset)
+        if kind == PT_INTERP:
+            return head[at : at + length].rstrip(b"\0").decode("utf-8", errors="replace") or None
+    return None

@@ -1,0 +1,84 @@
+"""The examples of the page `bring-your-own-agent.md` do what it says, in real sandboxes, with the page's own text."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli import main
+from outrider.pythons.portable import portable_command, portable_python
+from outrider.runtimes.namespace import NamespaceRuntime
+from support.environments import environment, program
+from support.small_root import small_root
+
+from .pages import page
+
+PAGE = page("docs/bring-your-own-agent.md")
+SHOWN_AT = "/srv/agents"
+IN_ENVIRONMENT, WITH_NODE, IN_IMAGE, _ = [block.text for block in PAGE.blocks if block.info == "toml task"]
+[PYTHON] = [block.text for block in PAGE.blocks if block.info == "python"]
+[NODE] = [block.text for block in PAGE.blocks if block.info == "js"]
+
+pytestmark = pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="needs namespace sandboxes")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of what Outrider keeps, this test's own; but for the interpreter that it makes for images."""
+    made = tmp_path / "home"
+    made.mkdir()
+    (made / "python").symlink_to(portable_python().parent)
+    monkeypatch.setenv("OUTRIDER_HOME", str(made))
+    return made
+
+
+def certificate(task: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Of the task as the page has it, with its folder for the page's; it must hold."""
+    file = folder / "my-agent.toml"
+    file.write_text(task.replace(SHOWN_AT, str(folder)))
+    code = main(["harness", "check", "--task", str(file), "--row", "three-turns", "--row", "parallel-calls", "--json"])
+    said = capsys.readouterr()
+    assert code == 0, said.out + said.err
+    made: dict[str, Any] = json.loads(said.out)
+    assert [row["drift_tokens"] for row in made["rows"]] == [0, 0]
+    assert made["runtime"] == "namespace"
+    return made
+
+
+def test_an_agent_in_a_virtual_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `python -m venv` makes one, of the interpreter that runs this. What it imports lies beside it, editable."""
+    made = tmp_path / "mine/.venv"
+    packages = environment(made)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/my_agent.py").write_text(PYTHON)
+    (packages / "my_agent.pth").write_text(f"{tmp_path}/project\n")
+    program(made / "bin/my-agent", made / "bin/python", "import my_agent")
+    certificate(IN_ENVIRONMENT, tmp_path, capsys)
+    assert list((tmp_path / "project").rglob("my_agent.*.pyc")), "it was compiled on the node"
+
+
+@pytest.mark.skipif(not os.path.realpath(shutil.which("node") or "").startswith("/usr/"), reason="no node in /usr here")
+def test_an_agent_in_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "node-agent").mkdir()
+    (tmp_path / "node-agent/agent.mjs").write_text(NODE)
+    certificate(WITH_NODE, tmp_path, capsys)
+
+
+def test_an_agent_in_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The image has no Python: its agent runs by the interpreter that every such sandbox is shown."""
+    root = small_root(tmp_path / "root")
+    command = shlex.join([*portable_command(), "/opt/agent/my_agent.py"])
+    program(root / "opt/agent/run", "/bin/bash", f'exec {command} "$@"')
+    (root / "opt/agent/my_agent.py").write_text(PYTHON)
+    with tarfile.open(tmp_path / "my-agent.tar", "w") as archive:
+        archive.add(root, ".")
+    assert main(["image", "import", str(tmp_path / "my-agent.tar"), "my-agent"]) == 0
+    capsys.readouterr()
+    certificate(IN_IMAGE, tmp_path, capsys)

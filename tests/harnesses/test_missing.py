@@ -1,0 +1,148 @@
+"""What is said of a program that could not be started: which file is missing, and what to write."""
+
+from __future__ import annotations
+
+import shlex
+import struct
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import HarnessError
+from outrider.harnesses.factory import make_harness
+from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.host import Host
+from outrider.runtimes.memory import MemoryRuntime
+from outrider.runtimes.process import ProcessRuntime
+from outrider.spec import HarnessSpec, RuntimeSpec
+
+from .conftest import context
+
+
+async def failure(sandbox, *command: str, **env: str) -> HarnessError:
+    spec = HarnessSpec(command=list(command), env=env)
+    with pytest.raises(HarnessError) as caught:
+        await make_harness(spec).run(context(sandbox, spec))
+    return caught.value
+
+
+def elf(loader: str) -> bytes:
+    """The beginning of a program of 64 bits that asks for that loader."""
+    name = loader.encode() + b"\0"
+    header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack(
+        "<HHIQQQIHHHHHH", 2, 62, 1, 0, 64, 0, 0, 64, 56, 1, 0, 0, 0
+    )
+    return header + struct.pack("<IIQQQQQQ", 3, 4, 120, 0, 0, len(name), len(name), 1) + name
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "hint"),
+    [
+        (b"#!/opt/none/bin/python3\n", "is a script for /opt/none/bin/python3, which is not in the sandbox", "mounts"),
+        (b"#!/usr/bin/env -S no-such-node --x\n", "is a script for no-such-node, which is not", "prepare step"),
+        (b"#!/bin/sh\r\necho hi\r\n", "ends with a carriage return", "Unix line ends"),
+        (elf("/lib/ld-musl-none.so.1"), "needs the loader /lib/ld-musl-none.so.1, which is not", "another root"),
+    ],
+    ids=["interpreter", "env", "line-ends", "loader"],
+)
+async def test_a_program_that_lacks_what_runs_it(
+    sandbox: ProcessRuntime, content: bytes, message: str, hint: str
+) -> None:
+    await sandbox.write("agent", content, executable=True)
+    error = await failure(sandbox, "./agent")
+    assert message in error.message
+    assert error.message.startswith("command exited with code 12")
+    assert hint in str(error.hint)
+
+
+async def test_a_script_whose_interpreter_lacks_what_runs_it(sandbox: ProcessRuntime) -> None:
+    """Also a large one."""
+    place = f"{sandbox.scratch}/python"
+    await sandbox.write(place, elf("/lib/ld-musl-none.so.1") + bytes(1 << 17), executable=True)
+    await sandbox.write("agent", f"#!{place} -I\n".encode(), executable=True)
+    error = await failure(sandbox, "./agent")
+    assert f"{place} needs the loader /lib/ld-musl-none.so.1, which is not in the sandbox" in error.message
+
+
+async def test_scripts_that_are_each_others_interpreter(sandbox: ProcessRuntime) -> None:
+    one, two = f"{sandbox.scratch}/one", f"{sandbox.scratch}/two"
+    await sandbox.write(one, f"#!{two}\n".encode(), executable=True)
+    await sandbox.write(two, f"#!{one}\n".encode(), executable=True)
+    assert (await failure(sandbox, one)).message == "command exited with code 126"
+
+
+async def test_a_library_that_is_missing(sandbox: ProcessRuntime) -> None:
+    said = "agent: error while loading shared libraries: libx.so.6: cannot open shared object file: No such file"
+    error = await failure(sandbox, "bash", "-c", f"echo '{said}' >&2; exit 127")
+    assert "it needs the library libx.so.6, which is not in the sandbox" in error.message
+
+
+async def test_a_program_that_may_not_be_executed(sandbox: ProcessRuntime) -> None:
+    await sandbox.write("agent", b"#!/bin/sh\n")
+    error = await failure(sandbox, "./agent")
+    assert "exited with code 126: ./agent is not executable" in error.message
+    assert "executable = true" in str(error.hint)
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (["no-such-agent", "--x"], "no-such-agent is in no folder of the sandbox's PATH"),
+        (["bin/agent"], "bin/agent is not in the sandbox, where it was looked for below the working directory"),
+        (["/opt/none/agent"], "/opt/none/agent is not in the sandbox"),
+        (["bash", "-c", "true; no-such-agent --x"], "no-such-agent is in no folder of the sandbox's PATH"),
+        (["sh", "-c", "/opt/none/agent"], "/opt/none/agent is not in the sandbox"),
+        (["env", "no-such-agent"], "no-such-agent is in no folder of the sandbox's PATH"),
+    ],
+    ids=shlex.join,
+)
+async def test_a_program_that_is_nowhere(sandbox: ProcessRuntime, command: list[str], named: str) -> None:
+    error = await failure(sandbox, *command)
+    assert f"exited with code 127: {named}" in error.message
+    assert "prepare step" in str(error.hint)
+
+
+async def test_an_exit_code_of_the_programs_own_is_not_explained(sandbox: ProcessRuntime) -> None:
+    for code in (126, 127):
+        error = await failure(sandbox, "bash", "-c", f"echo mine; exit {code}")
+        assert error.message == f"command exited with code {code}"
+        assert "log tail" in str(error.hint)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A folder of the host, with an environment and a plain program in it."""
+    for name in ("env/bin/agent", "tools/bin/agent"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "env/pyvenv.cfg").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [
+        ("env/bin/agent", 'venv = "@/env" below [harness]'),
+        ("tools/bin/agent", 'mounts = [{source = "@/tools"}] below [runtime]'),
+    ],
+)
+async def test_a_program_that_only_the_host_has_is_said_how_to_show(
+    elsewhere: Path, program: str, lines: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Host(elsewhere) as host:
+        place = SandboxContext(
+            session_id="s", attempt=1, directory=elsewhere, host=host, gateway_url="", gateway_socket=elsewhere / "x"
+        )
+        sandbox = MemoryRuntime.create(RuntimeSpec(kind="memory"), place)
+        await sandbox.start()
+        monkeypatch.setenv("PATH", str((elsewhere / program).parent))
+        for name in (str(elsewhere / program), "agent"):
+            error = await failure(sandbox, name)
+            assert str(elsewhere / program) in error.message
+            assert "not in the sandbox; on the host" in error.message or "in no folder" in error.message
+            assert lines.replace("@", str(elsewhere)) in str(error.hint)
+            assert "--allow-path" in str(error.hint)
+        error = await failure(sandbox, "/usr/bin/ldd")
+        assert "whose root is not the host's" in error.message
+        await sandbox.stop()

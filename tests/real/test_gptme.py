@@ -1,0 +1,48 @@
+"""gptme, a program that Outrider has no preset for, by the example of the page `bring-your-own-agent.md`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.pages import page
+from outrider.cli import main
+from outrider.config import cache_home
+from outrider.harnesses.sealed import Contents, build_once
+
+pytestmark = pytest.mark.real
+
+PACKAGES = ("gptme==0.35.1",)
+[TASK] = [block.text for block in page("docs/bring-your-own-agent.md").blocks if '"gptme"' in block.text]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """Where its virtual environment is, as uv makes it, with no module compiled; kept in $OUTRIDER_HOME."""
+    made = cache_home().absolute() / "harnesses" / PACKAGES[0] / "gptme"
+
+    def build() -> None:
+        uv = [sys.executable, "-m", "uv"]
+        subprocess.run([*uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, made], check=True)
+        subprocess.run([*uv, "pip", "install", "--quiet", "--python", made / "bin/python", *PACKAGES], check=True)
+
+    build_once(made, Contents(PACKAGES), build)
+    return made.parent
+
+
+def test_gptme_is_certified(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row that a program without sub-agents must pass. It does not send its thinking back: a fork each time."""
+    task = tmp_path / "gptme.toml"
+    task.write_text(TASK.replace("/srv/agents", str(folder)))
+    code = main(["harness", "check", "--task", str(task), "--runtime", "namespace", "--seconds", "300", "--json"])
+    made = json.loads(capsys.readouterr().out)
+    told = {row["row"]: (row["verdict"], row["reason"]) for row in made["rows"]}
+    assert (code, made["ok"]) == (0, True), told
+    assert told.pop("sub-agent") == ("not tried", "it shows the model no tool that starts a sub-agent")
+    assert {verdict for verdict, _ in told.values()} == {"holds"}
+    assert {name for name, (_, reason) in told.items() if reason} == {"reasoning"}
+    assert {row["drift_tokens"] for row in made["rows"]} == {0}
