@@ -81,6 +81,7 @@ class ApptainerRuntime(RootedRuntime):
         resources = with_apptainer(self._spec.resources)
         group = groups.make(self._context.directory.name, resources)
         self._held.push_async_callback(group.remove)
+        self._group = group
         setup = self._setup(env)
         command = [
             *apptainer_start.exec_command(found, image, self._binds(python), setup.marking()),

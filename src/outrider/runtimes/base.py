@@ -197,6 +197,16 @@ class Runtime(Protocol):
 
 
 @runtime_checkable
+class Witness(Protocol):
+    """A runtime that can tell who broke a sandbox."""
+
+    async def broken_inside(self) -> bool:
+        """Whether the sandbox, which was started and not stopped, has lost its tool server by what runs in it. False
+        where the host's own part in it has failed, and where that cannot be known."""
+        ...
+
+
+@runtime_checkable
 class Aging(Protocol):
     """A runtime whose image's name may come to stand for another image."""
 

@@ -165,6 +165,14 @@ class ContainerDaemon(ABC):
                 return False
             raise self._failure("look at a container", error) from error
 
+    async def ended_by_itself(self, name: str) -> bool:
+        """Whether the daemon answers, and still knows a container that it had started: nobody has removed it."""
+        try:
+            await self._client.runs(name)
+        except self._error:
+            return False
+        return True
+
     async def remove(self, name: str) -> None:
         """Kill the container and wait until the daemon has none of this name. Raises RuntimeFailure when it does not
         come to that; the next sweep tries again."""

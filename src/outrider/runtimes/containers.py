@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -81,7 +82,11 @@ class ContainerRuntime(RootedRuntime):
             await daemon.run(name, plan.body)
         finally:  # also where the daemon has only half made it
             self._held.push_async_callback(daemon.remove, name)
+        self._ended_by_itself = partial(daemon.ended_by_itself, name)
         return await server.connect(bytecode, setup, lambda: daemon.runs(name))
+
+    async def _host_stands(self) -> bool:
+        return await self._ended_by_itself()
 
     async def current(self) -> bool:
         daemon = await self._context.host.part(self.daemon)

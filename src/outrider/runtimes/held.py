@@ -15,6 +15,7 @@ from typing import Self
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.cgroups import Group
 from outrider.runtimes.served import ServedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.shield import shielded
@@ -34,6 +35,8 @@ class HeldRuntime(ServedRuntime):
         self._begun = False
         self._ended = False
         self._stopping = asyncio.Lock()
+        self._group: Group | None = None
+        self._end = 0.0
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
@@ -49,6 +52,7 @@ class HeldRuntime(ServedRuntime):
         if self._begun:
             raise RuntimeFailure("a sandbox starts once")
         self._begun = True
+        self._end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
         try:
             tools = await self._start()
             if self._ended:
@@ -64,6 +68,30 @@ class HeldRuntime(ServedRuntime):
     async def _start(self) -> ToolClient:
         """Make the sandbox and tell its server what it is to be. How each part is undone goes to `_held` as soon as the
         part is there, and not before: a `stop` in between would have taken it."""
+
+    async def broken_inside(self) -> bool:
+        """See `Witness`. What nobody outside has ended, at its time or for want of memory, was ended inside."""
+        in_time = asyncio.get_running_loop().time() < self._end
+        match self._tools.loss if self._tools is not None else None:
+            case "wrong":
+                return True
+            case "gone":
+                return in_time and not self.starved() and await self._host_stands()
+            case "stuck":
+                return self._server_stopped()
+            case _:
+                return False
+
+    def starved(self) -> bool:
+        return self._group is not None and self._group.starved()
+
+    async def _host_stands(self) -> bool:
+        """Whether what the sandbox needs outside of it is as it was."""
+        return True
+
+    def _server_stopped(self) -> bool:
+        """Whether somebody inside has sent the tool server a signal to stop. A first process takes none."""
+        return False
 
     async def stop(self) -> None:
         self._begun = self._ended = True

@@ -69,11 +69,16 @@ class ProcessRuntime(HeldRuntime):
         groups = await self._context.host.part(Cgroups)
         group = groups.make(self._context.directory.name, self._spec.resources)
         self._held.push_async_callback(group.remove)
+        self._group = group
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
         command, code = self._program(bytecode, rlimits(self._spec.resources, groups.hierarchies.folders))
         server = await HostedServer.start(command, code, self._setup(), group=group)
         self._held.push_async_callback(server.stop)
+        self._server = server
         return server.tools
+
+    def _server_stopped(self) -> bool:
+        return self._server.stopped_by_signal()
 
     def _program(self, bytecode: bytes, limits: Mapping[str, int]) -> tuple[list[str], bytes]:
         """The command that becomes the tool server, and its code."""

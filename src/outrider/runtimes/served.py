@@ -11,6 +11,7 @@ import os
 import posixpath
 import re
 import secrets
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -54,6 +55,7 @@ DISPLAYS = msgspec.msgpack.Decoder(
 """How many there are is looked at before any is decoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """What msgpack begins text with."""
+KILLED = 128 + signal.SIGKILL
 NAMED_MIN = 16
 """Bytes of a patch for each file that it changes, at least."""
 
@@ -71,6 +73,11 @@ class ServedRuntime(ABC):
     @abstractmethod
     def place(self, path: str) -> str:
         """The absolute path, for the tool server, of a path the user gave."""
+
+    def starved(self) -> bool:
+        """Whether the kernel has killed for want of the host's memory, and not of the sandbox's own, since this
+        sandbox was started: what was killed in it may have been killed for that."""
+        return False
 
     async def exec(
         self,
@@ -96,7 +103,12 @@ class ServedRuntime(ABC):
         try:
             done = await self.tools.call("exec", args, ExecDone, seconds=seconds)
         except OSError as error:
-            raise RuntimeFailure(f"cannot run {command!r:.100}: {error}") from error
+            raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
+        if done.code == KILLED and self.starved():
+            raise RuntimeFailure(
+                f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
+                hint="give the host's sandboxes less in all: sandboxes.memory_mb, and memory_mb of the tasks",
+            )
         return ExecResult(
             exit_code=done.code,
             stdout=done.out,
@@ -146,7 +158,7 @@ class ServedRuntime(ABC):
         try:
             await self.tools.call("write", args, Done)
         except OSError as error:
-            raise RuntimeFailure(f"cannot write {place}: {error}") from error
+            raise RuntimeFailure(f"cannot write {place}: {error}", inside=True) from error
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         fixed, wild = split_pattern(pattern)
@@ -164,7 +176,7 @@ class ServedRuntime(ABC):
         if done[:1] != b"+":
             raise PatchConflict(done[1:CONFLICT_MAX].decode("utf-8", "replace"))
         if done.count(b"\0") > len(data) // NAMED_MIN:
-            raise RuntimeFailure("the sandbox names more files than the patch has")
+            raise RuntimeFailure("the sandbox names more files than the patch has", inside=True)
         return done[1:].decode("utf-8", "replace").split("\0")
 
     async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
@@ -173,7 +185,7 @@ class ServedRuntime(ABC):
         try:
             await self.tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
         except OSError as error:
-            raise RuntimeFailure(f"cannot {method} in the sandbox: {error}") from error
+            raise RuntimeFailure(f"cannot {method} in the sandbox: {error}", inside=True) from error
         return bytes(whole)
 
     async def upload(self, source: Path, target: str) -> None:

@@ -87,6 +87,8 @@ class Conversation:
         self._captured = CaptureRecord()
         self.arriving = 0
         self.turns = 0
+        self.replies = 0
+        """Turns that the agent was given to their end."""
         self.sampled_tokens = 0
         self.limit: StopReason | None = None
         self.failure: OutriderError | None = None
@@ -205,6 +207,7 @@ class Conversation:
                 await self._store(turn)
             raise
         await self._store(call.commit())
+        self.replies += 1
         self.failure = self.broken
         yield call.completion()
 

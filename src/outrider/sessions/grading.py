@@ -23,6 +23,7 @@ from outrider.evaluators.base import Evaluator, Outcome
 from outrider.evaluators.verdict import read_verdict
 from outrider.plugins import contained
 from outrider.runtimes.base import LOG_TAIL, Layered, Runtime
+from outrider.sessions.excess import blamed, excess_verdict, try_out
 from outrider.sessions.folder import remove_tree
 from outrider.sessions.lanes import Lane
 from outrider.sessions.sandboxes import Sandbox
@@ -51,7 +52,8 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grading:
-    """`begin` when the agent's run begins, `carry` when it has ended, `verdict` then, and `close` in any case."""
+    """`begin` when the agent's run begins, `carry` when it has ended, `verdict` then, `confirm` when that fails, and
+    `close` in any case."""
 
     def __init__(self, task: TaskSpec, evaluator: Evaluator, bench: Bench) -> None:
         self._task = task
@@ -101,6 +103,27 @@ class Grading:
                 failure = error
         raise failure
 
+    async def confirm(self, failure: OutriderError, outcome: Outcome) -> Verdict:
+        """The verdict on an agent that cannot be graded for a failure that came from inside its sandbox, which has been
+        stopped since. Raises `failure` where a sandbox that no agent has touched fails too; in the evaluation of
+        `outcome`, only if it was the evaluator that had failed. It pays no better than to have done nothing."""
+        self._layer = None
+        reward = 0.0
+        fresh = await self._taken_ahead() or self._start()
+        try:
+            runtime = await fresh.ready()
+            await try_out(runtime)
+            untouched = await self._evaluated(msgspec.structs.replace(outcome, runtime=runtime))
+            reward = min(reward, untouched.reward)
+        except EvaluatorError as error:
+            if isinstance(failure, EvaluatorError):
+                raise failure from error
+        except Exception as error:  # a plugin may raise anything
+            raise failure from error
+        finally:
+            await shielded(fresh.close)
+        return excess_verdict(failure, reward)
+
     async def close(self) -> None:
         """Stop what is left of new sandboxes, and remove what was carried."""
         await shielded(self._close)
@@ -122,14 +145,16 @@ class Grading:
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
         if not self.carries:
-            yield agents
+            async with blamed(agents):
+                yield agents
             return
         fresh = await self._taken_ahead() or self._start()
         try:
             runtime = await fresh.ready()
-            if isinstance(self._carry, list):
-                await runtime.restore(self._bench.folder / CARRIED, self._carry)
-            yield runtime
+            async with blamed(runtime):
+                if isinstance(self._carry, list):
+                    await runtime.restore(self._bench.folder / CARRIED, self._carry)
+                yield runtime
         finally:
             await shielded(fresh.close)
 

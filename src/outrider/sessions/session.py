@@ -19,12 +19,13 @@ import msgspec
 
 from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, record_of
 from outrider.evaluators.base import Outcome
-from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome
+from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome, ProgramExit
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import contained
 from outrider.runtimes.base import Runtime
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, LimitReached
+from outrider.sessions.excess import blamed
 from outrider.sessions.grading import Grading
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.model_client import ConversationClient
@@ -32,7 +33,7 @@ from outrider.sessions.room import asked
 from outrider.sessions.sandboxes import Sandbox
 from outrider.sessions.transcript import transcript
 from outrider.spec import TaskSpec
-from outrider.trajectory import StageSeconds, Turn, Verdict
+from outrider.trajectory import HarnessExit, StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
 
@@ -61,6 +62,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     reason: StopReason
     verdict: Verdict | None
     error: ErrorRecord | None
+    harness_exit: HarnessExit | None
     seconds: StageSeconds
 
 
@@ -72,6 +74,7 @@ class SessionRun:
         self._budget = Budget(parts.task.limits.session_seconds)
         self._watch = Stopwatch()
         self._verdict: Verdict | None = None
+        self._harness_exit: HarnessExit | None = None
 
     async def run(self) -> Ending:
         error: ErrorRecord | None = None
@@ -87,6 +90,7 @@ class SessionRun:
             reason=reason,
             verdict=self._verdict if error is None else None,
             error=error,
+            harness_exit=self._harness_exit,
             seconds=StageSeconds(**self._watch.seconds),
         )
 
@@ -111,21 +115,53 @@ class SessionRun:
             await parts.enter(SessionState.RUNNING)
             held.push_async_callback(parts.grading.close)
             parts.grading.begin()
-            reason, outcome = await self._run_and_collect(context)
+            failure: OutriderError | None = None
+            try:
+                async with blamed(sandbox.runtime):
+                    reason, outcome = await self._run_and_collect(context)
+            except OutriderError as error:
+                if not self._is_the_agents(error):
+                    raise
+                reason, outcome, failure = StopReason.AGENT_EXCESS, HarnessOutcome(), error
             if reason is StopReason.SESSION_TIMEOUT:
                 return reason
             await held.enter_async_context(await parts.lanes.eval.take(parts.priority))
             run.release()
             self._watch.lap("eval_wait")
             await parts.enter(SessionState.EVALUATING)
-            if parts.grading.carries:
-                await parts.grading.carry(sandbox.runtime)
+            return await self._graded(sandbox, await self._outcome(sandbox, reason, outcome), failure)
+
+    async def _graded(self, sandbox: Sandbox, outcome: Outcome, failure: OutriderError | None) -> StopReason:
+        """The verdict, and how the session ended: that may turn out now. `failure` is of an agent that seems to have
+        broken its sandbox while it ran."""
+        grading, reason = self._parts.grading, outcome.stop_reason
+        try:
+            if failure is not None:
+                raise failure
+            if grading.carries:
+                async with blamed(sandbox.runtime):
+                    await grading.carry(sandbox.runtime)
                 self._watch.lap("eval")
-                await sandbox.stop()
-                self._watch.lap("stop")
-            self._verdict = await parts.grading.verdict(await self._outcome(sandbox, reason, outcome))
+                await self._stop(sandbox)
+            self._verdict = await grading.verdict(outcome)
+            self._harness_exit = exit_of(outcome.harness)
+        except OutriderError as error:
+            if not self._is_the_agents(error):
+                raise
             self._watch.lap("eval")
+            await self._stop(sandbox)
+            self._verdict = await grading.confirm(error, outcome)
+            reason = StopReason.AGENT_EXCESS
+        self._watch.lap("eval")
         return reason
+
+    def _is_the_agents(self, error: OutriderError) -> bool:
+        """Whether a failure may be what the agent did: it came from inside the sandbox, and its model has spoken."""
+        return error.inside and self._parts.conversation.replies > 0
+
+    async def _stop(self, sandbox: Sandbox) -> None:
+        await sandbox.stop()
+        self._watch.lap("stop")
 
     @asynccontextmanager
     async def _sandbox(self) -> AsyncIterator[Sandbox]:
@@ -199,7 +235,8 @@ class SessionRun:
         except LimitReached as reached:
             return reached.reason, HarnessOutcome()
         except OutriderError as error:
-            return self._failed(error), HarnessOutcome(log_tail=error.log_tail or "")
+            code = error.exit_code if isinstance(error, ProgramExit) else 0
+            return self._failed(error), HarnessOutcome(log_tail=error.log_tail or "", exit_code=code)
         return self._ended_well(outcome), outcome
 
     async def _out_of_agent_time(self) -> StopReason:
@@ -225,6 +262,8 @@ class SessionRun:
         if conversation.failure is not None:
             conversation.failure.log_tail = error.log_tail
             raise conversation.failure
+        if isinstance(error, ProgramExit) and conversation.replies:
+            return StopReason.NONZERO_EXIT
         raise error
 
     def _ended_well(self, outcome: HarnessOutcome) -> StopReason:
@@ -250,3 +289,7 @@ class SessionRun:
             transcript=transcript(await parts.turns()),
             turns=parts.conversation.turns,
         )
+
+
+def exit_of(outcome: HarnessOutcome) -> HarnessExit | None:
+    return HarnessExit(code=outcome.exit_code, log_tail=outcome.log_tail) if outcome.exit_code else None

@@ -152,7 +152,7 @@ class Server:
     def do_snapshot(self, call: int, args: dict[str, Any]) -> None:
         if args["alone"]:
             end_all()
-        Snapshot(self.calls, call, args["limit"], lambda fd: write_tar(fd, args["paths"]))
+        Snapshot(self.calls, call, args["limit"], lambda fd: write_tar(fd, args["paths"], args["limit"]))
 
     def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
         """All else that runs is ended first: what is saved is what it left."""
