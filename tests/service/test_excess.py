@@ -62,9 +62,7 @@ IN_PLACE = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", IN_PLACE)
-async def test_a_sandbox_in_which_nothing_can_be_graded_any_more(
-    world: MakeWorld, temporary: Path, how: str
-) -> None:
+async def test_a_sandbox_in_which_nothing_can_be_graded_any_more(world: MakeWorld, temporary: Path, how: str) -> None:
     then, evaluator, resources = IN_PLACE[how]
     async with world(http=True) as w:
         await excess(w, await run(w, then, evaluator, resources=resources))

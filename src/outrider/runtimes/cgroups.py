@@ -126,8 +126,11 @@ class Group:
     def starved(self) -> bool:
         """Whether the kernel has killed something for want of memory since this was made, and not of the memory that
         this may have: it may have killed what is in it, too."""
-        own = sum(count_in(folder / file, "oom_kill") for folder in self._folders for file in KILL_COUNTS)
-        return host_kills() - own > self._host_kills
+        return host_kills() - self.kills() > self._host_kills
+
+    def kills(self) -> int:
+        """How often the kernel has killed something in it for want of the memory that it may have."""
+        return sum(count_in(folder / file, "oom_kill") for folder in self._folders for file in KILL_COUNTS)
 
     def add(self, pid: int) -> None:
         for entrance in self.entrances:

@@ -11,7 +11,7 @@ import logging
 import posixpath
 from abc import abstractmethod
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import ClassVar, Self
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import SandboxContext
@@ -25,7 +25,10 @@ log = logging.getLogger("outrider.runtime")
 
 
 class HeldRuntime(ServedRuntime):
-    """A runtime adds `_start`, and where paths are."""
+    """A runtime adds `_start`, and where paths are. `killable`: whether programs inside can send the tool server a
+    signal."""
+
+    killable: ClassVar[bool] = False
 
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
         self._spec = spec
@@ -70,13 +73,14 @@ class HeldRuntime(ServedRuntime):
         part is there, and not before: a `stop` in between would have taken it."""
 
     async def broken_inside(self) -> bool:
-        """See `Witness`. What nobody outside has ended, at its time or for want of memory, was ended inside."""
-        in_time = asyncio.get_running_loop().time() < self._end
-        match self._tools.loss if self._tools is not None else None:
+        """See `Witness`."""
+        tools = self._tools
+        match tools.loss if tools is not None else None:
             case "wrong":
                 return True
             case "gone":
-                return in_time and not self.starved() and await self._host_stands()
+                in_time = asyncio.get_running_loop().time() < self._end
+                return in_time and await self._host_stands() and await self._died_inside()
             case "stuck":
                 return self._server_stopped()
             case _:
@@ -89,8 +93,16 @@ class HeldRuntime(ServedRuntime):
         """Whether what the sandbox needs outside of it is as it was."""
         return True
 
+    async def _died_inside(self) -> bool:
+        """Whether the tool server, which is dead, was ended by what runs beside it. As the first process of a sandbox
+        it takes no signal from there: then it has said what it died of, or the sandbox's memory ran out."""
+        assert self._tools is not None
+        if self._group is not None and self._group.kills() > 0:
+            return True
+        return not self.starved() and (self.killable or self._tools.complaint() != "")
+
     def _server_stopped(self) -> bool:
-        """Whether somebody inside has sent the tool server a signal to stop. A first process takes none."""
+        """Whether the tool server does not answer because it was sent a signal to stop."""
         return False
 
     async def stop(self) -> None:

@@ -28,6 +28,8 @@ class ProcessRuntime(HeldRuntime):
     one at or below the workdir, is mapped into it. Any other absolute path is the host's own, and so is every path
     that a command itself uses. `rootfs`, `image` and `mounts` are refused."""
 
+    killable = True
+
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
         super().__init__(spec, context)
         self._work = str(context.directory / "work")

@@ -56,7 +56,9 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    code: Literal["missing", "directory", "failed"]
+    """`ended`: the sandbox's own time is over; else what was asked for is missing, or a folder, or cannot be done."""
+
+    code: Literal["missing", "directory", "failed", "ended"]
     text: str
 
 
@@ -227,6 +229,10 @@ class ToolClient(asyncio.Protocol):
                 call.outcome.set_exception(failure)
                 call.outcome.exception()  # its caller may have been cancelled at this very moment
 
+    def complaint(self) -> str:
+        """The end of what the server wrote to its standard error."""
+        return self._log_tail()
+
     async def close(self) -> None:
         """Drop the connection; the server ends by itself. Calls under way fail."""
         self._lose("the sandbox was stopped", "closed")
@@ -283,7 +289,7 @@ class ToolClient(asyncio.Protocol):
             return FileNotFoundError(text)
         if refusal.code == "directory":
             return IsADirectoryError(text)
-        return self._failure(text, inside=True)
+        return self._failure(text, inside=refusal.code == "failed")
 
     def _decoded(self, fields: msgspec.Raw, reply: type[T]) -> T:
         try:

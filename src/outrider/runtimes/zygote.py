@@ -92,9 +92,7 @@ class Zygote:
         self._control = ours
         self._loop.add_reader(ours.fileno(), self._ready)
 
-    async def fork(
-        self, plan: Plan, connection: socket.socket
-    ) -> tuple[Child, Callable[[], Awaitable[bool]]]:
+    async def fork(self, plan: Plan, connection: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
         """A new sandbox whose tool server speaks on `connection`, and how to ask whether the process that it came from
         still lives. Raises RuntimeFailure, and OSError when there are no descriptors left."""
         if self._child is None:

@@ -89,7 +89,7 @@ class Server:
         """The sandbox has lived as long as it may."""
         kill_tree({posix.getpid()})
         for call in self.calls.running:
-            self.calls.fail(call, "failed", "the sandbox has come to the end of its lifetime")
+            self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
         self.loop.stopped = True
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
