@@ -82,7 +82,7 @@ async def test_a_tool_server_that_is_stopped_inside(world: World, kind: str) -> 
 @pytest.mark.parametrize("kind", EVERY)
 async def test_the_end_of_its_lifetime_is_nobodys_doing(world: World, kind: str) -> None:
     sandbox = await world.start(kind, lifetime_seconds=0.3)
-    with pytest.raises(RuntimeFailure, match="lifetime|gone") as caught:
+    with pytest.raises(RuntimeFailure, match=r"lifetime|gone") as caught:
         await sandbox.exec("sleep 20", seconds=20)
     assert not caught.value.inside
     assert not await blamed(sandbox)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from outrider.errors import Boundary, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.lifecycle import StopReason
 from outrider.runtimes.base import ExecResult
-from outrider.trajectory import SessionResult
+from outrider.trajectory import SessionResult, Verdict
 
 from .conftest import MakeWorld
 from .program import program
@@ -28,8 +29,14 @@ while True:
 exit 0"""
 SLAY = "(while :; do kill -9 -1; done) > /dev/null 2>&1 &"
 """Whatever else comes to run in the sandbox is killed."""
+TAKE = "rm -f /usr/bin/python3* /usr/local/bin/python3*"
 WRITES = 'printf 1 > "$OUTRIDER_VERDICT"'
 SMALL = {"disk_mb": 4}
+
+
+def call_markup(tool: str, argument: str) -> str:
+    arguments = {"command" if tool == "bash" else "code": argument}
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call><|im_end|>"
 
 
 async def run(w: World, then: str, evaluator: dict[str, Any], *, kind: str = "namespace", **fields: Any) -> Any:
@@ -168,6 +175,47 @@ async def test_only_what_comes_from_inside_one_sandbox_alone_is_the_agents(
             failed(session, Boundary.RUNTIME, "runtime_failure")
             assert session.attempt == 2
             w.assert_quiet()
+
+
+@pytest.mark.timeout(120)
+async def test_a_run_that_the_agent_has_cut_short_is_graded_if_it_can_be(world: MakeWorld, temporary: Path) -> None:
+    """By an evaluator that needs no more of the sandbox than there is; a failure of the host is still none of it."""
+    async with world(http=True) as w:
+        grader = {"kind": "callable", "path": "service.test_excess:graded_by_turns"}
+        session = await run(w, "kill -9 $PPID; sleep 60", grader, kind="process")
+        result = result_of(session)
+        assert (result.stop_reason, result.error, result.attempt) == (StopReason.AGENT_EXCESS, None, 1)
+        assert result.verdict == Verdict(reward=0.25)
+        w.assert_quiet()
+    runtime = {"kind": "service.test_excess:Breakable", "env": {"FAILS": "everywhere"}}
+    async with world() as w:
+        session = await w.run("ask", "run fail", "run true", evaluator=grader, runtime=runtime, max_attempts=1)
+        failed(session, Boundary.RUNTIME, "runtime_failure")
+
+
+async def graded_by_turns(outcome: Outcome) -> float:
+    assert outcome.stop_reason is StopReason.AGENT_EXCESS
+    return outcome.turns / 4
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("there", [True, False])
+async def test_a_tool_that_the_agent_has_taken_away(world: MakeWorld, temporary: Path, there: bool) -> None:
+    """In a root that has none from the beginning it is nobody's doing but the task's."""
+    take = [] if there else [{"run": TAKE}]
+    calls = [call_markup(name, command) for name, command in (("bash", TAKE), ("python", "1"))]
+    async with world(calls, http=True) as w:
+        runtime = {"kind": "namespace", "prepare": take}
+        harness = {"agent": "tools"}
+        session = await w.run(harness=harness, evaluator={"run": "exit 1"}, runtime=runtime, max_attempts=1)
+        if there:
+            result = result_of(session)
+            assert result.verdict == Verdict(reward=0.0), result.error
+            assert result.stop_reason is StopReason.AGENT_EXCESS
+        else:
+            error = failed(session, Boundary.RUNTIME, "runtime_failure").error
+            assert error is not None
+            assert error.message == "no Python in the sandbox"
 
 
 async def test_a_sandbox_that_breaks_before_the_model_has_spoken_is_a_failure(world: MakeWorld) -> None:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, Self, runtime_checkable
 
 import msgspec
 
+from outrider.errors import RuntimeFailure
 from outrider.runtimes.host import Host
 from outrider.spec import RuntimeSpec
 
@@ -97,6 +98,15 @@ class Shell(Protocol):
 
     async def run(self, text: str, *, seconds: float) -> ShellResult: ...
     async def close(self) -> None: ...
+
+
+class NoShell(RuntimeFailure):
+    """A sandbox has nothing of that `kind`; or no more, if there had been an agent in it."""
+
+    def __init__(self, kind: ShellKind, *, hint: str, log_tail: str | None) -> None:
+        name = "IPython" if kind == "ipython" else "Python"
+        super().__init__(f"no {name} in the sandbox", hint=hint, log_tail=log_tail, inside=True)
+        self.kind: ShellKind = kind
 
 
 class PatchConflict(ValueError):

@@ -28,6 +28,7 @@ from outrider.runtimes.base import (
     MAX_PATHS,
     Display,
     ExecResult,
+    NoShell,
     PatchConflict,
     ShellKind,
     ShellResult,
@@ -126,8 +127,8 @@ class ServedRuntime(ABC):
         }
         opened = await self.tools.call("shell_open", args, ShellOpened)
         if opened.shell is None:
-            raise RuntimeFailure(
-                f"no {'IPython' if kind == 'ipython' else 'Python'} in the sandbox",
+            raise NoShell(
+                kind,
                 hint=WITHOUT_IPYTHON if kind == "ipython" else "use an image that has python3",
                 log_tail=opened.why.decode("utf-8", "replace") or None,
             )

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure
-from outrider.runtimes.base import Runtime, Witness
+from outrider.runtimes.base import NoShell, Runtime, Witness
 from outrider.trajectory import Verdict
 
 REASON = "agent_excess"
@@ -36,9 +36,12 @@ async def blamed(runtime: Runtime) -> AsyncIterator[None]:
         raise
 
 
-async def try_out(runtime: Runtime) -> None:
-    """Whether a sandbox does the least that is asked of one. Raises RuntimeFailure."""
+async def try_out(runtime: Runtime, failure: OutriderError) -> None:
+    """Whether a sandbox does the least that is asked of one, and has the shell that another had not. Raises
+    RuntimeFailure."""
     await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
     done = await runtime.exec("true", seconds=PROBE_SECONDS)
     if done.exit_code != 0:
         raise RuntimeFailure("a new sandbox runs no command", log_tail=done.log_tail())
+    if isinstance(failure, NoShell):
+        await (await runtime.open_shell(failure.kind)).close()

@@ -112,7 +112,7 @@ class Grading:
         fresh = await self._taken_ahead() or self._start()
         try:
             runtime = await fresh.ready()
-            await try_out(runtime)
+            await try_out(runtime, failure)
             untouched = await self._evaluated(msgspec.structs.replace(outcome, runtime=runtime))
             reward = min(reward, untouched.reward)
         except EvaluatorError as error:

@@ -122,7 +122,8 @@ class SessionRun:
             except OutriderError as error:
                 if not self._is_the_agents(error):
                     raise
-                reason, outcome, failure = StopReason.AGENT_EXCESS, HarnessOutcome(), error
+                reason, failure = StopReason.AGENT_EXCESS, error
+                outcome = HarnessOutcome(log_tail=error.log_tail or "")
             if reason is StopReason.SESSION_TIMEOUT:
                 return reason
             await held.enter_async_context(await parts.lanes.eval.take(parts.priority))
@@ -133,27 +134,28 @@ class SessionRun:
 
     async def _graded(self, sandbox: Sandbox, outcome: Outcome, failure: OutriderError | None) -> StopReason:
         """The verdict, and how the session ended: that may turn out now. `failure` is of an agent that seems to have
-        broken its sandbox while it ran."""
-        grading, reason = self._parts.grading, outcome.stop_reason
+        broken its sandbox while it ran: what it left is graded, if it can be."""
+        grading = self._parts.grading
+        verdict: Verdict | None = None
         try:
-            if failure is not None:
-                raise failure
             if grading.carries:
                 async with blamed(sandbox.runtime):
                     await grading.carry(sandbox.runtime)
                 self._watch.lap("eval")
                 await self._stop(sandbox)
-            self._verdict = await grading.verdict(outcome)
-            self._harness_exit = exit_of(outcome.harness)
+            verdict = await grading.verdict(outcome)
         except OutriderError as error:
             if not self._is_the_agents(error):
                 raise
-            self._watch.lap("eval")
-            await self._stop(sandbox)
-            self._verdict = await grading.confirm(error, outcome)
-            reason = StopReason.AGENT_EXCESS
+            failure = failure or error
         self._watch.lap("eval")
-        return reason
+        if failure is not None:
+            await self._stop(sandbox)
+            confirmed = await grading.confirm(failure, outcome)
+            verdict = verdict or confirmed
+            self._watch.lap("eval")
+        self._verdict, self._harness_exit = verdict, exit_of(outcome.harness)
+        return StopReason.AGENT_EXCESS if failure is not None else outcome.stop_reason
 
     def _is_the_agents(self, error: OutriderError) -> bool:
         """Whether a failure may be what the agent did: it came from inside the sandbox, and its model has spoken."""
