@@ -121,6 +121,17 @@ async def test_an_evaluator_that_fails_by_itself_is_an_error(world: MakeWorld, t
 
 
 @pytest.mark.timeout(120)
+async def test_an_evaluator_that_failed_once_is_no_evidence(world: MakeWorld, temporary: Path) -> None:
+    async with world(http=True) as w:
+        flaky = {"run": "test -f /tmp/seen && exit 0; touch /tmp/seen; test -f out && exit 7; exit 1"}
+        session = await w.run(
+            harness=program("touch out"), evaluator=flaky, runtime={"kind": "namespace"}, max_attempts=1
+        )
+        result = result_of(session)
+        assert (result.stop_reason, result.verdict) == (StopReason.COMPLETED, Verdict(reward=1.0))
+
+
+@pytest.mark.timeout(120)
 async def test_excess_pays_no_better_than_to_do_nothing(world: MakeWorld, temporary: Path) -> None:
     async with world(http=True) as w:
         grade = 'test -f out && printf 1 > "$OUTRIDER_VERDICT" || printf -- -1 > "$OUTRIDER_VERDICT"'

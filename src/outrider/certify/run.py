@@ -143,9 +143,10 @@ class _Court:
 
 
 def _task(row: Row, subject: Subject, runtime: str, agent_seconds: float) -> GroupSpec:
+    strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}  # its log is wanted then
     task = TaskSpec(
         instruction=f"Task {MARK}{row.name}: {row.what}. Work in the current folder, with your own tools.",
-        harness=subject.harness,
+        harness=subject.harness.model_copy(update=strictly),
         runtime=RuntimeSpec(kind=runtime),
         evaluator=EvaluatorSpec(kind="command", run=row.check),
         limits=Limits(agent_seconds=agent_seconds, turns=TURNS),

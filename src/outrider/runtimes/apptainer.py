@@ -99,6 +99,10 @@ class ApptainerRuntime(RootedRuntime):
         await configure(tools, msgspec.structs.replace(self._setup({**inherited, **env}), bridge_port=0))
         return tools
 
+    async def _died_inside(self) -> bool:
+        """Apptainer writes to the same log as the tool server: what is in that says nothing."""
+        return self._group is not None and self._group.kills() > 0
+
     def _image(self) -> tuple[str, dict[str, str]]:
         """What Apptainer is to start, and the variables that our own store knows of it."""
         named = self._spec.image or self._spec.rootfs

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure
+from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, plain
 from outrider.runtimes.base import NoShell, Runtime, Witness
 from outrider.trajectory import Verdict
 
@@ -20,7 +20,7 @@ PROBE_SECONDS = 30.0
 
 def excess_verdict(failure: OutriderError, reward: float) -> Verdict:
     """Of an agent that has made its grading impossible."""
-    return Verdict(reward=reward, metrics={REASON: 1.0}, reason=f"{REASON}: {failure.message}")
+    return Verdict(reward=reward, metrics={REASON: 1.0}, reason=plain(f"{REASON}: {failure.message}"))
 
 
 @asynccontextmanager

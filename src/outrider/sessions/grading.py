@@ -35,6 +35,8 @@ from outrider.trajectory import Verdict
 log = logging.getLogger("outrider.session")
 
 CARRIED = "carried"
+BLAMED_AFTER = 2
+"""Failed tries, at least, for which an agent can be blamed: a grader that fails now and then seldom does so twice."""
 
 
 class Bench(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,11 +89,14 @@ class Grading:
             self._layer = file
 
     async def verdict(self, outcome: Outcome) -> Verdict:
-        """Evaluate, again on failure, up to the task's attempts: the agent's work is not thrown away. What was carried
-        is evaluated in another new sandbox each time, so that its failure too is worth another try."""
+        """Evaluate, again on failure, up to the task's attempts, or until it has failed often enough to blame the agent
+        for it: the agent's work is not thrown away. What was carried is evaluated in another new sandbox each time, so
+        that its failure too is worth another try."""
         self._one_is_left()
         failure: OutriderError = EvaluatorError("not evaluated")
-        for _ in range(self._task.max_attempts):
+        tries = 0
+        while tries < self._task.max_attempts or (failure.inside and tries < BLAMED_AFTER):
+            tries += 1
             try:
                 async with self._place(outcome.runtime) as runtime:
                     return await self._evaluated(msgspec.structs.replace(outcome, runtime=runtime))

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, record_of
+from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, plain, record_of
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome, ProgramExit
 from outrider.lifecycle import SessionState, StopReason
@@ -294,4 +294,4 @@ class SessionRun:
 
 
 def exit_of(outcome: HarnessOutcome) -> HarnessExit | None:
-    return HarnessExit(code=outcome.exit_code, log_tail=outcome.log_tail) if outcome.exit_code else None
+    return HarnessExit(code=outcome.exit_code, log_tail=plain(outcome.log_tail)) if outcome.exit_code else None
