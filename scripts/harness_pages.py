@@ -45,6 +45,7 @@ def _settings(preset: Preset) -> Iterator[tuple[str, str]]:
         yield "config files below HOME", _codes(file.path for file in preset.files)
     if preset.logs:
         yield "own logs below HOME", _codes(preset.logs)
+    yield "`nonzero_exit`", _code(preset.nonzero_exit)
 
 
 def _installation(install: Install) -> Iterator[tuple[str, str]]:

@@ -61,7 +61,11 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutriderError(Exception):
-    """Base of every error Outrider raises on purpose."""
+    """Base of every error Outrider raises on purpose.
+
+    `inside`: what failed did so in a sandbox, of a command or of the sandbox itself. Once an agent has been there, it
+    may be what the agent did (see sessions/excess.py).
+    """
 
     boundary: ClassVar[Boundary] = Boundary.SERVICE
     code: ClassVar[str] = "outrider_error"
@@ -69,13 +73,20 @@ class OutriderError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init__(
-        self, message: str, *, hint: str | None = None, field: str | None = None, log_tail: str | None = None
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        field: str | None = None,
+        log_tail: str | None = None,
+        inside: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.field = field
         self.log_tail = log_tail
+        self.inside = inside
 
     def record(self) -> ErrorRecord:
         return ErrorRecord(
@@ -214,7 +225,7 @@ def plain(said: object) -> str | None:
 
 def error_from(record: ErrorRecord) -> OutriderError:
     """The exception a record stands for: its own class where that still exists, else a ServiceError."""
-    kinds = {kind.code: kind for kind in _kinds(OutriderError)}
+    kinds = {kind.code: kind for kind in _kinds(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     return kind(record.message, hint=record.hint, field=record.field, log_tail=record.log_tail)
 

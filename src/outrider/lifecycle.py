@@ -32,6 +32,8 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     CONTEXT_OVERFLOW = "context_overflow"
     AGENT_TIMEOUT = "agent_timeout"
+    NONZERO_EXIT = "nonzero_exit"
+    AGENT_EXCESS = "agent_excess"
     SESSION_TIMEOUT = "session_timeout"
     CANCELLED = "cancelled"
     ERROR = "error"

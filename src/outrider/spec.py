@@ -213,12 +213,19 @@ class RuntimeSpec(Spec):
         return self
 
 
+NonzeroExit = Literal["error", "grade"]
+"""What it means when an agent program exits with another code than 0 after its model has said something: that the
+attempt failed, or that its work is graded as it is. To fail is to be tried again: what a model does that its program
+cannot stand would be missing from the data."""
+
+
 class HarnessSpec(Spec):
     """The agent: a `preset` by name, a `command` to run in the sandbox, or an in-process `agent`.
 
     In `command`, the values of `env` and the texts of `files` the words {base_url}, {api_key}, {model} and
     {instruction} are filled in. `files` of a command are written before it starts, by their paths: absolute, or
     relative to the sandbox's HOME. `venv` is a virtual environment of the host that a command runs in.
+    `nonzero_exit`: what the preset says when it is left out, and "grade" for a command.
     """
 
     preset: Name | None = None
@@ -228,6 +235,7 @@ class HarnessSpec(Spec):
     files: Annotated[dict[SandboxPath, Text], Field(max_length=64)] = {}
     venv: AbsolutePath | None = None
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
+    nonzero_exit: NonzeroExit | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

@@ -236,9 +236,17 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
     stop: float = 0.0
 
 
+class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
+    """How an agent program ended that exited with another `code` than 0 and was graded all the same, and the end of
+    its output."""
+
+    code: int
+    log_tail: str
+
+
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     """How one session ended, once and for all. `policy` is the task's for its branches; a kind that is not in it has
-    the default one."""
+    the default one. `harness_exit` is there where an agent program failed and was graded."""
 
     session_id: str
     group_id: str
@@ -247,6 +255,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason
     verdict: Verdict | None = None
     error: ErrorRecord | None = None
+    harness_exit: HarnessExit | None = None
     turns: int = 0
     forks: dict[str, int] = {}
     tokens: TokenCounts = TokenCounts()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from cli.world import REPLIES, STALLED, Cli, write_task
+from outrider.cli.tables import session_table
 from outrider.cli.taskfile import load_group
 from outrider.cli.transcript import print_session
 from outrider.client import AsyncClient
+from outrider.lifecycle import StopReason
+from outrider.trajectory import HarnessExit, Verdict
 from support.service import running_service, scripted_engine
 
 
@@ -78,6 +82,33 @@ async def test_what_a_sandbox_printed_does_not_steer_the_terminal(tmp_path: Path
     text = file.getvalue()
     assert "  a\\x1b]0;owned\\x07\n  [bold]b[/bold]\\x0d\n" in text
     assert "fork: history_rewritten" in text
+
+
+async def test_a_crash_and_an_excess_are_told_apart_from_a_plain_zero(tmp_path: Path) -> None:
+    async with (
+        running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url),
+        AsyncClient(url) as client,
+    ):
+        group = await client.submit(load_group(write_task(tmp_path), n=1, priority=0))
+        [done] = await client.wait([group.id])
+    [session] = done.sessions
+    assert session.result is not None
+    crash: dict[str, Any] = {
+        "stop_reason": StopReason.NONZERO_EXIT,
+        "harness_exit": HarnessExit(code=3, log_tail="no such tool"),
+    }
+    reason = "agent_excess: the disk is full"
+    excess: dict[str, Any] = {"stop_reason": StopReason.AGENT_EXCESS, "verdict": Verdict(reward=0.0, reason=reason)}
+    for how, shown, told in ((crash, "exit code 3", "no such tool"), (excess, reason, reason)):
+        ended = msgspec.structs.replace(session, result=msgspec.structs.replace(session.result, **how))
+        file = io.StringIO()
+        console = Console(file=file, width=200)
+        console.print(session_table(msgspec.structs.replace(done, sessions=(ended,))))
+        assert shown in file.getvalue()
+        assert how["stop_reason"].value in file.getvalue()
+        file.truncate(0)
+        print_session(console, ended, [])
+        assert told in file.getvalue()
 
 
 async def test_cancel_ends_a_running_group(cli: Cli, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ IMAGE = "sha256:feed"
 
 class FakeDaemon:
     """Containers by name. `loses` are replies that never come, `refuses` the sizes it cannot bound, `slow` what waits
-    for `go`."""
+    for `go`, `starved` whose memory has run out."""
 
     def __init__(self) -> None:
         self.containers: dict[str, dict[str, Any]] = {}
@@ -37,6 +37,7 @@ class FakeDaemon:
         self.arrived = asyncio.Event()
         self.go = asyncio.Event()
         self.bodies: list[dict[str, Any]] = []
+        self.starved: set[str] = set()
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -47,6 +48,7 @@ class FakeDaemon:
                 web.get("/info", self.info),
                 web.get("/v1.41/images/{name:.+}/json", self.image),
                 web.get("/v1.41/containers/json", self.listed),
+                web.get("/v1.41/containers/{name}/json", self.inspect),
                 web.post("/v1.41/containers/create", self.create),
                 web.post("/v1.41/containers/{name}/start", self.start),
                 web.delete("/v1.41/containers/{name}", self.remove),
@@ -70,6 +72,12 @@ class FakeDaemon:
             {"Id": name, "Names": [f"/{name}"], "Labels": body["Labels"]} for name, body in self.containers.items()
         ]
         return web.json_response(found)
+
+    async def inspect(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self.containers:
+            return refusal(404, "no such container")
+        return web.json_response({"Id": name, "State": {"Running": False, "OOMKilled": name in self.starved}})
 
     async def create(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -211,6 +219,14 @@ async def test_what_was_lost_sight_of_is_swept(fake: FakeDaemon, folder: Path) -
         fake.containers["late"] = {"Labels": {NODE_LABEL: host.name}}
         await daemon.remove("ours")
     assert set(fake.containers) == {f"x-{living.name}", "x-not-a-node"}
+
+
+async def test_what_became_of_a_container(world: World, fake: FakeDaemon) -> None:
+    daemon = await world.host.part(DockerDaemon)
+    fake.starved.add("b")
+    for name in ("a", "b"):
+        await daemon.run(name, body(daemon))
+    assert [await daemon.out_of_memory(name) for name in ("a", "b", "c")] == [False, True, None]
 
 
 async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,11 +95,12 @@ async def test_a_full_disk_is_told_and_leaves_nothing(pair: tuple[ToolClient, Pe
     try:
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(flood(peer, 5))
-            with pytest.raises(RuntimeFailure, match=r"the node cannot write .*File too large"):
+            with pytest.raises(RuntimeFailure, match=r"the node cannot write .*File too large") as told:
                 await asyncio.wait_for(save_parts(client, "snapshot", {}, tmp_path / "a", limit=10 * len(PIECE)), 30)
             sending.cancel()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not told.value.inside
     assert not (tmp_path / "a").exists()
 
 

@@ -86,8 +86,10 @@ async def test_bad_replies_are_typed_errors(
 ) -> None:
     client, peer = pair
     await peer.send(reply)
-    with pytest.raises(error):
+    with pytest.raises(error) as raised:
         await client.call("exec", {}, ExecDone)
+    if isinstance(raised.value, RuntimeFailure):
+        assert raised.value.inside or client.loss == "wrong"
 
 
 async def test_a_dead_server_fails_all_calls_with_its_last_words(pair: tuple[ToolClient, Peer]) -> None:
@@ -105,6 +107,7 @@ async def test_a_dead_server_fails_all_calls_with_its_last_words(pair: tuple[Too
         peer.end.close()
     assert {task.result().log_tail for task in tasks} == {"its last words"}
     assert (await failing()).message == "the sandbox's tool server is gone"
+    assert (client.loss, (await failing()).inside) == ("gone", False)
 
 
 async def test_cancellation_waits_for_the_end_inside(pair: tuple[ToolClient, Peer]) -> None:

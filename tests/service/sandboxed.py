@@ -63,7 +63,22 @@ def in_the_middle_of_a_reply(rng: random.Random) -> GroupSpec:
 
 
 def program_fails(rng: random.Random) -> GroupSpec:
-    return in_bash(rng.choice(("exit 3", "kill -9 $$", "kill -9 0", "kill -9 -1")), max_attempts=rng.randint(1, 2))
+    return in_bash(f"exit {rng.choice((126, 127))}", max_attempts=rng.randint(1, 2))
+
+
+def program_crashes(rng: random.Random) -> GroupSpec:
+    return in_bash(rng.choice(("exit 3", "kill -9 $$", "kill -9 0", "kill -9 -1")), evaluator={"run": "true"})
+
+
+def breaks_its_sandbox(rng: random.Random) -> GroupSpec:
+    do, grader = rng.choice(
+        (
+            ("chmod 000 /work; exit 0", {"run": "true"}),
+            ("mkdir out; truncate -s 3G out/hole; exit 0", {"run": "true", "carry": ["out"]}),
+            ("head -c 9000000 /dev/zero > big; exit 0", {"run": "echo 1 > $OUTRIDER_VERDICT"}),
+        )
+    )
+    return in_bash(do, evaluator=grader, resources={"disk_mb": 4})
 
 
 def prepare_fails(rng: random.Random) -> GroupSpec:
@@ -123,6 +138,8 @@ FATES: tuple[Fate, ...] = (
     hangs_in_prepare,
     in_the_middle_of_a_reply,
     program_fails,
+    program_crashes,
+    breaks_its_sandbox,
     prepare_fails,
     engine_rejects,
     sandbox_breaks,
@@ -135,6 +152,8 @@ FATES: tuple[Fate, ...] = (
 )
 ENDINGS = {
     "completed",
+    "nonzero_exit",
+    "agent_excess",
     "agent_timeout",
     "session_timeout",
     "cancelled",

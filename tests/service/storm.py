@@ -35,6 +35,8 @@ GRADED = frozenset(
         StopReason.MAX_TOKENS,
         StopReason.CONTEXT_OVERFLOW,
         StopReason.AGENT_TIMEOUT,
+        StopReason.NONZERO_EXIT,
+        StopReason.AGENT_EXCESS,
     }
 )
 

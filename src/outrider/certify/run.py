@@ -144,10 +144,11 @@ class _Court:
 
 
 def _task(row: Row, subject: Subject, agent_seconds: float) -> GroupSpec:
+    strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}  # its log is wanted then
     files = [Write(write=text, to=name) for name, text in row.files.items()]
     task = TaskSpec(
         instruction=f"Task {MARK}{row.name}: {row.what}. Work in the current folder, with your own tools.",
-        harness=subject.harness,
+        harness=subject.harness.model_copy(update=strictly),
         runtime=subject.runtime.model_copy(update={"prepare": [*subject.runtime.prepare, *files]}),
         evaluator=EvaluatorSpec(kind="command", run=row.check),
         limits=Limits(agent_seconds=agent_seconds, turns=TURNS),

@@ -21,6 +21,8 @@ STYLES = {
     StopReason.COMPLETED.value: "green",
     StopReason.ERROR.value: "bold red",
     StopReason.CANCELLED.value: "yellow",
+    StopReason.NONZERO_EXIT.value: "yellow",
+    StopReason.AGENT_EXCESS.value: "yellow",
     "yes": "green",
     "suspect": "yellow",
     "no": "bold red",
@@ -104,6 +106,10 @@ def _session_row(session: SessionView) -> tuple[str | Text, ...]:
     result = session.result
     error = result.error if result else session.last_error
     shown = f"{error.code}: {error.message}" if error else ""
+    if result is not None and result.harness_exit is not None:
+        shown = f"exit code {result.harness_exit.code}"
+    elif result is not None and result.stop_reason is StopReason.AGENT_EXCESS and result.verdict is not None:
+        shown = result.verdict.reason or ""
     if len(shown) > SHOWN_OF_AN_ERROR:
         shown = shown[: SHOWN_OF_AN_ERROR - 3] + "..."
     shown = printable(shown).replace("\n", " ")

@@ -98,6 +98,9 @@ def _ending(session: SessionView) -> Iterator[Text]:
         metrics = "".join(f" · {name} {number(value)}" for name, value in sorted(verdict.metrics.items()))
         reason = f" · {verdict.reason}" if verdict.reason else ""
         yield Text(printable(f"reward {number(verdict.reward)}{metrics}{reason}"), style="bold")
+    if (ended := result.harness_exit) is not None:
+        yield Text(f"the agent's program exited with code {ended.code}; the end of its output:", style="yellow")
+        yield from _block(ended.log_tail, CONTEXT, "dim")
     if result.error is not None:
         yield from _error(result.error)
 

@@ -51,7 +51,7 @@ class CommandEvaluator:
 
     def _verdict(self, result: ExecResult, written: bytes | None) -> Verdict:
         if result.exit_code is None:
-            raise _failure(f"the evaluator did not end within {self._seconds:g} s", result)
+            raise _failure(f"the evaluator did not end within {self._seconds:g} s", result, inside=False)
         if result.exit_code not in (0, 1):
             raise _failure(f"the evaluator exited with code {result.exit_code}", result)
         if written is None:
@@ -68,7 +68,7 @@ async def _make(runtime: Runtime, path: str) -> None:
         await runtime.write(path, UNWRITTEN)
     except RuntimeFailure as error:
         await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # fails where more is broken than this
-        raise EvaluatorError(f"there is no file for the verdict: {error}", hint=FULL) from error
+        raise EvaluatorError(f"there is no file for the verdict: {error}", hint=FULL, inside=error.inside) from error
 
 
 async def _written(runtime: Runtime, path: str, result: ExecResult) -> bytes | None:
@@ -83,9 +83,11 @@ async def _written(runtime: Runtime, path: str, result: ExecResult) -> bytes | N
         raise _failure(f"the verdict cannot be read: {error}", result) from error
 
 
-def _failure(message: str, result: ExecResult) -> EvaluatorError:
+def _failure(message: str, result: ExecResult, *, inside: bool = True) -> EvaluatorError:
+    """Of the command; not `inside` where it had no time, which may have been the host's."""
     return EvaluatorError(
         message,
         hint="exit 0 or 1, or write a number or a JSON object with 'reward' to $OUTRIDER_VERDICT",
         log_tail=result.log_tail(),
+        inside=inside,
     )

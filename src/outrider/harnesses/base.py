@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from outrider.errors import HarnessError
 from outrider.messages import Message, ToolSpec
 from outrider.runtimes.base import Availability, Runtime
 from outrider.spec import TaskSpec
@@ -52,10 +53,20 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent left, when it left properly: the end of its log, and its final words if it has any."""
+    """What the agent left: the end of its log, its final words if it has any, and its program's exit code if that is
+    not 0 and its work is graded all the same."""
 
     log_tail: str = ""
     answer: str | None = None
+    exit_code: int = 0
+
+
+class ProgramExit(HarnessError):
+    """An agent program that ended with an `exit_code` of its own, not 0: an outcome, if its model had said anything."""
+
+    def __init__(self, message: str, *, exit_code: int, hint: str, log_tail: str) -> None:
+        super().__init__(message, hint=hint, log_tail=log_tail)
+        self.exit_code = exit_code
 
 
 class Harness(Protocol):
@@ -74,6 +85,6 @@ class Harness(Protocol):
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
-        """Drive the agent to its end. Raises HarnessError when it exits non-zero. Cancelled on a time limit:
-        everything it started must then die."""
+        """Drive the agent to its end. Raises HarnessError when it exits non-zero, as a ProgramExit where that can be
+        graded. Cancelled on a time limit: everything it started must then die."""
         ...

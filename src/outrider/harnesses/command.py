@@ -7,11 +7,12 @@ under every variable that agents read it from, and nothing in the task can point
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from outrider.errors import HarnessError, InvalidField
-from outrider.harnesses.base import Endpoint, HarnessContext, HarnessOutcome
+from outrider.errors import HarnessError, InvalidField, RuntimeFailure
+from outrider.harnesses.base import Endpoint, HarnessContext, HarnessOutcome, ProgramExit
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.missing import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
@@ -30,6 +31,9 @@ TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
 """A shell script. Names with newlines do not occur in a program's logs."""
+
+NOT_ITS_OWN = (None, 126, 127)
+"""Exit codes of no program: it took longer than it may at all, it could not be executed, it was not found."""
 
 FIND_HOME = 'printf %s "$HOME"'
 FIND_PATH = 'printf %s "$PATH"'
@@ -118,17 +122,18 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            seconds=context.task.limits.agent_seconds + SLACK_SECONDS,
+            # The session's own clock ends it sooner: that leaves out time in which the service stood still.
+            seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail() + await self._own_log(context, words)
         if result.exit_code != 0:
             missing = await find_missing(context.runtime, command, environment, result)
+            message = f"{self._preset.name} {_ending(result)}{f': {missing.message}' if missing else ''}"
             hint = "the log tail is the end of the program's output" + (" and log" if self._preset.logs else "")
-            raise HarnessError(
-                f"{self._preset.name} {_ending(result)}{f': {missing.message}' if missing else ''}",
-                hint=missing.hint if missing else hint,
-                log_tail=log_tail,
-            )
+            hint = missing.hint if missing else hint
+            if result.exit_code in NOT_ITS_OWN or self._preset.nonzero_exit == "error":
+                raise HarnessError(message, hint=hint, log_tail=log_tail)
+            raise ProgramExit(message, exit_code=result.exit_code, hint=hint, log_tail=log_tail)
         answer = result.stdout.decode("utf-8", errors="replace").strip() if self._preset.answer else None
         return HarnessOutcome(log_tail=log_tail, answer=answer)
 
@@ -169,7 +174,10 @@ class CommandHarness:
         if not self._preset.logs:
             return ""
         script = TAIL_OF_NEWEST.format(patterns=" ".join(f'"$HOME"/{pattern}' for pattern in self._preset.logs))
-        result = await context.runtime.exec(script, env=self._environment(context, words), seconds=SLACK_SECONDS)
+        try:
+            result = await context.runtime.exec(script, env=self._environment(context, words), seconds=SLACK_SECONDS)
+        except RuntimeFailure as error:  # how the run ended is known, whatever became of the log
+            return f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
         text = result.stdout.decode("utf-8", errors="replace").strip()
         return f"\n--- {self._preset.name}'s own log ---\n{text}" if text else ""
 
@@ -199,6 +207,6 @@ def check_instruction(instruction: str) -> None:
 def _ending(result: ExecResult) -> str:
     if result.exit_code is None:
         return f"was killed after {result.seconds:.0f} s"
-    if result.exit_code > 128:
+    if 128 < result.exit_code <= 128 + signal.SIGRTMAX:
         return f"was killed by signal {result.exit_code - 128}"
     return f"exited with code {result.exit_code}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from outrider.errors import InvalidField
@@ -29,6 +30,8 @@ def make_harness(spec: HarnessSpec) -> Harness:
         return InProcessHarness(_agent(spec))
     preset = load_preset(spec.preset) if spec.preset is not None else _own(spec)
     _check_environment(spec.env)
+    if spec.nonzero_exit is not None:
+        preset = msgspec.structs.replace(preset, nonzero_exit=spec.nonzero_exit)
     options = checked_options(preset, spec.options, field=f"{FIELD}.options")
     return CommandHarness(preset, options, spec.env, venv=spec.venv)
 
@@ -76,6 +79,8 @@ def _agent(spec: HarnessSpec) -> Agent:
     field = f"{FIELD}.agent"
     if spec.env:
         raise InvalidField("an in-process agent has no environment of its own", field=f"{FIELD}.env")
+    if spec.nonzero_exit is not None:
+        raise InvalidField("an in-process agent has no exit code", field=f"{FIELD}.nonzero_exit")
     made = resolve("agent", str(spec.agent), field=field)
     if not all(callable(getattr(made, hook, None)) for hook in ("__call__", "init", "run")):
         raise InvalidField(f"{spec.agent!r} is not an agent class with init and run", field=field)

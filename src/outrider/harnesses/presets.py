@@ -18,6 +18,7 @@ import msgspec
 
 from outrider.errors import InvalidField
 from outrider.harnesses.placeholders import dialect_words_in, options_in
+from outrider.spec import NonzeroExit
 
 OptionValue = str | int | float | bool
 
@@ -95,6 +96,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     `dialects` are what it can speak, the default first. With more than one it has the option `dialect`, and
     {dialect.x} is word x of that dialect's entry in `words`, itself with the endpoint's words filled in.
     `logs` are the files it logs to, as shell patterns below HOME: the end of the newest is added to its output.
+    `nonzero_exit` is what an exit code other than 0 means, once its model has said something: see NonzeroExit.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     words: dict[str, dict[str, str]] = {}
     logs: tuple[str, ...] = ()
     answer: Literal["stdout"] | None = None
+    nonzero_exit: NonzeroExit = "grade"
     install: Install | None = None
     certify: Certify = Certify()
 

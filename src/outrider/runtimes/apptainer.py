@@ -80,6 +80,7 @@ class ApptainerRuntime(RootedRuntime):
         resources = with_apptainer(self._spec.resources)
         group = groups.make(self._context.directory.name, resources)
         self._held.push_async_callback(group.remove)
+        self._group = group
         memory = plans.counted_memory(self._spec.resources, groups.hierarchies.folders)
         setup = msgspec.structs.replace(self._setup(env), memory=memory)
         command = [
@@ -98,6 +99,10 @@ class ApptainerRuntime(RootedRuntime):
         inherited = of_image(await environment_of(tools))
         await configure(tools, msgspec.structs.replace(self._setup({**inherited, **env}), bridge_port=0))
         return tools
+
+    async def _died_inside(self) -> bool:
+        """Apptainer writes to the same log as the tool server: what is in that says nothing."""
+        return self._group is not None and self._group.kills() > 0
 
     def _image(self) -> tuple[str, dict[str, str]]:
         """What Apptainer is to start, and the variables that our own store knows of it."""

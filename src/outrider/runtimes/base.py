@@ -13,6 +13,7 @@ from typing import Literal, Protocol, Self, runtime_checkable
 
 import msgspec
 
+from outrider.errors import RuntimeFailure
 from outrider.runtimes.host import Host
 from outrider.spec import RuntimeSpec
 
@@ -97,6 +98,15 @@ class Shell(Protocol):
 
     async def run(self, text: str, *, seconds: float) -> ShellResult: ...
     async def close(self) -> None: ...
+
+
+class NoShell(RuntimeFailure):
+    """A sandbox has nothing of that `kind`; or no more, if there had been an agent in it."""
+
+    def __init__(self, kind: ShellKind, *, hint: str, log_tail: str | None) -> None:
+        name = "IPython" if kind == "ipython" else "Python"
+        super().__init__(f"no {name} in the sandbox", hint=hint, log_tail=log_tail, inside=True)
+        self.kind: ShellKind = kind
 
 
 class PatchConflict(ValueError):
@@ -195,6 +205,16 @@ class Runtime(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class Witness(Protocol):
+    """A runtime that can tell who broke a sandbox."""
+
+    async def broken_inside(self) -> bool:
+        """Whether the sandbox, which was started and not stopped, has lost its tool server by what runs in it. False
+        where the host's own part in it has failed, and where that cannot be known."""
+        ...
 
 
 @runtime_checkable

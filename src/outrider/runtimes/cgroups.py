@@ -28,12 +28,16 @@ log = logging.getLogger("outrider.node")
 
 MOUNT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+VMSTAT = Path("/proc/vmstat")
+KILL_COUNTS = ("memory.events", "memory.oom_control")
+"""Of version 2 and of version 1."""
 UNIFIED = ""
 """What /proc/self/cgroup calls the controllers of version 2."""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
+KILLS_SECONDS = 1.0
 OWN = "outrider-service"
 """The group that this process moves into where a group with members may have no groups of its own (version 2)."""
 
@@ -108,13 +112,24 @@ OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
 class Group:
     """The groups of one sandbox. Its methods block, for as long as a few system calls."""
 
-    def __init__(self, folders: tuple[Path, ...]) -> None:
+    def __init__(self, folders: tuple[Path, ...], host_kills: int = 0) -> None:
+        """`host_kills` is what that of the module said before."""
         self._folders = folders
+        self._host_kills = host_kills
 
     @property
     def entrances(self) -> tuple[str, ...]:
         """The files that a process writes "0" to, to be in the group with all that it starts."""
         return tuple(str(folder / "cgroup.procs") for folder in self._folders)
+
+    def starved(self) -> bool:
+        """Whether the kernel has killed something for want of memory since this was made, and not of the memory that
+        this may have: it may have killed what is in it, too."""
+        return host_kills() - self.kills() > self._host_kills
+
+    def kills(self) -> int:
+        """How often the kernel has killed something in it for want of the memory that it may have."""
+        return sum(count_in(folder / file, "oom_kill") for folder in self._folders for file in KILL_COUNTS)
 
     def add(self, pid: int) -> None:
         for entrance in self.entrances:
@@ -147,13 +162,28 @@ class Group:
             raise RuntimeFailure(f"the control group {folder} cannot be removed: {reason}")
 
 
+def host_kills() -> int:
+    """How often the kernel has killed something on this host for want of memory, the host's or that of a group."""
+    return count_in(VMSTAT, "oom_kill")
+
+
+def count_in(file: Path, name: str) -> int:
+    """Of a file of lines `NAME NUMBER`; 0 where there is no such file or line."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+
+
 class Cgroups:
     """A part of a node's host (see host.py): `async with` it, and make groups."""
 
     def __init__(self, host: Host, *, hierarchies: Hierarchies | None = None) -> None:
         self._name = host.name
         self.hierarchies = find() if hierarchies is None else hierarchies
-        self._enabled = False
+        self._kills = 0
+        self._kills_until = 0.0
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._open)
@@ -180,7 +210,14 @@ class Cgroups:
                 with contextlib.suppress(OSError):
                     _removed(folder)
             raise RuntimeFailure(f"the sandbox's limits cannot be set: {error}") from error
-        return Group(tuple(folders))
+        return Group(tuple(folders), self._kills_lately())
+
+    def _kills_lately(self) -> int:
+        """The host's, as of a second ago at most: the file takes the kernel as long as a tenth of a sandbox's start."""
+        now = time.monotonic()
+        if now > self._kills_until:
+            self._kills, self._kills_until = host_kills(), now + KILLS_SECONDS
+        return self._kills
 
     def _open(self) -> None:
         try:

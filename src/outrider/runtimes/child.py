@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from outrider.errors import RuntimeFailure
 
@@ -59,6 +60,14 @@ class Child:
             os.waitpid(pid, 0)
             os.close(log)
             raise
+
+    def stopped_by_signal(self) -> bool:
+        """Whether it was sent a signal to stop, or is traced; to be asked before `close`."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

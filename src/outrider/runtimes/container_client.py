@@ -88,6 +88,11 @@ class DaemonClient:
             found = await (await self._api()).containers.get(name)
         return bool(found["State"]["Running"])
 
+    async def out_of_memory(self, name: str) -> bool:
+        async with translated():
+            found = await (await self._api()).containers.get(name)
+        return bool(found["State"].get("OOMKilled"))
+
     async def remove(self, name: str) -> None:
         """Kill and remove. Status 404 when there is none, 409 while somebody else removes it."""
         async with translated():

@@ -165,6 +165,14 @@ class ContainerDaemon(ABC):
                 return False
             raise self._failure("look at a container", error) from error
 
+    async def out_of_memory(self, name: str) -> bool | None:
+        """Whether something in the container was killed because it had used the memory that it may. None when the
+        daemon does not answer, or does not know the container, which somebody has removed."""
+        try:
+            return await self._client.out_of_memory(name)
+        except self._error:
+            return None
+
     async def remove(self, name: str) -> None:
         """Kill the container and wait until the daemon has none of this name. Raises RuntimeFailure when it does not
         come to that; the next sweep tries again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -85,7 +86,14 @@ class ContainerRuntime(RootedRuntime):
             await daemon.run(name, plan.body)
         finally:  # also where the daemon has only half made it
             self._held.push_async_callback(daemon.remove, name)
+        self._out_of_memory = partial(daemon.out_of_memory, name)
         return await server.connect(bytecode, setup, lambda: daemon.runs(name))
+
+    async def _host_stands(self) -> bool:
+        return await self._out_of_memory() is not None
+
+    async def _died_inside(self) -> bool:
+        return await self._out_of_memory() or await super()._died_inside()
 
     async def current(self) -> bool:
         daemon = await self._context.host.part(self.daemon)

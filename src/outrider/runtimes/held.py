@@ -11,10 +11,11 @@ import logging
 import posixpath
 from abc import abstractmethod
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import ClassVar, Self
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.cgroups import Group
 from outrider.runtimes.served import ServedRuntime
 from outrider.runtimes.toolclient import ToolClient
 from outrider.shield import shielded
@@ -24,7 +25,10 @@ log = logging.getLogger("outrider.runtime")
 
 
 class HeldRuntime(ServedRuntime):
-    """A runtime adds `_start`, and where paths are."""
+    """A runtime adds `_start`, and where paths are. `killable`: whether programs inside can send the tool server a
+    signal."""
+
+    killable: ClassVar[bool] = False
 
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
         self._spec = spec
@@ -34,6 +38,8 @@ class HeldRuntime(ServedRuntime):
         self._begun = False
         self._ended = False
         self._stopping = asyncio.Lock()
+        self._group: Group | None = None
+        self._end = 0.0
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
@@ -49,6 +55,7 @@ class HeldRuntime(ServedRuntime):
         if self._begun:
             raise RuntimeFailure("a sandbox starts once")
         self._begun = True
+        self._end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
         try:
             tools = await self._start()
             if self._ended:
@@ -64,6 +71,39 @@ class HeldRuntime(ServedRuntime):
     async def _start(self) -> ToolClient:
         """Make the sandbox and tell its server what it is to be. How each part is undone goes to `_held` as soon as the
         part is there, and not before: a `stop` in between would have taken it."""
+
+    async def broken_inside(self) -> bool:
+        """See `Witness`."""
+        tools = self._tools
+        match tools.loss if tools is not None else None:
+            case "wrong":
+                return True
+            case "gone":
+                in_time = asyncio.get_running_loop().time() < self._end
+                return in_time and await self._host_stands() and await self._died_inside()
+            case "stuck":
+                return self._server_stopped()
+            case _:
+                return False
+
+    def starved(self) -> bool:
+        return self._group is not None and self._group.starved()
+
+    async def _host_stands(self) -> bool:
+        """Whether what the sandbox needs outside of it is as it was."""
+        return True
+
+    async def _died_inside(self) -> bool:
+        """Whether the tool server, which is dead, was ended by what runs beside it. As the first process of a sandbox
+        it takes no signal from there: then it has said what it died of, or the sandbox's memory ran out."""
+        assert self._tools is not None
+        if self._group is not None and self._group.kills() > 0:
+            return True
+        return not self.starved() and (self.killable or self._tools.complaint() != "")
+
+    def _server_stopped(self) -> bool:
+        """Whether the tool server does not answer because it was sent a signal to stop."""
+        return False
 
     async def stop(self) -> None:
         self._begun = self._ended = True

@@ -90,6 +90,9 @@ class HostedServer:
             undo.pop_all()
         return cls(child, ToolClient(ours, child.log_tail), setup.mark)
 
+    def stopped_by_signal(self) -> bool:
+        return self._child.stopped_by_signal()
+
     async def stop(self) -> None:
         """Kill all processes and wait for their end: the server itself kills what is below it; what it could not kill,
         and all if it died, we do. Call once; not cancel-safe by itself."""

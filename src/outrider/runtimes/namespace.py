@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.errors import InvalidField, RequestError, RuntimeUnavailable
+from outrider.errors import InvalidField, RequestError, RuntimeFailure, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
 from outrider.rootfs.store import ImageStore, known_image
 from outrider.runtimes import cgroups, plans
@@ -70,17 +70,19 @@ class NamespaceRuntime(RootedRuntime):
             raise InvalidField(error.message, field=error.field, hint=error.hint) from error
 
     async def _start(self) -> ToolClient:
-        host = self._context.host
+        context = self._context
+        host = context.host
         groups = await host.part(Cgroups)
         zygote = await host.part(Zygote)  # after them: a process that starts meanwhile would be in the way
         root, env = self._root(zygote)
         root, python = await _with_python(root)
-        group = groups.make(self._context.directory.name, self._spec.resources)
+        group = groups.make(context.directory.name, self._spec.resources)
         self._held.push_async_callback(group.remove)
+        self._group = group
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                child = await zygote.fork(self._plan(zygote, groups, root, group), theirs)
+                child, self._zygote_stands = await zygote.fork(self._plan(zygote, groups, root, group), theirs)
             except BaseException:  # also a cancel: what was begun is undone
                 ours.close()
                 raise
@@ -88,8 +90,16 @@ class NamespaceRuntime(RootedRuntime):
         self._held.push_async_callback(tools.close)
         self._held.push_async_callback(_end, child, group)
         await tools.open()
-        await configure(tools, self._setup(env, python, groups))
+        try:
+            await configure(tools, self._setup(env, python, groups))
+        except RuntimeFailure as error:
+            if context.layer is not None and not self.starved():  # else it is nobody's but the host's
+                error.inside = error.inside or await self._host_stands()
+            raise
         return tools
+
+    async def _host_stands(self) -> bool:
+        return await self._zygote_stands()
 
     def _plan(self, zygote: Zygote, groups: Cgroups, root: plans.Root, group: Group) -> plans.Plan:
         spec, context = self._spec, self._context

@@ -30,6 +30,8 @@ class ProcessRuntime(HeldRuntime):
     one at or below the workdir, is mapped into it. Any other absolute path is the host's own, and so is every path
     that a command itself uses. `rootfs`, `image` and `mounts` are refused."""
 
+    killable = True
+
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
         super().__init__(spec, context)
         self._work = str(context.directory / "work")
@@ -71,13 +73,18 @@ class ProcessRuntime(HeldRuntime):
         groups = await self._context.host.part(Cgroups)
         group = groups.make(self._context.directory.name, self._spec.resources)
         self._held.push_async_callback(group.remove)
+        self._group = group
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
         resources, controllers = self._spec.resources, groups.hierarchies.folders
         setup = msgspec.structs.replace(self._setup(), memory=counted_memory(resources, controllers))
         command, code = self._program(bytecode, rlimits(resources, controllers), setup.memory)
         server = await HostedServer.start(command, code, setup, group=group)
         self._held.push_async_callback(server.stop)
+        self._server = server
         return server.tools
+
+    def _server_stopped(self) -> bool:
+        return self._server.stopped_by_signal()
 
     def _program(self, bytecode: bytes, limits: Mapping[str, int], memory: int) -> tuple[list[str], bytes]:
         """The command that becomes the tool server, and its code. `memory` is what `Setup.memory` says."""

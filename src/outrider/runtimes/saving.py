@@ -59,7 +59,7 @@ class Saving:
         try:
             await self._tools.call(method, args, Done, seconds=SAVE_SECONDS, on_part=self._keep, room=room)
         except OSError as error:
-            self.fault = RuntimeFailure(f"cannot {method} in the sandbox: {error}")
+            self.fault = RuntimeFailure(f"cannot {method} in the sandbox: {error}", inside=True)
         except RuntimeFailure as error:
             self.fault = error
         finally:

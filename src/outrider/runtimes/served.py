@@ -11,6 +11,7 @@ import os
 import posixpath
 import re
 import secrets
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from outrider.runtimes.base import (
     MAX_PATHS,
     Display,
     ExecResult,
+    NoShell,
     PatchConflict,
     ShellKind,
     ShellResult,
@@ -54,6 +56,7 @@ DISPLAYS = msgspec.msgpack.Decoder(
 """How many there are is looked at before any is decoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """What msgpack begins text with."""
+KILLED = 128 + signal.SIGKILL
 NAMED_MIN = 16
 """Bytes of a patch for each file that it changes, at least."""
 
@@ -71,6 +74,11 @@ class ServedRuntime(ABC):
     @abstractmethod
     def place(self, path: str) -> str:
         """The absolute path, for the tool server, of a path the user gave."""
+
+    def starved(self) -> bool:
+        """Whether the kernel has killed for want of the host's memory, and not of the sandbox's own, since this
+        sandbox was started: what was killed in it may have been killed for that."""
+        return False
 
     async def exec(
         self,
@@ -96,7 +104,12 @@ class ServedRuntime(ABC):
         try:
             done = await self.tools.call("exec", args, ExecDone, seconds=seconds)
         except OSError as error:
-            raise RuntimeFailure(f"cannot run {command!r:.100}: {error}") from error
+            raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
+        if done.code == KILLED and self.starved():
+            raise RuntimeFailure(
+                f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
+                hint="give the host's sandboxes less in all: sandboxes.memory_mb, and memory_mb of the tasks",
+            )
         return ExecResult(
             exit_code=done.code,
             stdout=done.out,
@@ -114,8 +127,8 @@ class ServedRuntime(ABC):
         }
         opened = await self.tools.call("shell_open", args, ShellOpened)
         if opened.shell is None:
-            raise RuntimeFailure(
-                f"no {'IPython' if kind == 'ipython' else 'Python'} in the sandbox",
+            raise NoShell(
+                kind,
                 hint=WITHOUT_IPYTHON if kind == "ipython" else "use an image that has python3",
                 log_tail=opened.why.decode("utf-8", "replace") or None,
             )
@@ -146,7 +159,7 @@ class ServedRuntime(ABC):
         try:
             await self.tools.call("write", args, Done)
         except OSError as error:
-            raise RuntimeFailure(f"cannot write {place}: {error}") from error
+            raise RuntimeFailure(f"cannot write {place}: {error}", inside=True) from error
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         fixed, wild = split_pattern(pattern)
@@ -164,7 +177,7 @@ class ServedRuntime(ABC):
         if done[:1] != b"+":
             raise PatchConflict(done[1:CONFLICT_MAX].decode("utf-8", "replace"))
         if done.count(b"\0") > len(data) // NAMED_MIN:
-            raise RuntimeFailure("the sandbox names more files than the patch has")
+            raise RuntimeFailure("the sandbox names more files than the patch has", inside=True)
         return done[1:].decode("utf-8", "replace").split("\0")
 
     async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
@@ -173,7 +186,7 @@ class ServedRuntime(ABC):
         try:
             await self.tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
         except OSError as error:
-            raise RuntimeFailure(f"cannot {method} in the sandbox: {error}") from error
+            raise RuntimeFailure(f"cannot {method} in the sandbox: {error}", inside=True) from error
         return bytes(whole)
 
     async def upload(self, source: Path, target: str) -> None:

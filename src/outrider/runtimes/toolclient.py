@@ -37,6 +37,10 @@ CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+Loss = Literal["gone", "stuck", "wrong", "closed"]
+"""How a connection was lost: its other end is closed, does not answer, or sends what no tool server would; or this
+end was closed, or not opened."""
+
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
 """An input of a live Python can make up its own status."""
 
@@ -52,7 +56,9 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    code: Literal["missing", "directory", "failed"]
+    """`ended`: the sandbox's own time is over; else what was asked for is missing, or a folder, or cannot be done."""
+
+    code: Literal["missing", "directory", "failed", "ended"]
     text: str
 
 
@@ -104,7 +110,8 @@ class Call:
 
 
 class ToolClient(asyncio.Protocol):
-    """One connection. `log_tail` gives the end of the server's standard error for the failure's record."""
+    """One connection. `log_tail` gives the end of the server's standard error for the failure's record. `loss` is how
+    it was lost, None while it is not."""
 
     def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
         """`end` is one end of a Unix stream connection to the server; it is ours from now on."""
@@ -118,6 +125,7 @@ class ToolClient(asyncio.Protocol):
         self._received = bytearray()
         self._stray = STRAY_MAX
         self._lost: str | None = None
+        self.loss: Loss | None = None
         self._closed = asyncio.Event()
 
     async def open(self) -> None:
@@ -127,7 +135,7 @@ class ToolClient(asyncio.Protocol):
         try:
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=end)
         except BaseException:  # also a cancel: the loop closes what it has begun
-            self._lose("the connection to the tool server was not opened")
+            self._lose("the connection to the tool server was not opened", "closed")
             raise
         if self._lost is not None:
             self._transport.abort()
@@ -140,7 +148,7 @@ class ToolClient(asyncio.Protocol):
         while len(received) >= 4:
             size = int.from_bytes(received[:4], "big")
             if size > FRAME_MAX:
-                return self._lose("the tool server sent an oversized frame")
+                return self._lose("the tool server sent an oversized frame", "wrong")
             if len(received) < 4 + size:
                 return None
             frame = bytes(memoryview(received)[4 : 4 + size])
@@ -148,13 +156,13 @@ class ToolClient(asyncio.Protocol):
             try:
                 self._take(msgspec.msgpack.decode(frame, type=Reply), max(size, PART_MIN))
             except UNREADABLE:
-                self._lose("the tool server sent something unreadable")
+                self._lose("the tool server sent something unreadable", "wrong")
             if self._lost is not None:
                 received.clear()
         return None
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._lose("the sandbox's tool server is gone")
+        self._lose("the sandbox's tool server is gone", "gone")
         self._closed.set()
 
     def hold(self) -> None:
@@ -211,7 +219,7 @@ class ToolClient(asyncio.Protocol):
     def _stuck(self, number: int, method: str) -> None:
         call = self._calls.get(number)
         if call is not None and not call.outcome.done():
-            self._lose(f"the tool server is stuck in {method}")
+            self._lose(f"the tool server is stuck in {method}", "stuck")
 
     def fail_all(self, reason: str) -> None:
         """The calls under way fail; new ones can be made."""
@@ -221,9 +229,13 @@ class ToolClient(asyncio.Protocol):
                 call.outcome.set_exception(failure)
                 call.outcome.exception()  # its caller may have been cancelled at this very moment
 
+    def complaint(self) -> str:
+        """The end of what the server wrote to its standard error."""
+        return self._log_tail()
+
     async def close(self) -> None:
         """Drop the connection; the server ends by itself. Calls under way fail."""
-        self._lose("the sandbox was stopped")
+        self._lose("the sandbox was stopped", "closed")
         if self._transport is not None:
             await self._closed.wait()
 
@@ -254,7 +266,7 @@ class ToolClient(asyncio.Protocol):
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
             self._stray -= size
             if self._stray < 0:
-                self._lose("the tool server keeps sending what nobody waits for")
+                self._lose("the tool server keeps sending what nobody waits for", "wrong")
         elif reply.status == "part":
             self._take_part(call, msgspec.msgpack.decode(reply.fields, type=Part).data)
         else:
@@ -267,7 +279,7 @@ class ToolClient(asyncio.Protocol):
     def _take_part(self, call: Call, data: bytes) -> None:
         call.room -= max(len(data), PART_MIN)
         if call.room < -PART_MIN:  # the last part may be a small one
-            self._lose("the tool server sent more than it was asked for")
+            self._lose("the tool server sent more than it was asked for", "wrong")
         elif call.on_part is not None:
             call.on_part(data)
 
@@ -277,26 +289,26 @@ class ToolClient(asyncio.Protocol):
             return FileNotFoundError(text)
         if refusal.code == "directory":
             return IsADirectoryError(text)
-        return self._failure(text)
+        return self._failure(text, inside=refusal.code == "failed")
 
     def _decoded(self, fields: msgspec.Raw, reply: type[T]) -> T:
         try:
             return msgspec.msgpack.decode(fields, type=reply)
         except UNREADABLE as error:
-            raise self._failure(f"the tool server sent a wrong reply: {error}") from error
+            raise self._failure(f"the tool server sent a wrong reply: {error}", inside=True) from error
 
     def _check(self) -> None:
         """Raises RuntimeFailure when the connection is lost."""
         if self._lost is not None:
             raise self._failure(self._lost)
 
-    def _failure(self, message: str) -> RuntimeFailure:
-        return RuntimeFailure(message, log_tail=self._log_tail() or None)
+    def _failure(self, message: str, *, inside: bool = False) -> RuntimeFailure:
+        return RuntimeFailure(message, log_tail=self._log_tail() or None, inside=inside)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, loss: Loss) -> None:
         if self._lost is not None:
             return
-        self._lost = reason
+        self._lost, self.loss = reason, loss
         if self._transport is not None:
             self._transport.abort()
         elif self._end is not None:  # else `open` has it now

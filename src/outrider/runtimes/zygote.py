@@ -14,6 +14,8 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -90,13 +92,14 @@ class Zygote:
         self._control = ours
         self._loop.add_reader(ours.fileno(), self._ready)
 
-    async def fork(self, plan: Plan, connection: socket.socket) -> Child:
-        """A new sandbox whose tool server speaks on `connection`. Raises RuntimeFailure, and OSError when there are no
-        descriptors left."""
+    async def fork(self, plan: Plan, connection: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
+        """A new sandbox whose tool server speaks on `connection`, and how to ask whether the process that it came from
+        still lives. Raises RuntimeFailure, and OSError when there are no descriptors left."""
         if self._child is None:
             await shielded(self._bury)
         if self._child is None:  # and nobody has started it meanwhile
             self._spawn()
+        maker = self._child
         with contextlib.ExitStack() as undo, os.fdopen(os.memfd_create("plan"), "wb", buffering=0) as file:
             log = os.memfd_create("stderr")
             undo.callback(os.close, log)
@@ -104,7 +107,11 @@ class Zygote:
             self._spares.append(os.dup(log))
             pid, pidfd = await self._ask(file.fileno(), connection.fileno(), log)
             undo.pop_all()
-        return Child(pid, pidfd, log)
+        return Child(pid, pidfd, log), partial(self._lives, maker)
+
+    async def _lives(self, maker: Child | None) -> bool:
+        """What came from it may be seen to die a moment before it is seen itself."""
+        return maker is not None and maker is self._child and not await maker.ends_within(PAUSE_SECONDS)
 
     async def _ask(self, *fds: int) -> tuple[int, int]:
         self._number += 1

@@ -74,6 +74,8 @@ class Conversation:
         self.bodies = Bodies(endpoint.intake)
         self.under_way = 0
         self.turns = 0
+        self.replies = 0
+        """Turns that the agent was given to their end."""
         self.limit: StopReason | None = None
         self.failure: OutriderError | None = None
         self.broken: OutriderError | None = None
@@ -234,6 +236,7 @@ class Conversation:
                 await self._store(turn)
             raise
         await self._store(call.commit())
+        self.replies += 1
         self.failure = self.broken
         yield call.completion()
 

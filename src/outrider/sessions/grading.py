@@ -23,6 +23,7 @@ from outrider.evaluators.base import Evaluator, Outcome
 from outrider.evaluators.verdict import read_verdict
 from outrider.plugins import contained
 from outrider.runtimes.base import LOG_TAIL, Layered, Runtime
+from outrider.sessions.excess import blamed, excess_verdict, try_out
 from outrider.sessions.folder import remove_tree
 from outrider.sessions.lanes import Lane
 from outrider.sessions.sandboxes import Sandbox
@@ -34,6 +35,8 @@ from outrider.trajectory import Verdict
 log = logging.getLogger("outrider.session")
 
 CARRIED = "carried"
+BLAMED_AFTER = 2
+"""Failed tries, at least, for which an agent can be blamed: a grader that fails now and then seldom does so twice."""
 
 
 class Bench(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +54,8 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grading:
-    """`begin` when the agent's run begins, `carry` when it has ended, `verdict` then, and `close` in any case."""
+    """`begin` when the agent's run begins, `carry` when it has ended, `verdict` then, `confirm` when that fails, and
+    `close` in any case."""
 
     def __init__(self, task: TaskSpec, evaluator: Evaluator, bench: Bench) -> None:
         self._task = task
@@ -85,11 +89,14 @@ class Grading:
             self._layer = file
 
     async def verdict(self, outcome: Outcome) -> Verdict:
-        """Evaluate, again on failure, up to the task's attempts: the agent's work is not thrown away. What was carried
-        is evaluated in another new sandbox each time, so that its failure too is worth another try."""
+        """Evaluate, again on failure, up to the task's attempts, or until it has failed often enough to blame the agent
+        for it: the agent's work is not thrown away. What was carried is evaluated in another new sandbox each time, so
+        that its failure too is worth another try."""
         self._one_is_left()
         failure: OutriderError = EvaluatorError("not evaluated")
-        for _ in range(self._task.max_attempts):
+        tries = 0
+        while tries < self._task.max_attempts or (failure.inside and tries < BLAMED_AFTER):
+            tries += 1
             try:
                 async with self._place(outcome.runtime) as runtime:
                     return await self._evaluated(msgspec.structs.replace(outcome, runtime=runtime))
@@ -100,6 +107,27 @@ class Grading:
                     raise
                 failure = error
         raise failure
+
+    async def confirm(self, failure: OutriderError, outcome: Outcome) -> Verdict:
+        """The verdict on an agent that cannot be graded for a failure that came from inside its sandbox, which has been
+        stopped since. Raises `failure` where a sandbox that no agent has touched fails too; in the evaluation of
+        `outcome`, only if it was the evaluator that had failed. It pays no better than to have done nothing."""
+        self._layer = None
+        reward = 0.0
+        fresh = await self._taken_ahead() or self._start()
+        try:
+            runtime = await fresh.ready()
+            await try_out(runtime, failure)
+            untouched = await self._evaluated(msgspec.structs.replace(outcome, runtime=runtime))
+            reward = min(reward, untouched.reward)
+        except EvaluatorError as error:
+            if isinstance(failure, EvaluatorError):
+                raise failure from error
+        except Exception as error:  # a plugin may raise anything
+            raise failure from error
+        finally:
+            await shielded(fresh.close)
+        return excess_verdict(failure, reward)
 
     async def close(self) -> None:
         """Stop what is left of new sandboxes, and remove what was carried."""
@@ -122,14 +150,16 @@ class Grading:
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
         if not self.carries:
-            yield agents
+            async with blamed(agents):
+                yield agents
             return
         fresh = await self._taken_ahead() or self._start()
         try:
             runtime = await fresh.ready()
-            if isinstance(self._carry, list):
-                await runtime.restore(self._bench.folder / CARRIED, self._carry)
-            yield runtime
+            async with blamed(runtime):
+                if isinstance(self._carry, list):
+                    await runtime.restore(self._bench.folder / CARRIED, self._carry)
+                yield runtime
         finally:
             await shielded(fresh.close)
 

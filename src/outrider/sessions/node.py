@@ -237,6 +237,7 @@ class LocalNode:
             stop_reason=ending.reason,
             verdict=ending.verdict,
             error=ending.error,
+            harness_exit=ending.harness_exit,
             turns=len(turns),
             forks=counts.forks | {cause.value: number for cause, number in conversation.tree.forks.items()},
             tokens=counts.tokens,

@@ -17,9 +17,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, record_of
+from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, plain, record_of
 from outrider.evaluators.base import Outcome
-from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome
+from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome, ProgramExit
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import contained
@@ -27,6 +27,7 @@ from outrider.runtimes.base import Runtime
 from outrider.sessions.allowance import LimitReached
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation
+from outrider.sessions.excess import blamed
 from outrider.sessions.grading import Grading
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.model_client import ConversationClient
@@ -34,7 +35,7 @@ from outrider.sessions.room import asked
 from outrider.sessions.sandboxes import Sandbox
 from outrider.sessions.transcript import transcript
 from outrider.spec import TaskSpec
-from outrider.trajectory import StageSeconds, Turn, Verdict
+from outrider.trajectory import HarnessExit, StageSeconds, Turn, Verdict
 from outrider.watchdog import Watchdog, Witness
 
 log = logging.getLogger("outrider.session")
@@ -42,7 +43,7 @@ log = logging.getLogger("outrider.session")
 
 HARMFUL_SECONDS = 2.0
 """A stall from which on an agent's client may have given up. Shorter ones are no longer than a slow model call."""
-OUT_OF_TIME = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
+ENDED_BADLY = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.NONZERO_EXIT})
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +71,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     reason: StopReason
     verdict: Verdict | None
     error: ErrorRecord | None
+    harness_exit: HarnessExit | None
     seconds: StageSeconds
 
 
@@ -81,6 +83,7 @@ class SessionRun:
         self._budget = Budget(parts.task.limits.session_seconds, parts.watchdog.stood_still)
         self._watch = Stopwatch()
         self._verdict: Verdict | None = None
+        self._harness_exit: HarnessExit | None = None
 
     async def run(self) -> Ending:
         error: ErrorRecord | None = None
@@ -96,6 +99,7 @@ class SessionRun:
             reason=reason,
             verdict=self._verdict if error is None else None,
             error=error,
+            harness_exit=self._harness_exit,
             seconds=StageSeconds(**self._watch.seconds),
         )
 
@@ -120,21 +124,55 @@ class SessionRun:
             await parts.enter(SessionState.RUNNING)
             held.push_async_callback(parts.grading.close)
             parts.grading.begin()
-            reason, outcome = await self._run_and_collect(context)
+            failure: OutriderError | None = None
+            try:
+                async with blamed(sandbox.runtime):
+                    reason, outcome = await self._run_and_collect(context)
+            except OutriderError as error:
+                if not self._is_the_agents(error):
+                    raise
+                reason, failure = StopReason.AGENT_EXCESS, error
+                outcome = HarnessOutcome(log_tail=error.log_tail or "")
             if reason is StopReason.SESSION_TIMEOUT:
                 return reason
             await held.enter_async_context(await parts.lanes.eval.take(parts.priority))
             run.release()
             self._watch.lap("eval_wait")
             await parts.enter(SessionState.EVALUATING)
-            if parts.grading.carries:
-                await parts.grading.carry(sandbox.runtime)
+            return await self._graded(sandbox, await self._outcome(sandbox, reason, outcome), failure)
+
+    async def _graded(self, sandbox: Sandbox, outcome: Outcome, failure: OutriderError | None) -> StopReason:
+        """The verdict, and how the session ended: that may turn out now. `failure` is of an agent that seems to have
+        broken its sandbox while it ran: what it left is graded, if it can be."""
+        grading = self._parts.grading
+        verdict: Verdict | None = None
+        try:
+            if grading.carries:
+                async with blamed(sandbox.runtime):
+                    await grading.carry(sandbox.runtime)
                 self._watch.lap("eval")
-                await sandbox.stop()
-                self._watch.lap("stop")
-            self._verdict = await parts.grading.verdict(await self._outcome(sandbox, reason, outcome))
+                await self._stop(sandbox)
+            verdict = await grading.verdict(outcome)
+        except OutriderError as error:
+            if not self._is_the_agents(error):
+                raise
+            failure = failure or error
+        self._watch.lap("eval")
+        if failure is not None:
+            await self._stop(sandbox)
+            confirmed = await grading.confirm(failure, outcome)
+            verdict = verdict or confirmed
             self._watch.lap("eval")
-        return reason
+        self._verdict, self._harness_exit = verdict, exit_of(outcome.harness)
+        return StopReason.AGENT_EXCESS if failure is not None else outcome.stop_reason
+
+    def _is_the_agents(self, error: OutriderError) -> bool:
+        """Whether a failure may be what the agent did: it came from inside the sandbox, and its model has spoken."""
+        return error.inside and self._parts.conversation.replies > 0
+
+    async def _stop(self, sandbox: Sandbox) -> None:
+        await sandbox.stop()
+        self._watch.lap("stop")
 
     @asynccontextmanager
     async def _sandbox(self) -> AsyncIterator[Sandbox]:
@@ -184,7 +222,7 @@ class SessionRun:
             await self._collect(context.runtime)
         if (broken := self._parts.conversation.broken) is not None:
             raise broken
-        if self._parts.conversation.hung_up or ended[0] in OUT_OF_TIME:
+        if self._parts.conversation.hung_up or ended[0] in ENDED_BADLY:
             self._check_harm(stalls)
         return ended
 
@@ -221,7 +259,8 @@ class SessionRun:
         except LimitReached as reached:
             return reached.reason, HarnessOutcome()
         except OutriderError as error:
-            return self._failed(error), HarnessOutcome(log_tail=error.log_tail or "")
+            code = error.exit_code if isinstance(error, ProgramExit) else 0
+            return self._failed(error), HarnessOutcome(log_tail=error.log_tail or "", exit_code=code)
         return self._ended_well(outcome), outcome
 
     async def _out_of_agent_time(self) -> StopReason:
@@ -247,6 +286,8 @@ class SessionRun:
         if conversation.failure is not None:
             conversation.failure.log_tail = error.log_tail
             raise conversation.failure
+        if isinstance(error, ProgramExit) and conversation.replies:
+            return StopReason.NONZERO_EXIT
         raise error
 
     def _ended_well(self, outcome: HarnessOutcome) -> StopReason:
@@ -276,3 +317,7 @@ class SessionRun:
             transcript=await self._transcript(),
             turns=parts.conversation.turns,
         )
+
+
+def exit_of(outcome: HarnessOutcome) -> HarnessExit | None:
+    return HarnessExit(code=outcome.exit_code, log_tail=plain(outcome.log_tail)) if outcome.exit_code else None

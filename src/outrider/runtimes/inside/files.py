@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import posix
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 OUT_HIGH = 4 << 20
+TOO_LARGE = 2
+"""The exit code of a child whose archive would be."""
 
 
 def write_file(path: str, data: bytes, mode: int, append: bool) -> None:
@@ -94,7 +97,7 @@ class Snapshot:
             self.calls.reply(self.call, {})
         else:
             larger = f"there are more than {self.limit} bytes of it, which is as much as is taken out of a sandbox"
-            self.calls.fail(self.call, "failed", larger if self.left < 0 else self.failed)
+            self.calls.fail(self.call, "failed", larger if self.left < 0 or self.code == TOO_LARGE else self.failed)
 
 
 def write_and_leave(write: Callable[[int], object], fd: int) -> None:
@@ -102,17 +105,19 @@ def write_and_leave(write: Callable[[int], object], fd: int) -> None:
     try:
         write(fd)
         code = 0
+    except OSError as error:
+        code = TOO_LARGE if error.errno == errno.EFBIG else 1
     finally:
         posix._exit(code)
 
 
-def write_tar(fd: int, paths: list[list[str]]) -> None:
+def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
     """Archive `[path, name]` pairs, leaving out what is missing or vanishes. Raises OSError when that
-    cannot be known."""
+    cannot be known, and when there are more than `limit` bytes."""
     import tarfile
 
     with open(fd, "wb") as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        packer = Packer(archive, lambda member, folder, name: None)
+        packer = Packer(archive, lambda member, folder, name: None, limit)
         for path, name in paths:
             base = path[path.rfind("/") + 1 :]
             above = folder_of(path) or "."

@@ -93,7 +93,7 @@ class Server:
         """The sandbox has lived as long as it may."""
         kill_tree({posix.getpid()})
         for call in self.calls.running:
-            self.calls.fail(call, "failed", "the sandbox has come to the end of its lifetime")
+            self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
         self.loop.stopped = True
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class Server:
     def do_snapshot(self, call: int, args: dict[str, Any]) -> None:
         if args["alone"]:
             end_all()
-        Snapshot(self.calls, call, args["limit"], lambda fd: write_tar(fd, args["paths"]))
+        Snapshot(self.calls, call, args["limit"], lambda fd: write_tar(fd, args["paths"], args["limit"]))
 
     def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
         """All else that runs is ended first: what is saved is what it left."""

@@ -130,10 +130,15 @@ def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
 
 
 class Packer:
-    """Adds to an archive. `mend` may change what is said of a member, which is of that name in that folder."""
+    """Adds to an archive. `mend` may change what is said of a member, which is of that name in that folder. A file with
+    more than what is left of `limit` bytes is an error at once: it may have holes, and take no room but in an archive.
+    """
 
-    def __init__(self, archive: tarfile.TarFile, mend: Callable[[tarfile.TarInfo, int, str], object]) -> None:
+    def __init__(
+        self, archive: tarfile.TarFile, mend: Callable[[tarfile.TarInfo, int, str], object], limit: int = 1 << 62
+    ) -> None:
         self.archive = archive
+        self.left = limit
         self.mend = mend
         self.linked: dict[tuple[int, int], str] = {}
         """Files of several names that are in the archive, and the name that they have there."""
@@ -190,6 +195,9 @@ class Packer:
             if status.st_mode & KIND != REGULAR:
                 return
             member.size = status.st_size
+            self.left -= member.size
+            if self.left < 0:
+                raise OSError(errno.EFBIG, posix.strerror(errno.EFBIG))
             self.archive.addfile(member, Steady(fd))  # type: ignore[arg-type]  # all that it needs is `read`
             if status.st_nlink > 1:
                 self.linked[identity(status)] = member.name

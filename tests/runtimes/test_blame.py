@@ -1,0 +1,158 @@
+"""Who broke a sandbox, as its runtime can tell: what runs in it, or not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import Runtime, Witness
+from outrider.runtimes.cgroups import Group, host_kills
+from outrider.runtimes.held import HeldRuntime
+from outrider.runtimes.toolclient import GRACE_SECONDS, LAST_LOOK_SECONDS, Part
+
+from .test_leaks import children
+from .world import World
+
+HOSTED = ["process", "process-landlock"]
+EVERY = [*HOSTED, "namespace"]
+
+
+async def ends(sandbox: Runtime, command: str) -> RuntimeFailure:
+    """The failure of a command that the sandbox does not outlive."""
+    with pytest.raises(RuntimeFailure, match="tool server is gone") as caught:
+        await sandbox.exec(command, seconds=20)
+    return caught.value
+
+
+async def blamed(sandbox: Runtime) -> bool:
+    assert isinstance(sandbox, Witness)
+    return await sandbox.broken_inside()
+
+
+async def hangs(sandbox: Runtime) -> None:
+    """A call that is not answered, and waited for no longer than is needed."""
+    assert isinstance(sandbox, HeldRuntime)
+    args = {"path": "/dev/null", "offset": 0, "size": 1}
+    with pytest.raises(RuntimeFailure, match="stuck"):
+        await sandbox.tools.call("read", args, Part, seconds=-GRACE_SECONDS - LAST_LOOK_SECONDS)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+async def test_what_works_or_was_stopped_was_broken_by_nobody(world: World, kind: str) -> None:
+    sandbox = world.create(kind)
+    assert not await blamed(sandbox)
+    await sandbox.start()
+    assert not await blamed(sandbox)
+    await sandbox.stop()
+    assert not await blamed(sandbox)
+
+
+@pytest.mark.parametrize("kind", HOSTED)
+async def test_a_tool_server_that_is_killed_inside(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    assert not (await ends(sandbox, "kill -9 $PPID; sleep 60")).inside
+    assert await blamed(sandbox)
+
+
+def below(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+@pytest.mark.parametrize("kind", HOSTED)
+async def test_a_tool_server_that_is_stopped_inside(world: World, kind: str) -> None:
+    before = children()
+    sandbox = await world.start(kind)
+    (server,) = children() - before
+    async with asyncio.TaskGroup() as group:
+        stopping = group.create_task(sandbox.exec("kill -STOP $PPID", seconds=20))
+        stopping.add_done_callback(lambda done: done.exception())
+        while Path(f"/proc/{server}/stat").read_text().split()[2] != "T":  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0)
+        stopping.cancel()
+        await hangs(sandbox)
+    assert await blamed(sandbox)
+    os.kill(server, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+async def test_the_end_of_its_lifetime_is_nobodys_doing(world: World, kind: str) -> None:
+    sandbox = await world.start(kind, lifetime_seconds=0.3)
+    with pytest.raises(RuntimeFailure, match=r"lifetime|gone") as caught:
+        await sandbox.exec("sleep 20", seconds=20)
+    assert not caught.value.inside
+    assert not await blamed(sandbox)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_nobody_inside_can_end_a_first_process_by_a_signal(world: World, number: int) -> None:
+    before = children()
+    sandbox = await world.start("namespace")
+    (zygote,) = children() - before
+    (first,) = below(zygote)
+    assert (await sandbox.exec("kill -9 1; kill -STOP 1; kill -9 -1", seconds=20)).exit_code is not None
+    os.kill(first, number)
+    if number == signal.SIGKILL:
+        await ends(sandbox, "true")
+    else:
+        await hangs(sandbox)
+        os.kill(first, signal.SIGCONT)
+    assert not await blamed(sandbox)
+
+
+async def test_sandboxes_that_end_with_what_they_came_from(world: World) -> None:
+    before = children()
+    sandboxes = [await world.start("namespace") for _ in range(2)]
+    (zygote,) = children() - before
+    os.kill(zygote, signal.SIGKILL)
+    for sandbox in sandboxes:
+        await ends(sandbox, "true")
+        assert not await blamed(sandbox)
+    later = await world.start("namespace")
+    assert (await later.exec("true", seconds=20)).exit_code == 0
+    assert not await blamed(sandboxes[0])
+
+
+@pytest.mark.parametrize("kind", EVERY)
+async def test_what_a_sandbox_refuses_comes_from_inside(world: World, folder: Path, kind: str) -> None:
+    sandbox = await world.start(kind)
+    await sandbox.exec("mkdir big; truncate -s 3G big/hole; ln -s loop loop", seconds=20)
+    with pytest.raises(RuntimeFailure, match="more than 1073741824 bytes") as caught:
+        await sandbox.snapshot(["big"], folder / "snapshot", alone=True)
+    assert caught.value.inside
+    assert not (folder / "snapshot").exists()
+    with pytest.raises(RuntimeFailure, match="symbolic links") as caught:
+        await sandbox.write("loop", b"x")
+    assert caught.value.inside
+    await sandbox.write("four", b"1234")
+    with pytest.raises(RuntimeFailure, match="larger than 3 bytes") as caught:
+        await sandbox.read("four", limit=3)
+    assert not caught.value.inside
+
+
+async def test_memory_that_runs_out(tmp_path: Path) -> None:
+    """The host's count stands one above that of before: as where the kernel has killed one since."""
+    before = host_kills() - 1
+    assert not Group((tmp_path,), host_kills()).starved()
+    assert Group((tmp_path,), before).starved()
+    for name in ("memory.events", "memory.oom_control"):
+        (tmp_path / name).write_text("low 0\noom 7\noom_kill 1\n")
+        assert not Group((tmp_path,), before).starved()
+        assert Group((tmp_path,), before).kills() == 1
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("kind", EVERY)
+async def test_what_is_killed_while_the_host_starves_has_failed(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    assert isinstance(sandbox, HeldRuntime)
+    assert (await sandbox.exec("kill -9 $$", seconds=20)).exit_code == 137
+    sandbox._group = Group((), host_kills() - 1)
+    assert (await sandbox.exec("kill -15 $$; exit 3", seconds=20)).exit_code == 143
+    with pytest.raises(RuntimeFailure, match="the host has run out of memory") as caught:
+        await sandbox.exec("kill -9 $$", seconds=20)
+    assert not caught.value.inside

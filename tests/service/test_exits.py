@@ -1,0 +1,100 @@
+"""How an agent program leaves: with what code, behind which calls, and what that is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import Boundary, InvalidField
+from outrider.lifecycle import StopReason
+from outrider.trajectory import HarnessExit, Verdict
+
+from .conftest import MakeWorld
+from .program import program
+from .test_failures import REJECTING, failed
+from .world import SAY, group, result_of
+
+HANG_UP = """
+url=${OPENAI_BASE_URL#http://}; address=${url%%/*}
+exec 3<>"/dev/tcp/${address%:*}/${address#*:}"
+body='{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hello"}]}'
+printf '%s\\r\\n' "POST /${url#*/}/chat/completions HTTP/1.1" "Host: x" "Content-Length: ${#body}" "" >&3
+printf %s "$body" >&3
+while read -r line <&3; do case $line in data:*) exit 3;; esac; done
+"""
+"""Leaves when its reply has begun."""
+GRADED = {"run": "test -f done"}
+PROCESS = {"kind": "process"}
+
+
+@pytest.mark.parametrize(
+    ("then", "code"), [("exit 3", 3), ("exit 255", 255), ("kill -9 $$", 137), ("kill -ABRT $$", 134)]
+)
+async def test_a_program_that_fails_after_a_reply_is_graded(
+    world: MakeWorld, temporary: Path, then: str, code: int
+) -> None:
+    """Else what it fails at would be tried again until the model avoids it, and be missing from the data."""
+    async with world(http=True) as w:
+        do = f"touch done; echo no such tool >&2; {then}"
+        session = await w.run(harness=program(do), evaluator=GRADED, runtime=PROCESS, max_attempts=3)
+        result = result_of(session)
+        assert (result.stop_reason, result.error, session.attempt) == (StopReason.NONZERO_EXIT, None, 1)
+        assert result.verdict == Verdict(reward=1.0)
+        assert result.harness_exit == HarnessExit(code=code, log_tail="no such tool")
+        (sample,) = await w.service.reader.samples(session.id)
+        assert (sample.reward, sample.stop_reason) == (1.0, StopReason.NONZERO_EXIT)
+        w.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    ("then", "fields", "message"),
+    [
+        ("exit 3", {"nonzero_exit": "error"}, "command exited with code 3"),
+        ("exit 127", {}, "command exited with code 127"),
+        ("exit 126", {}, "command exited with code 126"),
+    ],
+)
+async def test_a_program_that_fails_by_itself_is_an_error(
+    world: MakeWorld, temporary: Path, then: str, fields: Any, message: str
+) -> None:
+    async with world(http=True) as w:
+        harness = program(then) | fields
+        session = await w.run(harness=harness, evaluator=GRADED, runtime=PROCESS, max_attempts=2)
+        result = failed(session, Boundary.HARNESS, "harness_error")
+        assert result.error is not None
+        assert (result.error.message, result.harness_exit, session.attempt) == (message, None, 2)
+
+
+async def test_a_program_that_fails_behind_a_failed_call_is_the_engines_failure(
+    world: MakeWorld, temporary: Path
+) -> None:
+    async with world([SAY, REJECTING], http=True) as w:
+        session = await w.run(harness=program("ask; exit 3"), evaluator=GRADED, runtime=PROCESS)
+        failed(session, Boundary.ENGINE, "engine_rejected")
+
+
+async def test_a_program_that_leaves_its_only_call_is_an_error(world: MakeWorld, temporary: Path) -> None:
+    """Its model has not said anything that it could have failed at."""
+    async with world([{"reply": SAY, "stall": 1}], http=True) as w:
+        session = await w.run(
+            harness={"command": ["bash", "-c", HANG_UP]}, evaluator=GRADED, runtime=PROCESS, max_attempts=1
+        )
+        result = failed(session, Boundary.HARNESS, "harness_error")
+        assert result.turns == 1
+
+
+async def test_a_limit_outranks_the_exit_code(world: MakeWorld, temporary: Path) -> None:
+    async with world(http=True) as w:
+        session = await w.run(
+            harness=program("ask; exit 3"), evaluator=GRADED, runtime=PROCESS, limits={"turns": 1}, max_attempts=1
+        )
+        assert result_of(session).stop_reason is StopReason.MAX_TURNS
+
+
+async def test_an_in_process_agent_has_no_exit_code(world: MakeWorld) -> None:
+    async with world() as w:
+        with pytest.raises(InvalidField) as refused:
+            await w.service.submit(group(harness={"agent": "tools", "nonzero_exit": "grade"}))
+        assert refused.value.field == "task.harness.nonzero_exit"
