@@ -259,7 +259,7 @@ class Branches(Spec):
     subagent: Policy = "train"
     compaction: Policy = "train"
     auxiliary: Policy = "drop"
-    retry: Policy = "train"
+    retry: Policy = "drop"
     aborted: Policy = "drop"
 
 

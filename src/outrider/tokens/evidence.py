@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from outrider.messages import Message, Role, ToolCall
-from outrider.tokens.strands import Session, Strand, opening_of, quotes
+from outrider.tokens.strands import QUOTE_LENGTH, QUOTE_SHARE, Session, Strand, history_of, opening_of, quotes
 from outrider.trajectory import Turn
 
 PROMPT_LENGTH = 8
@@ -45,6 +45,8 @@ _LABELLED = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})"
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
 """Arguments of a tool that starts sub-agents which name the sort of agent."""
 
+GIVEN = 1000
+"""How many texts that tools were given last are compared with what a conversation begins with."""
 
 LOOK_BACK = 100
 """How many turns and strands before it a shorter history is compared with: clients go on from a summary at once."""
@@ -84,41 +86,42 @@ def continuation(session: Session, strand: Strand) -> Continued | None:
     before = [other for other in kin if other.head.tools == head.tools] or kin
     if not before:
         return None
-    shown = session.said(session.request(head))
-    fresh = [message for message in session.fresh(head) if message.role is not Role.TOOL]
+    anew = strand.opener and history_of(head) is None
+    long = QUOTE_SHARE * QUOTE_LENGTH
+    fresh = [one for one in session.fresh(head) if one.role is not Role.TOOL and len(one.content) >= long]
     for source in reversed(session.turns[max(0, head.index - LOOK_BACK) : head.index]):
-        if _is_quoted(session, source, fresh, before) and _has_read(source, before):
+        quoted = _is_quoted(session, source, fresh, before) and not session.begins_with(head, source)
+        if quoted and _has_read(source, before):
             old = _newest(_summarised(session, source, before), head)
-            if old is not None and (strand.opener or _history(session, old) - shown):
+            if old is not None and (anew or session.lacks(head, old)):
                 return Continued(old, source)
     for other in reversed(before):
         old = _newest(other, head)
-        if old is not None and old.reply is not None and session.body(old.reply) in shown:
-            return Continued(old, None) if _history(session, old) - shown else None
+        if old is not None and old.reply is not None and session.shows(head, session.body(old.reply)):
+            return Continued(old, None) if session.lacks(head, old) else None
     return None
 
 
 def _newest(strand: Strand, head: Turn) -> Turn | None:
     """The last turn of a strand before `head` that was answered."""
-    return next((turn for turn in reversed(strand.turns) if turn.index < head.index and turn.reply is not None), None)
-
-
-def _history(session: Session, turn: Turn) -> set[bytes]:
-    """What the assistant had said by the end of a turn."""
-    return session.said([*session.request(turn), *([turn.reply] if turn.reply is not None else [])])
+    turn = strand.before(head.index)
+    while turn is not None and turn.reply is None:
+        turn = strand.before(turn.index)
+    return turn
 
 
 def _summarised(session: Session, source: Turn, before: Sequence[Strand]) -> Strand:
     """The strand whose history a summary's author was shown the most of."""
     own = session.strand_of(source.index)
-    if own in before:
+    if own in before and source.parent is not None:
         return own
-    read, asked = session.said(session.request(source)), opening_of(source.messages)
+    read, asked = session.read(source), opening_of(source.messages)
 
     def known(strand: Strand) -> tuple[int, bool, int]:
-        return len(read & _history(session, strand.last)), opening_of(strand.head.messages) in asked, strand.number
+        heard = sum(session.had(strand.last, body) for body in read)
+        return heard, opening_of(strand.head.messages) in asked, strand.number
 
-    return max(before, key=known)
+    return max([strand for strand in before if strand is not own] or before, key=known)
 
 
 def _is_kin(one: Strand, other: Strand) -> bool:
@@ -158,18 +161,22 @@ def spawns(session: Session) -> dict[int, Spawn]:
     """By the numbers of strands that begin a conversation: the tool call before it that was given most of what the
     conversation begins with."""
     found: dict[int, Spawn] = {}
-    given: list[_Given] = []
+    given: dict[str, _Given] = {}
     openers = {strand.head.index: strand for strand in session.strands if strand.opener}
     for turn in session.turns:
         if (strand := openers.get(turn.index)) is not None:
             opening = opening_of(turn.messages)
-            fitting = [one for one in given if one.text in opening]
+            fitting = [one for text, one in given.items() if text in opening]
             if fitting:
                 best = max(fitting, key=lambda one: (len(one.text), one.turn))
                 share = len(best.text) / len(opening)
                 found[strand.number] = Spawn(best.turn, best.agent_type, best.tool, share >= OPENING_SHARE)
         for call in turn.reply.tool_calls if turn.reply else ():
-            given += _given(turn.index, call)
+            for one in _given(turn.index, call):
+                given.pop(one.text, None)
+                given[one.text] = one
+                if len(given) > GIVEN:
+                    del given[next(iter(given))]
     return found
 
 
