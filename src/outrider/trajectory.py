@@ -123,8 +123,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     `conversation` is 0 for the session's first conversation; those that began independently of it, or with other tools
     or another system prompt, count up. `forked_from` is, where one of those two changed, the turn whose history the
-    request goes on from. `tools` tells the tools of requests apart, empty where there were none. `agent_id`, `parent_agent_id` and `purpose` are
-    what the client said about its caller.
+    request goes on from. `tools` tells the tools of requests apart, empty where there were none. `agent_id`,
+    `parent_agent_id` and `purpose` are what the client said about its caller.
     `messages` are what the request added to its parent's conversation (all of them without a parent), `reply` is
     what the client was told, None when it had left.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from outrider.tokens.branches import PURPOSES, RULES, TURN_RULES
+from outrider.tokens.branches import RULES, TURN_RULES
 from outrider.tokens.canonical import SHOWN
 from outrider.tokens.differences import DIFFERENCES
-from outrider.tokens.evidence import LABELS, LOOK_BACK
+from outrider.tokens.evidence import LABELS, LOOK_BACK, PURPOSES
 from outrider.tokens.samples import POLICY
 from outrider.tokens.strands import QUOTE_SHARE
 from outrider.trajectory import BranchKind

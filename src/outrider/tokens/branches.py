@@ -11,25 +11,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from outrider.messages import Role
-from outrider.tokens.evidence import continuation, label_of, spawns
-from outrider.tokens.strands import Session, Strand, gone_on, history_of, request_key, used_answers, was_seen
-from outrider.trajectory import BranchKind, FinishReason, ForkCause, Turn
+from outrider.tokens.evidence import PURPOSES, Agents, continuation, label_of, spawns
+from outrider.tokens.handovers import goings_on
+from outrider.tokens.strands import Session, Strand, history_of, request_key, used_answers
+from outrider.trajectory import BranchKind, FinishReason, Turn
 
 SUMMARY = "summary"
 """The label of a turn that a later history goes on from."""
-
-PURPOSES: dict[str, BranchKind] = {
-    "compact": BranchKind.COMPACTION,
-    "compaction": BranchKind.COMPACTION,
-    "subagent": BranchKind.SUBAGENT,
-    "title": BranchKind.AUXILIARY,
-    "topic": BranchKind.AUXILIARY,
-    "router": BranchKind.AUXILIARY,
-    "summary": BranchKind.AUXILIARY,
-    "quota": BranchKind.AUXILIARY,
-}
-"""What a client's own word for a call says about its kind; any other word says nothing."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,28 +40,6 @@ class Found(msgspec.Struct, frozen=True):
     label: str = ""
 
 
-class Agents:
-    """The turns of each agent that clients name."""
-
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._turns: dict[str, list[Turn]] = {}
-        self._of_another: dict[int, Turn | None] = {}
-        for turn in turns:
-            if turn.agent_id is not None:
-                earlier = self._turns.setdefault(turn.agent_id, [])
-                self._of_another[turn.index] = self._other(earlier[-1], turn.conversation) if earlier else None
-                earlier.append(turn)
-
-    def newest(self, agent: str, index: int, conversation: int) -> Turn | None:
-        """The agent's last turn before one that is of another conversation."""
-        turns = self._turns.get(agent, [])
-        at = bisect_left(turns, index, key=lambda turn: turn.index)
-        return self._other(turns[at - 1], conversation) if at else None
-
-    def _other(self, last: Turn, conversation: int) -> Turn | None:
-        return last if last.conversation != conversation else self._of_another[last.index]
-
-
 class Reading:
     """What the rules ask about: the strands, which of them spawned or shortened which, which went on as another agent,
     and the main conversation."""
@@ -82,12 +48,10 @@ class Reading:
         self.session = Session(turns)
         self.spawned = spawns(self.session)
         self.continued = {strand.number: continuation(self.session, strand) for strand in self.session.strands}
-        self.gone_on = gone_on(turns)
         self.summaries = {found.source.index for found in self.continued.values() if found and found.source}
         self._labels: dict[int, str] = {}
         self._agents = Agents(turns)
-        self._until, self._next = self._lines(turns)
-        self._going_on = {strand.number for strand in self.session.strands if self._goes_on(strand)}
+        self._going_on = goings_on(self.session, self.summaries, self.label)
         openers = [strand for strand in self.session.strands if strand.opener and strand.number not in self._going_on]
         ranked = sorted(openers, key=self._rank)
         self.main = ranked[0] if ranked else None
@@ -96,62 +60,6 @@ class Reading:
             self._workers.setdefault(strand.head.agent_id, strand)
         self.lineages: dict[int, Lineage] = {}
         self.main_line: list[Strand] = []
-
-    def _lines(self, turns: Sequence[Turn]) -> tuple[list[int], dict[int, list[Turn]]]:
-        """By turns: the last one that what follows goes on to, and those that go on from it and were seen."""
-        until = [turn.index for turn in turns]
-        following: dict[int, list[Turn]] = {}
-        for turn in reversed(turns):
-            before = turn.parent if history_of(turn) is None else history_of(turn)
-            if before is not None:
-                until[before] = max(until[before], until[turn.index])
-            if turn.parent is not None and history_of(turn) is None and self._was_used(turn):
-                following.setdefault(turn.parent, []).append(turn)
-        return until, following
-
-    def _was_used(self, turn: Turn) -> bool:
-        return turn.index in self.gone_on or (was_seen(turn) and turn.index not in self.summaries)
-
-    def _goes_on(self, strand: Strand) -> bool:
-        """Whether the conversation whose history it has goes on in it, with other tools or another system prompt, and
-        does not go on without it."""
-        head, before = strand.head, history_of(strand.head)
-        if before is None or not self._may_go_on(strand):
-            return False
-        replied = self._is_replied_to(strand)
-        rivals = self._next.get(before, []) + [
-            other.head
-            for other in self.session.elsewhere[before]
-            if other is not strand
-            and self._may_go_on(other)
-            and (other.number > strand.number or self._is_replied_to(other))
-        ]
-        return all(self._until[rival.index] < head.index for rival in rivals) and (replied or not rivals)
-
-    def _may_go_on(self, strand: Strand) -> bool:
-        """Whether it is the work of the same agent, as far as its client says, and no question about the history."""
-        head, before = strand.head, history_of(strand.head)
-        assert before is not None
-        turn = self.session.turns[before]
-        if (head.agent_id, head.parent_agent_id) != (turn.agent_id, turn.parent_agent_id):
-            return False
-        if head.purpose != turn.purpose and (head.purpose or "").lower() in PURPOSES:
-            return False
-        replied = self._is_replied_to(strand)
-        if not replied and any(turn.index in self.summaries for turn in strand.turns):
-            return False
-        return replied or not self._is_question(strand)
-
-    def _is_replied_to(self, strand: Strand) -> bool:
-        return any(turn.index in self.gone_on for turn in strand.turns)
-
-    def _is_question(self, strand: Strand) -> bool:
-        """Whether it asks something, in the words of a side call, of a model that is not the agent by its system prompt
-        or cannot do what the agent can."""
-        head = strand.head
-        if head.messages[-1].role is Role.TOOL or (head.tools and head.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED):
-            return False
-        return bool(self.label(strand))
 
     def label(self, strand: Strand) -> str:
         found = self._labels.get(strand.number)
@@ -329,8 +237,8 @@ class Answers:
     """What the rules about single turns ask about."""
 
     def __init__(self, reading: Reading) -> None:
-        self._gone_on = reading.gone_on
-        self._used = used_answers(reading.session, reading.gone_on)
+        self._gone_on = reading.session.gone_on
+        self._used = used_answers(reading.session)
         self._summaries = reading.summaries
 
     def used_instead(self, turn: Turn) -> int | None:

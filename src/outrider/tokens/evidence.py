@@ -1,20 +1,22 @@
 """What a session's strands show about each other: which tool call began one, which history another goes on from.
 
 It knows the strands and decides nothing (`branches.py` does). The words in `LABELS` and `TYPE_ARGUMENTS` are those of
-real clients' prompts and tools; they name branches, and never decide their kinds.
+real clients' prompts and tools; they name branches, and decide about a kind only where nothing else tells.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 import msgspec
 
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.strands import QUOTE_LENGTH, QUOTE_SHARE, Session, Strand, history_of, opening_of, quotes
-from outrider.trajectory import Turn
+from outrider.trajectory import BranchKind, Turn
 
 PROMPT_LENGTH = 8
 """Characters that a tool's argument needs to be known again as what a sub-agent was told."""
@@ -41,6 +43,18 @@ in the text decides: prompts for titles speak of topics too, and the other way r
 
 _LABEL_OF = dict(LABELS)
 _LABELLED = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
+
+PURPOSES: dict[str, BranchKind] = {
+    "compact": BranchKind.COMPACTION,
+    "compaction": BranchKind.COMPACTION,
+    "subagent": BranchKind.SUBAGENT,
+    "title": BranchKind.AUXILIARY,
+    "topic": BranchKind.AUXILIARY,
+    "router": BranchKind.AUXILIARY,
+    "summary": BranchKind.AUXILIARY,
+    "quota": BranchKind.AUXILIARY,
+}
+"""What a client's own word for a call says about its kind; any other word says nothing."""
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
 """Arguments of a tool that starts sub-agents which name the sort of agent."""
@@ -78,6 +92,28 @@ class Spawn(msgspec.Struct, frozen=True):
     is_the_opening: bool
 
 
+class Agents:
+    """The turns of each agent that clients name."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns: dict[str, list[Turn]] = {}
+        self._of_another: dict[int, Turn | None] = {}
+        for turn in turns:
+            if turn.agent_id is not None:
+                earlier = self._turns.setdefault(turn.agent_id, [])
+                self._of_another[turn.index] = self._other(earlier[-1], turn.conversation) if earlier else None
+                earlier.append(turn)
+
+    def newest(self, agent: str, index: int, conversation: int) -> Turn | None:
+        """The agent's last turn before one that is of another conversation."""
+        turns = self._turns.get(agent, [])
+        at = bisect_left(turns, index, key=lambda turn: turn.index)
+        return self._other(turns[at - 1], conversation) if at else None
+
+    def _other(self, last: Turn, conversation: int) -> Turn | None:
+        return last if last.conversation != conversation else self._of_another[last.index]
+
+
 def continuation(session: Session, strand: Strand) -> Continued | None:
     """Whether the strand's head has, in place of the history of an earlier one, a summary of it or only its end."""
     head = strand.head
@@ -90,7 +126,7 @@ def continuation(session: Session, strand: Strand) -> Continued | None:
     long = QUOTE_SHARE * QUOTE_LENGTH
     fresh = [one for one in session.fresh(head) if one.role is not Role.TOOL and len(one.content) >= long]
     for source in reversed(session.turns[max(0, head.index - LOOK_BACK) : head.index]):
-        quoted = _is_quoted(session, source, fresh, before) and not session.begins_with(head, source)
+        quoted = _is_quoted(session, source, head, fresh, before) and not session.begins_with(head, source)
         if quoted and _has_read(source, before):
             old = _newest(_summarised(session, source, before), head)
             if old is not None and (anew or session.lacks(head, old)):
@@ -144,12 +180,28 @@ def _has_read(source: Turn, before: Sequence[Strand]) -> bool:
     return _is_elsewhere(source, before) and any(opening and opening in asked for opening in openings)
 
 
-def _is_quoted(session: Session, source: Turn, fresh: Sequence[Message], before: Sequence[Strand]) -> bool:
+def _is_quoted(session: Session, source: Turn, head: Turn, fresh: Sequence[Message], before: Sequence[Strand]) -> bool:
     """Whether a new message has the text of an answer that calls no tool. As an assistant's it counts only when it was
-    given elsewhere: clients send each reply back once."""
+    given elsewhere, or stands in the place of what it was about: clients send each reply back once."""
     lines = session.answer(source)
     quoting = (message for message in fresh if quotes(lines, message.content)) if lines else ()
-    return any(message.role is not Role.ASSISTANT or _is_elsewhere(source, before) for message in quoting)
+    return any(
+        message.role is not Role.ASSISTANT
+        or _is_elsewhere(source, before)
+        or _replaces_history(session, source, head, message)
+        for message in quoting
+    )
+
+
+def _replaces_history(session: Session, source: Turn, head: Turn, quote: Message) -> bool:
+    """Whether nobody went on from the source, and neither the replies that it was shown nor what it was asked stand
+    before its own: a reply that is only sent back stands behind them."""
+    read = session.read(source)
+    if not read or source.index in session.gone_on or any(session.shows_before(head, body) for body in read):
+        return False
+    above = list(takewhile(lambda message: message is not quote, head.messages))
+    asked = above[-1:] == list(source.messages[-1:])
+    return not asked and all(session.body(message) not in read for message in above if message.role is Role.ASSISTANT)
 
 
 def _is_elsewhere(source: Turn, before: Sequence[Strand]) -> bool:

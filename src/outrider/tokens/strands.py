@@ -50,7 +50,7 @@ class Strand(msgspec.Struct, frozen=True):
 
 class Session:
     """The strands of a session; `turns[i].index` must be `i`. `elsewhere` are, by turns, the strands that go on from
-    its history with other tools or another system prompt."""
+    its history with other tools or another system prompt; `gone_on` are the turns that anything went on from."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.turns = turns
@@ -61,6 +61,7 @@ class Session:
         self._answers: dict[int, list[str]] = {}
         self._carried_on: dict[int, bool] = {}
         self._conversations: dict[int, list[Strand]] = {}
+        self.gone_on = gone_on(turns)
         self.elsewhere: dict[int, list[Strand]] = {}
         requests: dict[Request, Strand] = {}
         for turn in turns:
@@ -102,7 +103,11 @@ class Session:
 
     def shows(self, head: Turn, body: bytes) -> bool:
         """Whether the assistant says that in the turn's request."""
-        return body in self.quoted(head) or (head.parent is not None and self._lines.had(head.parent, body))
+        return body in self.quoted(head) or self.shows_before(head, body)
+
+    def shows_before(self, head: Turn, body: bytes) -> bool:
+        """Whether it does so before the messages that the turn added."""
+        return head.parent is not None and self._lines.had(head.parent, body)
 
     def had(self, turn: Turn, body: bytes) -> bool:
         """Whether the assistant had said that by the end of the turn."""
@@ -237,7 +242,7 @@ def was_seen(turn: Turn) -> bool:
     return bool(turn.output_ids) and turn.finish is not FinishReason.ABORT
 
 
-def used_answers(session: Session, continued: set[int]) -> dict[Request, int]:
+def used_answers(session: Session) -> dict[Request, int]:
     """Per request that was answered more than once, of the answers that were not cut off, the one that was gone on
     with, else one that a later request quotes, else the last one."""
     answers: dict[Request, list[Turn]] = {}
@@ -246,12 +251,12 @@ def used_answers(session: Session, continued: set[int]) -> dict[Request, int]:
             answers.setdefault(request_key(turn), []).append(turn)
     several = {request: turns for request, turns in answers.items() if len(turns) > 1}
     quoted = set().union(*(session.quoted(strand.head) for strand in session.strands)) if several else set()
-    return {request: _used(session, turns, continued, quoted) for request, turns in several.items()}
+    return {request: _used(session, turns, quoted) for request, turns in several.items()}
 
 
-def _used(session: Session, answers: Sequence[Turn], continued: set[int], quoted: set[bytes]) -> int:
+def _used(session: Session, answers: Sequence[Turn], quoted: set[bytes]) -> int:
     for turn in answers:
-        if turn.index in continued:
+        if turn.index in session.gone_on:
             return turn.index
     for turn in reversed(answers):
         if turn.reply is not None and session.body(turn.reply) in quoted:
