@@ -196,12 +196,12 @@ def _is_quoted(session: Session, source: Turn, head: Turn, fresh: Sequence[Messa
 def _replaces_history(session: Session, source: Turn, head: Turn, quote: Message) -> bool:
     """Whether nobody went on from the source, and neither the replies that it was shown nor what it was asked stand
     before its own: a reply that is only sent back stands behind them."""
-    read = session.read(source)
-    if not read or source.index in session.gone_on or any(session.shows_before(head, body) for body in read):
+    shown = source.parent is not None or session.quoted(source)
+    if not shown or source.index in session.gone_on or head.parent is not None:
         return False
     above = list(takewhile(lambda message: message is not quote, head.messages))
-    asked = above[-1:] == list(source.messages[-1:])
-    return not asked and all(session.body(message) not in read for message in above if message.role is Role.ASSISTANT)
+    spoken = (session.body(message) for message in above if message.role is Role.ASSISTANT)
+    return above[-1:] != list(source.messages[-1:]) and not any(session.shows(source, body) for body in spoken)
 
 
 def _is_elsewhere(source: Turn, before: Sequence[Strand]) -> bool:

@@ -24,6 +24,9 @@ QUOTE_LENGTH = 12
 QUOTE_SHARE = 0.8
 """How much of a summary, by its lines, has to reappear: clients wrap summaries, and leave parts out."""
 
+STEPS = 100
+"""Turns that are gone back at once, or for each turn of a session, where histories are compared."""
+
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 _PLAIN = Shown(call_ids=False, names=False)
 
@@ -75,6 +78,7 @@ class Session:
         self._sayings = [self._said_in(turn) for turn in turns]
         self._lines = _Lines(turns, self._sayings)
         self._quoted: dict[int, set[bytes]] = {}
+        self._steps = STEPS * len(turns)
 
     def _place(self, turn: Turn) -> Strand:
         if turn.parent is not None and all(message.role is not Role.ASSISTANT for message in turn.messages):
@@ -103,22 +107,20 @@ class Session:
 
     def shows(self, head: Turn, body: bytes) -> bool:
         """Whether the assistant says that in the turn's request."""
-        return body in self.quoted(head) or self.shows_before(head, body)
-
-    def shows_before(self, head: Turn, body: bytes) -> bool:
-        """Whether it does so before the messages that the turn added."""
-        return head.parent is not None and self._lines.had(head.parent, body)
+        return body in self.quoted(head) or (head.parent is not None and self._lines.had(head.parent, body))
 
     def had(self, turn: Turn, body: bytes) -> bool:
         """Whether the assistant had said that by the end of the turn."""
         return self._lines.had(turn.index, body)
 
     def lacks(self, head: Turn, old: Turn) -> bool:
-        """Whether the head's request is without something that the assistant had said by the end of `old`."""
+        """Whether the head's request is without something that the assistant had said by the end of `old`. Only
+        STEPS steps a turn are taken for all of a session's answers, so that it is read in good time."""
         at: int | None = old.index
         while at is not None and not (head.parent is not None and self._lines.leads_to(at, head.parent)):
-            if any(not self.shows(head, body) for body in self._sayings[at]):
-                return True
+            self._steps -= 1
+            if self._steps < 0 or any(not self.shows(head, body) for body in self._sayings[at]):
+                return self._steps >= 0
             at = self.turns[at].parent
         return False
 
@@ -130,9 +132,11 @@ class Session:
         return at is not None
 
     def read(self, turn: Turn) -> set[bytes]:
-        """What the assistant says in all of the turn's request."""
+        """What the assistant says in the turn's request, or in the end of it that STEPS turns added."""
         found, parent = set(self.quoted(turn)), turn.parent
-        while parent is not None:
+        for _ in range(STEPS):
+            if parent is None:
+                break
             found |= self._sayings[parent]
             parent = self.turns[parent].parent
         return found
