@@ -48,9 +48,9 @@ class _Handovers:
         turn = self._session.turns[before]
         may = [strand for strand in self._session.elsewhere[before] if self._may_go_on(strand, turn)]
         replied = [strand for strand in may if self._is_replied_to(strand)]
-        *others, last = replied or may or [None]
-        if last is None:
+        if not may:
             return None
+        *others, last = replied or may
         rivals = [*self._next.get(before, []), *(other.head for other in others if replied)]
         ended = all(self._until[rival.index] < last.head.index for rival in rivals)
         return last if ended and (replied or not rivals) else None

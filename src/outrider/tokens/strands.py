@@ -277,7 +277,7 @@ class _Lines:
         self._left = [0] * len(turns)
         self._first: dict[bytes, tuple[list[int], list[int]]] = {}
         children: list[list[int]] = [[] for _ in turns]
-        roots = []
+        roots: list[int] = []
         for turn in turns:
             (roots if turn.parent is None else children[turn.parent]).append(turn.index)
         order: list[int] = []
