@@ -29,11 +29,18 @@ class Histories:
 
     def __init__(self) -> None:
         self._turns: dict[bytes, list[TurnNode]] = {}
+        self._waiting: list[TurnNode] = []
 
-    def add(self, turn: TurnNode, reply: MessageKey) -> None:
-        prompt = turn.prompt
-        if prompt.messages > prompt.lead:
-            self._turns.setdefault(extend(prompt.history, reply.body), []).append(turn)
+    def add(self, turn: TurnNode) -> None:
+        if turn.said is not None and turn.prompt.messages > turn.prompt.lead:
+            self._waiting.append(turn)
+
+    def _index(self) -> None:
+        """Only for requests that quote what is not recorded as theirs: most sessions have none."""
+        for turn in self._waiting:
+            if turn.said is not None:
+                self._turns.setdefault(extend(turn.prompt.history, turn.said), []).append(turn)
+        self._waiting.clear()
 
     def find(self, request: Request) -> Elsewhere | None:
         """The turn with the longest history that the request's begins with, where that is longer than what is recorded
@@ -41,6 +48,7 @@ class Histories:
         the newest."""
         if not request.rewritten:
             return None
+        self._index()
         path, ends = b"", []
         for at, key in enumerate(request.keys[request.lead :], request.lead):
             path = extend(path, key.body)

@@ -98,15 +98,17 @@ class PromptNode:
 
 
 class TurnNode:
-    """One sampled reply: `output` is packed int32, `reasoning` and `call_ids` are digests of its message's."""
+    """One sampled reply: `output` is packed int32; `said`, `reasoning` and `call_ids` are digests of its message, its
+    reasoning and its calls' ids."""
 
-    __slots__ = ("call_ids", "children", "index", "length", "output", "prompt", "reasoning")
+    __slots__ = ("call_ids", "children", "index", "length", "output", "prompt", "reasoning", "said")
 
     def __init__(self, index: int, prompt: PromptNode, output: bytes, key: MessageKey | None) -> None:
         self.index = index
         self.prompt = prompt
         self.output = output
         self.length = prompt.length + len(output) // 4
+        self.said = key.body if key else None
         self.reasoning = key.reasoning if key else None
         self.call_ids = key.call_ids if key else None
         self.children = 0

@@ -91,7 +91,7 @@ class TokenTree:
             prompt.first_turn = turn.index
         if key is not None:
             self._turns.setdefault(extend(prompt.path, key.body), []).append(turn)
-            self._histories.add(turn, key)
+            self._histories.add(turn)
         return turn
 
     def _read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Request:
