@@ -130,8 +130,10 @@ class Rollout:
 
     def _check(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> None:
         prompt = joined.prompt
-        if joined.kind is JoinKind.RETRY:
-            assert any(prompt is known for known in self._prompts)
+        again = any(prompt is known for known in self._prompts)
+        if again or joined.kind is JoinKind.RETRY:
+            assert again
+            assert joined.kind is JoinKind.RETRY or (prompt.first_turn is None and joined.cause in HEAD_CHANGES)
         else:
             behind_another = joined.cause in HEAD_CHANGES
             check = self._checked_splice if behind_another else self._checked_ids
@@ -145,7 +147,7 @@ class Rollout:
         if joined.kind is not JoinKind.RETRY and joined.cause not in {ForkCause.HISTORY_REWRITTEN, *HEAD_CHANGES}:
             keeps_ids = joined.kind is JoinKind.APPEND or joined.cause is ForkCause.SIBLING
             assert keeps_ids == (prompt.parent is not None)
-        if joined.cause is not None:
+        if joined.cause is not None and not again:
             self.causes[joined.cause] += 1
         assert self.tree.forks == dict(self.causes)
 

@@ -133,12 +133,16 @@ def test_an_edit_as_well_keeps_the_ids_before_it() -> None:
     assert [within(gave, given) for gave in talk.rollout.gave] == [True, False]
 
 
-def test_the_same_request_behind_another_head_again_is_a_retry() -> None:
+def test_the_same_request_behind_another_head_again_is_a_retry_once_there_is_an_answer() -> None:
+    """A call that failed has left no turn: the next one is the fork, counted once."""
     talk = Talk()
     one, two = (talk.join([*talk.history, AGAIN], EXPERT) for _ in range(2))
-    assert two.kind is JoinKind.RETRY
+    assert (two.kind, two.cause, two.forked_from) == (JoinKind.FORK, ForkCause.SYSTEM_CHANGED, 1)
     assert two.prompt is one.prompt
+    talk.rollout.answer(two, spelled("Yes."), tools=TOOLS)
+    assert talk.join([*talk.history, AGAIN], EXPERT).kind is JoinKind.RETRY
     assert talk.rollout.tree.forks == {ForkCause.SYSTEM_CHANGED: 1}
+    assert [sample.kind.value for sample in talk.rollout.check_samples()] == ["main", "main"]
 
 
 def test_a_count_of_tokens_is_of_the_prompt_that_would_be_sent() -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from outrider.tokens.canonical import MessageKey
 from outrider.tokens.renderer import Renderer
-from outrider.trajectory import Ids, unpack_ids
+from outrider.trajectory import ForkCause, Ids, unpack_ids
 
 
 class PromptNode:
@@ -23,13 +23,15 @@ class PromptNode:
     `quoted` are the positions and reasoning digests (None: it had none) of assistant messages that were
     rendered, not sampled; `tools` is the digest of the request's tools, empty where it had none;
     `conversation` is 0 for the session's first one and counts those that began independently of it, or with other
-    tools or another system prompt. `splice` says how a prompt that has another's history was put together.
+    tools or another system prompt. `splice` says how a prompt that has another's history was put together, `fork` why
+    and from which turn it forked, where the tools or the system prompt changed.
     """
 
     __slots__ = (
         "conversation",
         "delta",
         "first_turn",
+        "fork",
         "history",
         "lead",
         "length",
@@ -70,6 +72,7 @@ class PromptNode:
         self.system = system
         self.history = history
         self.splice = splice
+        self.fork: tuple[ForkCause, int] | None = None
         self.first_turn: int | None = None
         self.conversation = 0
 

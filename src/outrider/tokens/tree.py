@@ -60,6 +60,8 @@ class TokenTree:
         rendered; the tree is then unchanged."""
         request = self._read(messages, tools, tools_raw)
         if (known := self._known(request)) is not None:
+            if known.first_turn is None and known.fork is not None:  # the first call of it failed
+                return Joined(JoinKind.FORK, known.fork[0], known, known.fork[1])
             return Joined(JoinKind.RETRY, None, known, known.first_turn)
         joined = self._place(request)
         self._reader.remember(request, joined.prompt)
@@ -122,6 +124,7 @@ class TokenTree:
             prompt.conversation = self._conversations
             self._conversations += 1
         if elsewhere is not None:
+            prompt.fork = elsewhere.cause, elsewhere.turn.index
             return Joined(JoinKind.FORK, elsewhere.cause, prompt, elsewhere.turn.index)
         if before is None:
             return Joined(JoinKind.ROOT, None, prompt, None)
