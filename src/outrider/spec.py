@@ -285,7 +285,7 @@ class Branches(Spec):
     subagent: Policy = "train"
     compaction: Policy = "train"
     auxiliary: Policy = "drop"
-    retry: Policy = "train"
+    retry: Policy = "drop"
     aborted: Policy = "drop"
 
 

@@ -53,9 +53,16 @@ class ForkCause(StrEnum):
 
     SIBLING = "sibling"  # the parent already has a different continuation; the parent's ids are kept
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
+    TOOLS_CHANGED = "tools_changed"  # a recorded history goes on with other tools
+    SYSTEM_CHANGED = "system_changed"  # a recorded history goes on with another system prompt
+    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, as when another agent takes over
     BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only append
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
     CAPTURE_DRIFT = "capture_drift"  # capture mode: the engine's own prompt does not extend the record
+
+
+HEAD_CHANGES = frozenset({ForkCause.TOOLS_CHANGED, ForkCause.SYSTEM_CHANGED, ForkCause.TOOLS_AND_SYSTEM_CHANGED})
+"""What stands before the history is another; the history is a recorded one and goes on."""
 
 
 class BranchKind(StrEnum):
@@ -114,9 +121,10 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. `index` counts a session attempt's turns in the order they were committed.
 
-    `conversation` is 0 for the session's first conversation; those that began independently of it count up. `tools`
-    tells the tools of requests apart, empty where there were none. `agent_id`, `parent_agent_id` and `purpose` are
-    what the client said about its caller.
+    `conversation` is 0 for the session's first conversation; those that began independently of it, or with other tools
+    or another system prompt, count up. `forked_from` is, where one of those two changed, the turn whose history the
+    request goes on from. `tools` tells the tools of requests apart, empty where there were none. `agent_id`,
+    `parent_agent_id` and `purpose` are what the client said about its caller.
     `messages` are what the request added to its parent's conversation (all of them without a parent), `reply` is
     what the client was told, None when it had left.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from outrider.tokens.branches import PURPOSES, RULES, TURN_RULES
+from outrider.tokens.branches import RULES, TURN_RULES
 from outrider.tokens.canonical import SHOWN
 from outrider.tokens.differences import DIFFERENCES
-from outrider.tokens.evidence import LABELS, LOOK_BACK
+from outrider.tokens.evidence import GIVEN, LABELS, LOOK_BACK, PURPOSES
 from outrider.tokens.samples import POLICY
 from outrider.tokens.strands import QUOTE_SHARE
 from outrider.trajectory import BranchKind
@@ -42,6 +42,7 @@ def test_every_purpose_label_and_limit_is_there() -> None:
     assert set(PAGE.spans) >= {label for _, label in LABELS}
     assert f"at least {QUOTE_SHARE:.0%} of".replace("%", " %") in PAGE.text
     assert f"the last {LOOK_BACK} turns" in PAGE.text
+    assert f"the last {GIVEN} texts" in PAGE.text
 
 
 def test_every_family_is_there_with_what_it_shows() -> None:

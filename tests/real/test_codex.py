@@ -35,7 +35,7 @@ async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_
     harness = {"preset": PRESET, "options": {"context_tokens": COMPACTING_TOKENS}}
     async with a_world(tmp_path, policy_folder, replies) as world:
         rollout = await world.run(PRESET, harness=harness)
-    assert [turn.join for turn in rollout.turns] == ["root", "append", "root", "fork", "append"]
+    assert [turn.join for turn in rollout.turns] == ["root", "append", "fork", "fork", "append"]
     assert rollout.rows() == [
         Row(BranchKind.MAIN, (0, 1), None, 0, "", rollout.said(0, 1)),
         Row(BranchKind.COMPACTION, (2,), 1, 1, "summary", rollout.said(2)),

@@ -125,3 +125,23 @@ async def test_a_tasks_policy_reaches_the_rows(tmp_path: Path) -> None:
     ]
     counts = count(turns, policy).tokens
     assert (counts.masked, counts.dropped) == (len(turns[0].output_ids) // 4, 0)
+
+
+async def test_a_captured_conversation_goes_on_with_other_tools_or_another_system_prompt(tmp_path: Path) -> None:
+    """The engine renders all of it anew; it is the same conversation all the same."""
+    ids = [([1, 2], [3]), ([7, 2, 3, 4], [5]), ([1, 2, 3, 4, 5, 6], [8]), ([1, 9, 2, 3, 4, 5, 6, 8, 6], [9])]
+    history = [TASK, {"role": "assistant", "content": "hello"}, user("And?")]
+    longer = [*history, {"role": "assistant", "content": "hello"}, user("Then?")]
+    async with told(tmp_path, *ids) as (world, turns):
+        await world.ask(SYSTEM, TASK, tools=[BASH])
+        await world.ask(TITLE, *history)
+        await world.ask(SYSTEM, *history, tools=[BASH])
+        await world.ask(SYSTEM, *longer)
+    assert [(turn.join, turn.cause, turn.forked_from) for turn in turns] == [
+        (JoinKind.ROOT, None, None),
+        (JoinKind.FORK, ForkCause.TOOLS_AND_SYSTEM_CHANGED, 0),
+        (JoinKind.APPEND, None, None),
+        (JoinKind.FORK, ForkCause.TOOLS_CHANGED, 2),
+    ]
+    assert [turn.drift_tokens for turn in turns] == [0] * 4
+    assert count(turns).forks == {"tools_and_system_changed": 1, "tools_changed": 1}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from outrider.tokens.samples import POLICY, Policy, build_samples, count_samples
 from outrider.tokens.stream import ReplyStream
 from outrider.tokens.tree import Joined, PromptNode, TokenTree
 from outrider.trajectory import (
+    HEAD_CHANGES,
     BranchKind,
     BranchPolicy,
     FinishReason,
@@ -40,6 +41,7 @@ from outrider.trajectory import (
 
 TRIMMING = ("qwen3.5", "qwen3.6")
 TURN_OPEN = "<|im_start|>"
+IM_START = 1
 RESULT = SessionResult(
     session_id="s",
     group_id="g",
@@ -128,25 +130,77 @@ class Rollout:
 
     def _check(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> None:
         prompt = joined.prompt
-        if joined.kind is JoinKind.RETRY:
-            assert any(prompt is known for known in self._prompts)
+        again = any(prompt is known for known in self._prompts)
+        if again or joined.kind is JoinKind.RETRY:
+            assert again
+            assert joined.kind is JoinKind.RETRY or (prompt.first_turn is None and joined.cause in HEAD_CHANGES)
         else:
-            self._meant[id(prompt)] = self._checked_ids(prompt, messages, tools)
+            behind_another = joined.cause in HEAD_CHANGES
+            check = self._checked_splice if behind_another else self._checked_ids
+            self._meant[id(prompt)] = check(joined, messages, tools)
             self._prompts.append(prompt)
         meant = self._meant[id(prompt)]
         trims = self.renderer.family in TRIMMING
         for sent, known in zip(messages, meant, strict=True):
             assert says(sent, known, trims=trims), "the prompt says something that the client did not"
         assert (joined.kind is JoinKind.FORK) == (joined.cause is not None)
-        if joined.kind is not JoinKind.RETRY and joined.cause is not ForkCause.HISTORY_REWRITTEN:
+        if joined.kind is not JoinKind.RETRY and joined.cause not in {ForkCause.HISTORY_REWRITTEN, *HEAD_CHANGES}:
             keeps_ids = joined.kind is JoinKind.APPEND or joined.cause is ForkCause.SIBLING
             assert keeps_ids == (prompt.parent is not None)
-        if joined.cause is not None:
+        if joined.cause is not None and not again:
             self.causes[joined.cause] += 1
         assert self.tree.forks == dict(self.causes)
 
-    def _checked_ids(self, prompt: PromptNode, messages: list[Message], tools: Sequence[ToolSpec]) -> list[Message]:
+    def _checked_splice(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> list[Message]:
+        """Behind the request's own tools and system prompt are the ids that were recorded behind others, as far as the
+        family can go on from these; the messages that they say."""
+        ids, index = joined.prompt.ids().tolist(), joined.forked_from
+        assert index is not None
+        before, said = self.turns[index], self._said[index]
+        assert (leading(said), before.tools) != (leading(messages), joined.prompt.tools), "nothing changed"
+        known = said[len(leading(said)) :]
+        new = messages[len(leading(messages)) + len(known) :]
+        bridged = None
+        if all(message.role is not Role.ASSISTANT for message in new):
+            bridged = self.renderer.bridge(self.given[index], self.gave[index], new, tools, self.history)
+        if joined.prompt.splice is None:
+            assert bridged is None or self._begins_with_a_quote(index), "recorded ids were left out"
+            return self._checked_ids(joined, messages, tools)
+        behind = self._without_head(ids, messages, bool(tools))
+        assert (
+            ids[: len(ids) - len(behind)]
+            + self._without_head(rendered := self.renderer.render(messages, tools), messages, bool(tools))
+            == rendered
+        ), "the head is another"
+        recorded = self._without_head(self.given[index], said, bool(before.tools)) + self.gave[index]
+        assert behind[: len(recorded)] == recorded, "the recorded ids are not there"
+        if bridged is None:
+            covered = len(messages) - len(new)
+            self._check_rejoined(behind[len(recorded) :], messages, covered, tools)
+        else:
+            assert behind[len(recorded) :] == bridged
+        if (parent := joined.prompt.parent) is not None:
+            kept = self.given[parent.index] + self.gave[parent.index]
+            assert ids[: len(kept)] == kept
+        return [*leading(messages), *known, *new]
+
+    def _begins_with_a_quote(self, index: int) -> bool:
+        """Whether assistant messages were rendered when the turn's history began: clients may send these otherwise."""
+        while (parent := self.turns[index].parent) is not None:
+            index = parent
+        begin = self.turns[index].messages
+        return any(message.role is Role.ASSISTANT for message in begin)
+
+    def _without_head(self, ids: list[int], messages: Sequence[Message], has_tools: bool) -> list[int]:
+        """The ids behind the system's turns at the beginning, of which tools have one too."""
+        systems = len(leading(messages))
+        turns = systems if self.renderer.family == "qwen3" else min(systems, 1)
+        starts = [at for at, token in enumerate(ids) if token == IM_START]
+        return ids[starts[turns or has_tools] :]
+
+    def _checked_ids(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> list[Message]:
         """The prompt's ids are what they should be; the messages that they say."""
+        prompt = joined.prompt
         ids = prompt.ids().tolist()
         assert len(ids) == prompt.length
         if prompt.parent is None:
@@ -189,7 +243,7 @@ class Rollout:
         for sample in samples:
             trained.update(self._checked_sample(sample))
             assert policy[sample.kind] is not BranchPolicy.DROP
-            assert (sample.reward is None) == (policy[sample.kind] is BranchPolicy.MASK)
+            assert (sample.reward is None) == (policy[sample.kind] is BranchPolicy.MASK) == (not any(sample.loss_mask))
         for turn in self.turns:
             trains = turn.output_ids and policy[kinds[turn.index]] is BranchPolicy.TRAIN
             assert trained[turn.index] == (1 if trains else 0), "a turn is not trained on, or twice"
@@ -236,6 +290,11 @@ class Rollout:
         context = [at for at, mask in enumerate(sample.loss_mask) if not mask]
         assert all(sample.logprobs[at] == 0.0 and sample.versions[at] == -1 for at in context)
         return trained
+
+
+def leading(messages: Sequence[Message]) -> list[Message]:
+    """The system messages at the beginning."""
+    return list(takewhile(lambda message: message.role is Role.SYSTEM, messages))
 
 
 def says(sent: Message, meant: Message, *, trims: bool = False) -> bool:

@@ -185,3 +185,25 @@ def test_the_policy_of_a_kind_takes_its_own_tokens_only() -> None:
         (None, 0),
         (None, 0),
     ]
+
+
+def test_a_session_that_compacts_often_has_no_row_without_something_to_train() -> None:
+    """Each history is the beginning of the request for its own summary."""
+    harness = Harness()
+    agent = a_main(harness)
+    for number in range(3):
+        text = f"{SUMMARY}\nSo much for part {number} of the work."
+        harness.call([*agent.history, user("Your task is to create a summary.")], text, CODING)
+        agent = Agent(harness, [CODER, user(f"Continued from before:\n{text}")], CODING)
+        agent.step()
+    samples = harness.rollout.check_samples()
+    assert [(sample.kind.value, sample.label, sample.turns) for sample in samples] == [
+        ("main", "", (0, 1)),
+        ("compaction", "summary", (0, 1, 2)),
+        ("compaction", "summary", (3, 4)),
+        ("compaction", "summary", (5, 6)),
+        ("compaction", "continued", (7,)),
+    ]
+    assert sum(sum(sample.loss_mask) for sample in samples) == sum(map(len, harness.rollout.gave))
+    masked = harness.rollout.check_samples(ALL | {BranchKind.COMPACTION: BranchPolicy.MASK})
+    assert [sample.turns for sample in masked] == [(0, 1), (0, 1, 2), (3, 4), (3,), (5, 6), (5,), (7,)]

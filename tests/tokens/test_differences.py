@@ -19,7 +19,7 @@ from outrider.tokens.differences import DIFFERENCES, Effect
 from outrider.tokens.renderer import FamilyRenderer
 from outrider.tokens.tokenizer import Tokenizer
 from outrider.tokens.tree import TokenTree
-from outrider.trajectory import JoinKind
+from outrider.trajectory import ForkCause, JoinKind
 from support.tokenizer import make_tokenizer
 from support.wire import CALL
 
@@ -197,7 +197,7 @@ def test_other_tools_are_a_difference() -> None:
         tree = TokenTree(renderer_showing(everything=False), "recorded")
         recorded = read(wire_history())
         tree.commit(tree.join(read(wire_history()[:SAID]), TOOLS, b"1").prompt, [300, 2], recorded.parse(SAID))
-        assert tree.join(recorded, tools, b"2").kind is JoinKind.ROOT
+        assert tree.join(recorded, tools, b"2").cause is ForkCause.TOOLS_CHANGED
 
 
 SPECIAL = r'"(<[|｜/]?[\w/| :｜|-]+?>|\[gMASK\]|\]~!b\[|\]~b\]|\[e~\[)"'  # noqa: RUF001 - the models' own characters

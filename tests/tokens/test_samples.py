@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from outrider.messages import Message, Role
-from outrider.tokens.samples import branches, build_samples, count_tokens
+from outrider.tokens.samples import POLICY, branches, build_samples, count_tokens
 from outrider.trajectory import (
     BranchKind,
+    BranchPolicy,
     FinishReason,
     LogprobKind,
     Sample,
@@ -85,6 +86,17 @@ def test_the_answer_that_was_not_used_is_a_retry() -> None:
     assert kinds(rollout) == [(BranchKind.MAIN, (1,)), (BranchKind.RETRY, (0,))]
     rollout.answer(rollout.join([FIRST, reply, NEXT]), ids("Done."))
     assert kinds(rollout) == [(BranchKind.MAIN, (1, 2)), (BranchKind.RETRY, (0,))]
+
+
+def test_an_answer_that_was_not_used_is_dropped_unless_the_task_says_otherwise() -> None:
+    rollout = begin()
+    rollout.answer(rollout.join([FIRST]), ids("No, never."))
+    rollout.answer(rollout.join([FIRST]), ids("Yes."))
+    assert [sample.turns for sample in rollout.check_samples()] == [(1,)]
+    counts, unused = count_tokens(rollout.turns), len(rollout.gave[0])
+    assert (counts.trained, counts.masked, counts.dropped) == (len(rollout.gave[1]), 0, unused)
+    voting = POLICY | {BranchKind.RETRY: BranchPolicy.TRAIN}
+    assert [sum(sample.loss_mask) for sample in rollout.check_samples(voting)] == [counts.trained, unused]
 
 
 def test_an_earlier_answer_that_was_gone_on_with_is_main() -> None:

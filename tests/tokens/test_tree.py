@@ -36,6 +36,7 @@ def outcome(joined: Joined) -> tuple[JoinKind, ForkCause | None, int | None]:
 
 ROOT = (JoinKind.ROOT, None, None)
 REWRITTEN = (JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, None)
+SYSTEM_CHANGED = (JoinKind.FORK, ForkCause.SYSTEM_CHANGED, None)
 REFUSED = (JoinKind.FORK, ForkCause.BRIDGE_REFUSED, None)
 
 
@@ -203,7 +204,7 @@ def test_a_message_dropped_or_inserted_forks() -> None:
     reply = talk.rollout.answer(talk.then(talk.reply, AGAIN), ids("Done."), tools=TOOLS)
     assert outcome(talk.then(talk.reply, reply, AGAIN)) == REWRITTEN
     assert outcome(talk.then(talk.reply, AGAIN, AGAIN, reply, AGAIN)) == rewritten_from(0)
-    assert outcome(talk.rollout.join([QUESTION, talk.reply, AGAIN], TOOLS)) == ROOT
+    assert outcome(talk.rollout.join([QUESTION, talk.reply, AGAIN], TOOLS)) == SYSTEM_CHANGED
 
 
 def test_of_replies_that_read_alike_the_one_with_the_clients_call_ids_is_gone_on_with() -> None:

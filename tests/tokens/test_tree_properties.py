@@ -17,12 +17,14 @@ from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, ForkCaus
 
 from .clients import echoed, news, rewritten, sampled
 from .renderers import FAMILIES, family_renderer
-from .rollout import Rollout, says
+from .rollout import Rollout, leading, says
 from .strategies import TOOLS
 
 SYSTEMS = ("You are a helpful assistant.", "Write a title.")
+TOOL_LISTS: tuple[tuple[ToolSpec, ...], ...] = (TOOLS, (), TOOLS * 2)
+HEADS: tuple[tuple[str, ...], ...] = ((), *((text,) for text in SYSTEMS), SYSTEMS)
 QUESTIONS = ("Where is it?", "Read the file.")
-ACTIONS = ("begin", "go on", "go on", "go on", "rewrite", "retry")
+ACTIONS = ("begin", "go on", "go on", "go on", "rewrite", "retry", "hand over", "hand over", "take back")
 
 steps = st.tuples(
     st.sampled_from(ACTIONS),
@@ -64,6 +66,9 @@ class Clients:
             added = news(rng, old.messages[-1])
             joined = self.ask(request := Request((*echoed(rng, old.messages), *added), old.tools))
             self.check_going_on(joined, request, added)
+        elif action in ("hand over", "take back") and self.finished:
+            old = self.finished[-1 - pick % len(self.finished)]
+            joined = self.ask(request := self.under_another_head(rng, old, action))
         else:
             opening = Message(role=Role.SYSTEM, content=rng.choice(SYSTEMS))
             user = Message(role=Role.USER, content=rng.choice(QUESTIONS))
@@ -72,6 +77,18 @@ class Clients:
         self.open.append((request, joined, rng, fate == "abort"))
         if fate != "wait":
             self.finish(-1)
+
+    def under_another_head(self, rng: Random, old: Request, action: str) -> Request:
+        """The history of a conversation, now and then with an edit, behind another head: any, or one that was there
+        before."""
+        history = old.messages[len(leading(old.messages)) :]
+        if rng.random() < 0.2:
+            history = rewritten(rng, history)
+        head, tools = [Message(role=Role.SYSTEM, content=text) for text in rng.choice(HEADS)], rng.choice(TOOL_LISTS)
+        if action == "take back":
+            before = rng.choice(self.finished)
+            head, tools = leading(before.messages), before.tools
+        return Request((*head, *echoed(rng, history), *news(rng, old.messages[-1])), tools)
 
     def ask(self, request: Request) -> Joined:
         self.sent.append(request)

@@ -101,8 +101,14 @@ class CaptureCall:
         captured = last.output_ids is not None and last.prompt_ids is not None
         output = last.output_ids or [] if captured else []
         prompt = last.prompt_ids or [] if captured else []
-        opening = _opening(self._messages, self._request.tools_raw)
-        placed = self._record.place(prompt, output, shown=_image_paths(self._messages), opening=opening)
+        placed = self._record.place(
+            prompt,
+            output,
+            shown=_image_paths(self._messages),
+            opening=_opening(self._messages, self._request.tools_raw),
+            messages=self._messages,
+            reply=last.reply,
+        )
         versions = last.versions or ((VersionSpan(served.version, 0, len(output)),) if output else ())
         return Turn(
             index=placed.index,
@@ -171,6 +177,18 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     forked_from: int | None = None
 
 
+class Beginning(msgspec.Struct, frozen=True):
+    """Digests of what a conversation keeps while it grows: its tools, the system messages at its beginning, and the
+    first message behind them."""
+
+    tools: bytes = b""
+    system: bytes = b""
+    first: bytes = b""
+
+
+NOTHING = Beginning()
+
+
 class CaptureRecord:
     """The ids of a session's captured turns: a prompt that begins with all of an earlier turn's extends it, if it also
     shows the same images up to there. Ids alone do not tell: those of two images of one size are the same."""
@@ -179,12 +197,24 @@ class CaptureRecord:
         self._ends: list[bytes] = []
         self._messages: list[int] = []
         self._images: list[bytes] = []
-        self._conversations: dict[bytes, int] = {}
+        self._conversations: dict[Beginning, int] = {}
         self._newest: dict[int, int] = {}
+        self._openings: list[Beginning] = []
+        self._replies: dict[tuple[bytes, bytes], dict[Beginning, int]] = {}
 
-    def place(self, prompt: list[int], output: list[int], *, shown: Sequence[bytes], opening: bytes = b"") -> Placed:
+    def place(
+        self,
+        prompt: list[int],
+        output: list[int],
+        *,
+        shown: Sequence[bytes],
+        opening: Beginning = NOTHING,
+        messages: Sequence[Message] = (),
+        reply: Message | None = None,
+    ) -> Placed:
         """`shown[n]` tells the images in the request's first `n` messages apart from others. Requests with the same
-        `opening` belong to one conversation."""
+        `opening` belong to one conversation. One that quotes the `reply` of another such, and has its first message, is
+        that conversation's, which goes on with other tools or another system prompt."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
@@ -196,6 +226,23 @@ class CaptureRecord:
         self._ends.append(packed + pack_ids(output))
         self._messages.append(len(shown))
         self._images.append(shown[-1])
+        known_messages = 0 if parent is None else self._messages[parent]
+        self._openings.append(opening)
+        elsewhere = self._quoted(messages[known_messages:], opening)
+        if reply is not None and (reply.content or reply.tool_calls):
+            self._replies.setdefault((opening.first, message_key(reply).body), {})[opening] = index
+        if elsewhere is not None:
+            return Placed(
+                index=index,
+                parent=parent,
+                join=JoinKind.FORK,
+                cause=self._change(elsewhere, opening),
+                delta=packed[len(self._ends[parent]) :] if parent is not None else packed,
+                drift=0,
+                known_messages=known_messages,
+                conversation=conversation,
+                forked_from=elsewhere,
+            )
         if parent is not None:
             return Placed(
                 index=index,
@@ -203,7 +250,7 @@ class CaptureRecord:
                 join=JoinKind.APPEND,
                 delta=packed[len(self._ends[parent]) :],
                 drift=0,
-                known_messages=self._messages[parent],
+                known_messages=known_messages,
                 conversation=conversation,
             )
         known = unpack_ids(b"" if before is None else self._ends[before])
@@ -220,6 +267,22 @@ class CaptureRecord:
             conversation=conversation,
             forked_from=before,
         )
+
+    def _quoted(self, messages: Sequence[Message], opening: Beginning) -> int | None:
+        """The turn whose reply is the last that the messages quote, if only one with other tools or another system
+        prompt said that."""
+        for message in reversed(messages):
+            if message.role is Role.ASSISTANT:
+                said = self._replies.get((opening.first, message_key(message).body))
+                if said is not None:
+                    return None if opening in said else max(said.values())
+        return None
+
+    def _change(self, before: int, opening: Beginning) -> ForkCause:
+        old = self._openings[before]
+        if old.system == opening.system:
+            return ForkCause.TOOLS_CHANGED
+        return ForkCause.SYSTEM_CHANGED if old.tools == opening.tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
 
     def _prefixes(self, prompt: bytes) -> list[int]:
         """The turns whose ids the prompt goes on from."""
@@ -243,12 +306,12 @@ def _image_paths(messages: Sequence[Message]) -> list[bytes]:
     return paths
 
 
-def _opening(messages: Sequence[Message], tools_raw: bytes) -> bytes:
-    """The digest of what a conversation keeps while it grows: its tools, and its messages up to the first that is not
-    the system's."""
-    path = digest(tools_raw)
+def _opening(messages: Sequence[Message], tools_raw: bytes) -> Beginning:
+    system, first = b"", b""
     for message in messages:
-        path = extend(path, message_key(message).body)
+        body = message_key(message).body
         if message.role is not Role.SYSTEM:
+            first = body
             break
-    return path
+        system = extend(system, body)
+    return Beginning(digest(tools_raw), system, first)

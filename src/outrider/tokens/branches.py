@@ -11,24 +11,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from outrider.tokens.evidence import continuation, label_of, spawns
-from outrider.tokens.strands import Session, Strand, gone_on, request_key, used_answers
+from outrider.tokens.evidence import PURPOSES, Agents, continuation, label_of, spawns
+from outrider.tokens.handovers import goings_on
+from outrider.tokens.strands import Session, Strand, history_of, request_key, used_answers
 from outrider.trajectory import BranchKind, FinishReason, Turn
 
 SUMMARY = "summary"
 """The label of a turn that a later history goes on from."""
-
-PURPOSES: dict[str, BranchKind] = {
-    "compact": BranchKind.COMPACTION,
-    "compaction": BranchKind.COMPACTION,
-    "subagent": BranchKind.SUBAGENT,
-    "title": BranchKind.AUXILIARY,
-    "topic": BranchKind.AUXILIARY,
-    "router": BranchKind.AUXILIARY,
-    "summary": BranchKind.AUXILIARY,
-    "quota": BranchKind.AUXILIARY,
-}
-"""What a client's own word for a call says about its kind; any other word says nothing."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,16 +41,31 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Reading:
-    """What the rules ask about: the strands, which of them spawned or shortened which, and the main conversation."""
+    """What the rules ask about: the strands, which of them spawned or shortened which, which went on as another agent,
+    and the main conversation."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.session = Session(turns)
         self.spawned = spawns(self.session)
         self.continued = {strand.number: continuation(self.session, strand) for strand in self.session.strands}
-        openers = [strand for strand in self.session.strands if strand.opener]
-        self.main = min(openers, key=self._rank) if openers else None
+        self.summaries = {found.source.index for found in self.continued.values() if found and found.source}
+        self._labels: dict[int, str] = {}
+        self._agents = Agents(turns)
+        self._going_on = goings_on(self.session, self.summaries, self.label)
+        openers = [strand for strand in self.session.strands if strand.opener and strand.number not in self._going_on]
+        ranked = sorted(openers, key=self._rank)
+        self.main = ranked[0] if ranked else None
+        self._workers: dict[str | None, Strand] = {}
+        for strand in ranked:
+            self._workers.setdefault(strand.head.agent_id, strand)
         self.lineages: dict[int, Lineage] = {}
         self.main_line: list[Strand] = []
+
+    def label(self, strand: Strand) -> str:
+        found = self._labels.get(strand.number)
+        if found is None:
+            found = self._labels[strand.number] = label_of(strand)
+        return found
 
     def _rank(self, strand: Strand) -> tuple[int, ...]:
         """The least is the main conversation: what works goes before what only answers, what nobody started before
@@ -75,7 +79,7 @@ class Reading:
             strand.number in self.spawned,
             not works,
             not head.tools,
-            bool(label_of(strand)),
+            bool(self.label(strand)),
             head.index,
         )
 
@@ -89,10 +93,7 @@ class Reading:
         """Whether its client names an agent other than the main one, and it is this agent's work."""
         agent = strand.head.agent_id
         assert self.main is not None
-        if agent is None or agent == self.main.head.agent_id:
-            return False
-        same = (other for other in self.session.strands if other.opener and other.head.agent_id == agent)
-        return strand is min(same, key=self._rank)
+        return agent not in (None, self.main.head.agent_id) and strand is self._workers.get(agent)
 
     def starter(self, strand: Strand) -> int | None:
         """The turn whose tool call began it, else its caller."""
@@ -110,12 +111,11 @@ class Reading:
         """The newest turn before it of the agent that its client names, else of the main line."""
         head = strand.head
         for agent in (head.agent_id, head.parent_agent_id):
-            earlier = (self.session.turns[at] for at in range(head.index - 1, -1, -1) if agent is not None)
-            found = (turn for turn in earlier if turn.agent_id == agent and turn.conversation != head.conversation)
-            if (turn := next(found, None)) is not None:
+            turn = self._agents.newest(agent, head.index, head.conversation) if agent is not None else None
+            if turn is not None:
                 return turn.index
-        newest = (_before(other, head.index) for other in reversed(self.main_line))
-        return next((index for index in newest if index is not None), None)
+        newest = (other.before(head.index) for other in reversed(self.main_line))
+        return next((turn.index for turn in newest if turn is not None), None)
 
     def decide(self, strand: Strand, lineage: Lineage) -> None:
         self.lineages[strand.number] = lineage
@@ -123,20 +123,18 @@ class Reading:
             self.main_line.append(strand)
 
     def origin(self, strand: Strand) -> int | None:
-        """The turn that a strand forked from."""
-        head = strand.head
-        if head.parent is not None:
+        """The turn that a strand forked from; None for one that began by itself."""
+        head, before = strand.head, history_of(strand.head)
+        if strand.number in self._going_on:
+            return before
+        if strand.opener:
+            return None
+        if before is None and head.parent is not None:
             return head.parent
-        if head.forked_from is not None and head.forked_from < head.index:
+        if before is None and head.forked_from is not None and head.forked_from < head.index:
             return head.forked_from
-        earlier = [other for other in self.session.conversation(head.conversation) if other.number < strand.number]
-        return earlier[-1].head.index if earlier else None
-
-
-def _before(strand: Strand, index: int) -> int | None:
-    """The last of its turns before one."""
-    at = bisect_left(strand.turns, index, key=lambda turn: turn.index)
-    return strand.turns[at - 1].index if at else None
+        earlier = self.session.conversation(head.conversation)
+        return earlier[bisect_left(earlier, strand.number, key=lambda other: other.number) - 1].head.index
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -163,12 +161,13 @@ def _is_continued(reading: Reading, strand: Strand) -> Found | None:
 
 def _is_forked(reading: Reading, strand: Strand) -> Found | None:
     """As what it forked from; a side call's parent is still who asks."""
-    origin = reading.origin(strand) if not strand.opener else None
+    origin = reading.origin(strand)
     if origin is None:
         return None
     before = reading.lineages[reading.session.strand_of(origin).number]
-    aside = before.kind is BranchKind.AUXILIARY
-    return Found(before.kind, reading.caller(strand) if aside else origin, before.label)
+    if before.kind is BranchKind.AUXILIARY:
+        return Found(before.kind, reading.caller(strand), reading.label(strand) or before.label)
+    return Found(before.kind, origin, before.label)
 
 
 def _has_purpose(reading: Reading, strand: Strand) -> Found | None:
@@ -206,13 +205,13 @@ def _is_other(reading: Reading, strand: Strand) -> Found | None:
 
 
 def _side_call(reading: Reading, strand: Strand) -> Found:
-    return Found(BranchKind.AUXILIARY, reading.starter(strand), label_of(strand) or strand.head.purpose or "")
+    return Found(BranchKind.AUXILIARY, reading.starter(strand), reading.label(strand) or strand.head.purpose or "")
 
 
 RULES: tuple[Rule, ...] = (
     Rule("main", "main", "of the conversations, the one that does the task's work", _is_main),
     Rule("continued", "compaction", "a request quotes a summary, or keeps only the history's end", _is_continued),
-    Rule("forked", "as its origin", "a history sent back with other changes is still the same agent's", _is_forked),
+    Rule("forked", "as its origin", "a history that is changed, or goes on otherwise, stays what it was", _is_forked),
     Rule("purpose", "as it says", "the client names the call's purpose, with a word that is known", _has_purpose),
     Rule(
         "no tools", "auxiliary", "one question to a model that can do nothing, and nobody replies", _asks_without_tools
@@ -238,10 +237,9 @@ class Answers:
     """What the rules about single turns ask about."""
 
     def __init__(self, reading: Reading) -> None:
-        turns = reading.session.turns
-        self._gone_on = gone_on(turns)
-        self._used = used_answers(turns, self._gone_on)
-        self._summaries = {found.source.index for found in reading.continued.values() if found and found.source}
+        self._gone_on = reading.session.gone_on
+        self._used = used_answers(reading.session)
+        self._summaries = reading.summaries
 
     def used_instead(self, turn: Turn) -> int | None:
         """The answer to the same request that was used, where that is not this one."""
@@ -313,12 +311,15 @@ def _mark_summaries(reading: Reading) -> None:
         strand = reading.session.strand_of(continued.source.index)
         lineage = reading.lineages[strand.number]
         old = reading.session.strand_of(continued.old.index)
-        known = _before(old, strand.head.index)
+        known = old.before(strand.head.index)
         asked_for = (lineage.rule, lineage.kind) == ("purpose", BranchKind.COMPACTION)
-        if known is not None and (asked_for or lineage.kind is BranchKind.AUXILIARY or lineage.rule == "other"):
+        alone = strand.turns == [continued.source] and lineage.rule in ("continued", "forked")
+        if known is not None and (
+            asked_for or alone or lineage.kind is BranchKind.AUXILIARY or lineage.rule == "other"
+        ):
             reading.lineages[strand.number] = Lineage(
                 kind=BranchKind.COMPACTION,
-                parent=known,
+                parent=known.index,
                 depth=reading.lineages[old.number].depth + 1,
                 label=SUMMARY,
                 rule="summary",

@@ -8,30 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from outrider.tokens.canonical import MessageKey
 from outrider.tokens.renderer import Renderer
-from outrider.trajectory import Ids, unpack_ids
+from outrider.trajectory import ForkCause, Ids, unpack_ids
 
 
 class PromptNode:
     """What the engine was given for a turn: the parent's ids, then `delta` (packed int32).
 
-    `matched` is the turn whose conversation the request extends, even where its ids could not be kept;
+    Its messages are a head of `lead` system messages, whose digest is `system`, and a history, whose digest is
+    `history`. `matched` is the turn whose conversation the request extends, even where its ids could not be kept;
     `quoted` are the positions and reasoning digests (None: it had none) of assistant messages that were
     rendered, not sampled; `tools` is the digest of the request's tools, empty where it had none;
-    `conversation` is 0 for the session's first one and counts those that began independently of it.
+    `conversation` is 0 for the session's first one and counts those that began independently of it, or with other
+    tools or another system prompt. `splice` says how a prompt that has another's history was put together, `fork` why
+    and from which turn it forked, where the tools or the system prompt changed.
     """
 
     __slots__ = (
         "conversation",
         "delta",
         "first_turn",
+        "fork",
+        "history",
+        "lead",
         "length",
         "matched",
         "messages",
         "parent",
         "path",
         "quoted",
+        "splice",
+        "system",
         "tools",
     )
 
@@ -45,6 +55,10 @@ class PromptNode:
         quoted: tuple[tuple[int, bytes | None], ...],
         messages: int,
         tools: bytes,
+        lead: int,
+        system: bytes,
+        history: bytes,
+        splice: Splice | None = None,
     ) -> None:
         self.parent = parent
         self.delta = delta
@@ -54,6 +68,11 @@ class PromptNode:
         self.quoted = quoted
         self.messages = messages
         self.tools = tools
+        self.lead = lead
+        self.system = system
+        self.history = history
+        self.splice = splice
+        self.fork: tuple[ForkCause, int] | None = None
         self.first_turn: int | None = None
         self.conversation = 0
 
@@ -82,18 +101,38 @@ class PromptNode:
 
 
 class TurnNode:
-    """One sampled reply: `output` is packed int32, `reasoning` and `call_ids` are digests of its message's."""
+    """One sampled reply: `output` is packed int32; `said`, `reasoning` and `call_ids` are digests of its message, its
+    reasoning and its calls' ids."""
 
-    __slots__ = ("call_ids", "children", "index", "length", "output", "prompt", "reasoning")
+    __slots__ = ("call_ids", "children", "index", "length", "output", "prompt", "reasoning", "said")
 
     def __init__(self, index: int, prompt: PromptNode, output: bytes, key: MessageKey | None) -> None:
         self.index = index
         self.prompt = prompt
         self.output = output
         self.length = prompt.length + len(output) // 4
+        self.said = key.body if key else None
         self.reasoning = key.reasoning if key else None
         self.call_ids = key.call_ids if key else None
         self.children = 0
+
+
+class Splice(msgspec.Struct, frozen=True):
+    """A prompt whose first `head` ids were rendered, and whose others are a history's that was recorded behind another
+    head. `rendered` is the prompt with which that history began: it was rendered whole."""
+
+    head: int
+    rendered: PromptNode
+
+
+def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
+    """Of the assistant messages up to the turn's own: their positions, and the digests of their reasoning."""
+    found: list[tuple[int, bytes | None]] = []
+    node: TurnNode | None = turn
+    while node is not None:
+        found += [(node.prompt.messages, node.reasoning), *node.prompt.quoted]
+        node = node.prompt.parent
+    return found
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], known: PromptNode | None) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 from outrider.aside import PIECE, Steps
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import MessageKey, Shown, digest, extend, message_key, tools_key
-from outrider.tokens.nodes import PromptNode, TurnNode, call_ids_agree, quotes_agree, reasoning_agrees
+from outrider.tokens.nodes import PromptNode, Splice, TurnNode, call_ids_agree, quotes_agree, reasoning_agrees
 from outrider.trajectory import pack_ids
 
 LONG = 16
@@ -81,6 +81,16 @@ class Request(msgspec.Struct, kw_only=True):
         """Whether assistant messages follow the history that was recorded."""
         return any(key.role is Role.ASSISTANT for key in self.keys[self.covered :])
 
+    @property
+    def lead(self) -> int:
+        """The number of system messages at the beginning."""
+        return next((at for at, key in enumerate(self.keys) if key.role is not Role.SYSTEM), len(self.keys))
+
+    @property
+    def tools_digest(self) -> bytes:
+        """Empty without tools."""
+        return self.paths[0] if self.tools else b""
+
     def parsed(self, start: int) -> list[Message]:
         for index in range(start, len(self.messages)):
             if index not in self.fresh:
@@ -91,21 +101,46 @@ class Request(msgspec.Struct, kw_only=True):
         """Bytes of the messages from `start` on, at least."""
         return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
-    def prompt(self, parent: TurnNode | None, added: list[int]) -> PromptNode:
-        """Its prompt: the ids of the parent, then those that are added."""
+    def prompt(
+        self,
+        parent: TurnNode | None,
+        added: list[int],
+        *,
+        splice: Splice | None = None,
+        known: Sequence[tuple[int, bytes | None]] = (),
+    ) -> PromptNode:
+        """Its prompt: the ids of the parent, then those that are added. `known` is the reasoning of the assistant
+        messages among these that were sampled."""
         first = self.covered if parent is not None else 0
-        quoted = tuple(
-            (index, key.reasoning) for index, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT
-        )
+        assistants = {
+            at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT
+        }
+        assistants |= {at: reasoning for at, reasoning in known if at >= first}
+        lead = self.lead if parent is None else parent.prompt.lead
+        before = parent.prompt.history if parent is not None else b""
         return PromptNode(
             parent,
             pack_ids(added),
             matched=self.matched,
             path=self.paths[-1],
-            quoted=quoted,
+            quoted=tuple(assistants.items()),
             messages=len(self.messages),
-            tools=self.paths[0] if self.tools else b"",
+            tools=self.tools_digest,
+            lead=lead,
+            system=self.system() if parent is None else parent.prompt.system,
+            history=_path(before, self.keys[lead if parent is None else parent.prompt.messages :]),
+            splice=splice,
         )
+
+    def system(self) -> bytes:
+        """The digest of the system messages at the beginning."""
+        return _path(b"", self.keys[: self.lead])
+
+
+def _path(path: bytes, keys: Sequence[MessageKey]) -> bytes:
+    for key in keys:
+        path = extend(path, key.body)
+    return path
 
 
 class _History(msgspec.Struct, frozen=True):

@@ -53,10 +53,17 @@ class ParsedCalls(msgspec.Struct, frozen=True):
     reasoning: str | None
 
 
+class Halves(msgspec.Struct, frozen=True):
+    """A prompt's ids: the tools and the system messages at its beginning, and the messages after them."""
+
+    head: list[int]
+    history: list[int]
+
+
 class Renderer(Protocol):
     """One model family's rules. Ids are plain lists; all methods are pure.
 
-    `render`, `bridge` and `rejoin` raise RequestError for a conversation the family cannot express.
+    `render`, `halves`, `bridge` and `rejoin` raise RequestError for a conversation the family cannot express.
     """
 
     family: str
@@ -67,6 +74,10 @@ class Renderer(Protocol):
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """The whole prompt, ending where the model is to speak."""
+        ...
+
+    def halves(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Halves | None:
+        """The same prompt, cut before the first message that is not the system's; None where that cannot be done."""
         ...
 
     def bridge(
@@ -147,6 +158,25 @@ class FamilyRenderer:
             return self._filled(ids)
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
+
+    def halves(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Halves | None:
+        lead = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
+        if self._template is not None or lead == len(messages):
+            return None
+        try:
+            plain = plain_conversation(messages, late_system=self._late_system)
+            laid_out = self._keeping.render(plain, tools=list(tools) or None, add_generation_prompt=True)
+        except UNRENDERABLE as error:
+            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
+        owners = np.asarray(laid_out.message_indices)
+        first = lead - (len(messages) - len(plain))
+        behind = np.flatnonzero(owners >= first)
+        cut = int(behind[0]) if len(behind) else 0
+        if not len(behind) or np.any((owners[cut:] >= 0) & (owners[cut:] < first)):
+            return None
+        parts = [laid_out.token_ids[:cut], laid_out.token_ids[cut:]]
+        filled = [list(part) for part in parts] if self._layout is None else self._layout.fill_parts(parts)
+        return Halves(*filled)
 
     def _filled(self, laid_out: Sequence[int]) -> list[int]:
         return list(laid_out) if self._layout is None else self._layout.fill(laid_out)

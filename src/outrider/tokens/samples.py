@@ -1,7 +1,8 @@
 """Turns, verdict and stop reason become training samples: the one place that decides what trains.
 
-Pure. One sample per leaf branch; a turn's tokens train in the first row of its own kind that has them, where the policy
-for that kind says so, and are context in others. Invariant: sampled = trained + masked + dropped, over the session.
+Pure. One sample per leaf branch that has something to train, or is masked; a turn's tokens train in the first row of
+its own kind that has them, where the policy for that kind says so, and are context in others. Invariant: sampled =
+trained + masked + dropped, over the session.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 
 POLICY: Policy = policy_of(Branches())
 """What is done with each kind of branch unless the task says otherwise. Side calls are dropped, as the task's reward
-says nothing about a title; and so is what was cut off, as no reward can be due to tokens nobody saw."""
+says nothing about a title; and so are answers that were cut off, or asked for again and not gone on with, as no reward
+can be due to tokens that nobody used."""
 
 
 class Branch(msgspec.Struct, frozen=True):
@@ -57,18 +59,23 @@ def branches(turns: Sequence[Turn]) -> list[Branch]:
     A turn ends a branch unless one that was for the same went on from it: what only a summary, or a call that was cut
     off, or one that sampled nothing followed keeps a branch of its own.
     """
-    return _branches(turns, lineages(turns))
-
-
-def _branches(turns: Sequence[Turn], lines: Sequence[Lineage]) -> list[Branch]:
-    gone_on = _gone_on(turns, lines)
-    found = [
-        Branch(lines[turn.index].kind, _path(turn, turns), lines[turn.index])
-        for turn in turns
-        if turn.index not in gone_on and turn.output_ids
+    lines = lineages(turns)
+    return [
+        Branch(lines[leaf.index].kind, tuple(turn.index for turn in _path(leaf, turns)), lines[leaf.index])
+        for leaf in _leaves(turns, lines)
     ]
-    order = list(BranchKind)
-    return sorted(found, key=lambda branch: (order.index(branch.kind), branch.turns[0], -branch.turns[-1]))
+
+
+def _leaves(turns: Sequence[Turn], lines: Sequence[Lineage]) -> list[Turn]:
+    """The turns that end a branch, in the order of their branches."""
+    gone_on = _gone_on(turns, lines)
+    first = list(range(len(turns)))
+    for turn in turns:
+        if turn.parent is not None:
+            first[turn.index] = first[turn.parent]
+    order = {kind: place for place, kind in enumerate(BranchKind)}
+    found = [turn for turn in turns if turn.index not in gone_on and turn.output_ids]
+    return sorted(found, key=lambda leaf: (order[lines[leaf.index].kind], first[leaf.index], -leaf.index))
 
 
 def _gone_on(turns: Sequence[Turn], lines: Sequence[Lineage]) -> set[int]:
@@ -109,11 +116,11 @@ def count_samples(turns: Sequence[Turn], policy: Policy = POLICY) -> int:
     return count(turns, policy).samples
 
 
-def _count_tokens(
-    turns: Sequence[Turn], lines: Sequence[Lineage], kept: Sequence[Branch], policy: Policy
-) -> TokenCounts:
+def _count_tokens(turns: Sequence[Turn], lines: Sequence[Lineage], kept: Sequence[Turn], policy: Policy) -> TokenCounts:
     """Trained or not, by its turn's kind; what does not train is masked if any row has it, else dropped."""
-    held = {index for branch in kept for index in branch.turns}
+    held: set[int] = set()
+    for leaf in kept:
+        _add_path(held, leaf, turns)
     totals = dict.fromkeys(BranchPolicy, 0)
     for turn in turns:
         trains = policy[lines[turn.index].kind] is BranchPolicy.TRAIN
@@ -135,20 +142,39 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
     kept = _kept(turns, lines, policy)
     trained: set[int] = set()
     samples = []
-    for row, branch in enumerate(kept):
-        same = (index for index in branch.turns if lines[index].kind is branch.kind)
-        fresh = frozenset(same) - trained if policy[branch.kind] is BranchPolicy.TRAIN else frozenset()
-        samples.append(_sample(branch, [turns[index] for index in branch.turns], fresh, row, len(kept), result))
+    for row, leaf in enumerate(kept):
+        path, kind = _path(leaf, turns), lines[leaf.index].kind
+        same = (turn.index for turn in path if lines[turn.index].kind is kind)
+        fresh = frozenset(same) - trained if policy[kind] is BranchPolicy.TRAIN else frozenset()
+        samples.append(_sample(lines[leaf.index], path, fresh, row, len(kept), result))
         trained |= fresh
     return samples
 
 
-def _kept(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Branch]:
-    return [branch for branch in _branches(turns, lines) if policy[branch.kind] is not BranchPolicy.DROP]
+def _kept(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
+    """The leaves of the branches that are rows. A branch of a kind that trains is none if it is the beginning of a
+    longer one of its kind: nothing in it would train."""
+    seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
+    kept = []
+    for leaf in _leaves(turns, lines):
+        kind = lines[leaf.index].kind
+        repeats = policy[kind] is BranchPolicy.TRAIN and leaf.index in seen[kind]
+        if policy[kind] is not BranchPolicy.DROP and not repeats:
+            kept.append(leaf)
+            _add_path(seen[kind], leaf, turns)
+    return kept
+
+
+def _add_path(seen: set[int], leaf: Turn, turns: Sequence[Turn]) -> None:
+    """Add the turns from the beginning to the leaf to those of other paths."""
+    index: int | None = leaf.index
+    while index is not None and index not in seen:
+        seen.add(index)
+        index = turns[index].parent
 
 
 def _sample(
-    branch: Branch, path: Sequence[Turn], fresh: frozenset[int], row: int, rows: int, result: SessionResult
+    lineage: Lineage, path: Sequence[Turn], fresh: frozenset[int], row: int, rows: int, result: SessionResult
 ) -> Sample:
     columns = _Columns()
     for turn in path:
@@ -157,7 +183,7 @@ def _sample(
             columns.sampled(turn)
         else:
             columns.context(unpack_ids(turn.output_ids).tolist())
-    policy = {**POLICY, **result.policy}[branch.kind]
+    policy = {**POLICY, **result.policy}[lineage.kind]
     versions = [version for version, mask in zip(columns.versions, columns.mask, strict=True) if mask]
     return Sample(
         group_id=result.group_id,
@@ -166,11 +192,11 @@ def _sample(
         sample_index=result.sample_index,
         row=row,
         rows=rows,
-        kind=branch.kind,
-        parent=branch.lineage.parent,
-        depth=branch.lineage.depth,
-        label=branch.lineage.label,
-        turns=branch.turns,
+        kind=lineage.kind,
+        parent=lineage.parent,
+        depth=lineage.depth,
+        label=lineage.label,
+        turns=tuple(turn.index for turn in path),
         ids=columns.ids,
         loss_mask=columns.mask,
         logprobs=columns.logprobs,
@@ -236,8 +262,8 @@ class _Columns:
         self.versions += versions.tolist()
 
 
-def _path(leaf: Turn, turns: Sequence[Turn]) -> tuple[int, ...]:
-    path = [leaf.index]
-    while (parent := turns[path[-1]].parent) is not None:
-        path.append(parent)
-    return tuple(reversed(path))
+def _path(leaf: Turn, turns: Sequence[Turn]) -> list[Turn]:
+    path = [leaf]
+    while (parent := path[-1].parent) is not None:
+        path.append(turns[parent])
+    return path[::-1]

@@ -15,7 +15,8 @@ from outrider.aside import Steps, whole
 from outrider.errors import ContextOverflow
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import extend, message_key
-from outrider.tokens.nodes import PromptNode, TurnNode
+from outrider.tokens.heads import Elsewhere, Histories, history_begin
+from outrider.tokens.nodes import PromptNode, Splice, TurnNode, recorded_reasoning
 from outrider.tokens.reading import Request, RequestReader
 from outrider.tokens.renderer import History, Renderer
 from outrider.trajectory import ForkCause, JoinKind, pack_ids, unpack_ids
@@ -26,14 +27,25 @@ SEAM = 16
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """Where a request joined. `forked_from` is the turn whose request shares the longest history with it; `added` are
-    the messages that it has beyond the conversation of its prompt's parent, all of them where there is none."""
+    """Where a request joined. `forked_from` is the turn whose request shares the longest history with it; where the
+    tools or the system prompt changed, the turn whose history it goes on from. `added` are the messages that it has
+    beyond the conversation of its prompt's parent, all of them where there is none."""
 
     kind: JoinKind
     cause: ForkCause | None
     prompt: PromptNode
     forked_from: int | None
     added: tuple[Message, ...] = ()
+
+
+class _LaidOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's ids: those of `parent`, then `added`. `elsewhere` is where its history was recorded, if that was
+    behind another head; `splice` says how the recorded ids were put behind the new one, where they were."""
+
+    parent: TurnNode | None
+    added: list[int]
+    elsewhere: Elsewhere | None = None
+    splice: Splice | None = None
 
 
 class TokenTree:
@@ -44,6 +56,7 @@ class TokenTree:
         self._history: History = history
         self._reader = RequestReader(renderer.shown)
         self._turns: dict[bytes, list[TurnNode]] = {}
+        self._histories = Histories()
         self._prompts: dict[bytes, list[PromptNode]] = {}
         self._seen: dict[bytes, PromptNode] = {}
         self._next = 0
@@ -71,7 +84,7 @@ class TokenTree:
                 yield from self._check_long_texts(request, context)
             joined = yield from self._place(request)
         else:
-            joined = Joined(JoinKind.RETRY, None, known, known.first_turn)
+            joined = _again(known)
             yield request.size(0)  # to parse what it added, which the tree has not kept
         prompt = joined.prompt
         if context is not None and prompt.length >= context:
@@ -87,8 +100,8 @@ class TokenTree:
         request = yield from self._read(messages, tools, tools_raw)
         if (known := self._known(request)) is not None:
             return known.length
-        joined = yield from self._place(request)
-        return joined.prompt.length
+        laid_out = yield from self._lay_out(request)
+        return (laid_out.parent.length if laid_out.parent is not None else 0) + len(laid_out.added)
 
     def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
         """Record a turn's sampled ids. `reply` is the message the client was given: None when it was given
@@ -100,6 +113,7 @@ class TokenTree:
             prompt.first_turn = turn.index
         if key is not None:
             self._turns.setdefault(extend(prompt.path, key.body), []).append(turn)
+            self._histories.add(turn)
         return turn
 
     def _read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[Request]:
@@ -110,9 +124,7 @@ class TokenTree:
     def _add(self, request: Request, joined: Joined) -> None:
         """Record the prompt of a request that was not there before."""
         prompt = joined.prompt
-        if joined.kind is JoinKind.ROOT:
-            prompt.conversation = self._conversations
-            self._conversations += 1
+        self._conversations = max(self._conversations, prompt.conversation + 1)
         self._reader.remember(request, prompt)
         self._prompts.setdefault(request.paths[-1], []).append(prompt)
         for path in reversed(request.paths):  # a path was seen with all that lead to it
@@ -142,40 +154,89 @@ class TokenTree:
         return next((prompt for prompt in prompts if request.repeats(prompt)), None)
 
     def _place(self, request: Request) -> Steps[Joined]:
+        """Make its prompt, and say where it joined and why it could not simply append."""
+        laid_out = yield from self._lay_out(request)
+        parent, elsewhere = laid_out.parent, laid_out.elsewhere
+        prompt = self._prompt(request, laid_out)
+        if parent is not None and not request.rewritten:
+            prompt.conversation = parent.prompt.conversation
+            if parent.children:
+                return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
+            return Joined(JoinKind.APPEND, None, prompt, None)
+        shared = self._shared(request)
+        before = parent.prompt if parent is not None else shared
+        prompt.conversation = before.conversation if before is not None else self._conversations
+        if elsewhere is not None:
+            prompt.fork = elsewhere.cause, elsewhere.turn.index
+            return Joined(JoinKind.FORK, elsewhere.cause, prompt, elsewhere.turn.index)
+        if before is None:
+            return Joined(JoinKind.ROOT, None, prompt, None)
+        away = shared.first_turn if shared is not None else None
+        if parent is not None:
+            return Joined(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, parent.index if away is None else away)
+        return Joined(JoinKind.FORK, self._cause(request), prompt, away)
+
+    def _lay_out(self, request: Request) -> Steps[_LaidOut]:
         """Keep the recorded ids where the renderer can prove that the rest only appends; otherwise render
-        everything, and say why."""
-        matched = request.matched
+        everything."""
+        matched, elsewhere = request.matched, self._histories.find(request)
+        if elsewhere is not None:
+            yield request.size(0)
+            if (spliced := self._spliced(request, elsewhere)) is not None:
+                return spliced
         if matched is not None:
             yield request.size(0 if request.rewritten else request.covered)
-        if matched is not None and (added := self._appended(matched, request)) is not None:
-            prompt = request.prompt(matched, added)
-            prompt.conversation = matched.prompt.conversation
-            if request.rewritten:
-                shared = self._shared(request)
-                away = shared.first_turn if shared is not None else None
-                return Joined(
-                    JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, matched.index if away is None else away
-                )
-            if matched.children:
-                return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, matched.index)
-            return Joined(JoinKind.APPEND, None, prompt, None)
+            if (added := self._appended(matched, request)) is not None:
+                return _LaidOut(parent=matched, added=added, elsewhere=elsewhere)
         yield request.size(0)
         rendered = self._renderer.render(request.parsed(0), request.tools)
-        prompt = request.prompt(None, rendered)
-        shared = self._shared(request)
-        if shared is None:
-            return Joined(JoinKind.ROOT, None, prompt, None)
-        prompt.conversation = shared.conversation
-        return Joined(JoinKind.FORK, self._cause(request), prompt, shared.first_turn)
+        return _LaidOut(parent=None, added=rendered, elsewhere=elsewhere)
+
+    def _spliced(self, request: Request, elsewhere: Elsewhere) -> _LaidOut | None:
+        """The request's own head, then the ids of the history that was recorded behind another. None unless the
+        messages with which that history began are laid out alike behind both heads."""
+        turn = elsewhere.turn
+        begin, head = history_begin(turn)
+        messages = [request.messages.parse(at) for at in range(request.lead + begin.messages - begin.lead)]
+        halves = self._renderer.halves(messages, request.tools)
+        if halves is None or not begin.delta.endswith(pack_ids(halves.history)):
+            return None
+        if head is None:
+            head = len(begin.delta) // 4 - len(halves.history)
+        prompt = [*halves.head, *turn.prompt.ids()[head:].tolist()]
+        output = unpack_ids(turn.output).tolist()
+        tail = prompt[self._renderer.tail_start(prompt) :]
+        added = self._continued(tail, output, request, elsewhere.covered)
+        if added is None:
+            return None
+        ids = [*prompt, *output, *added]
+        splice = Splice(len(halves.head), begin)
+        own = request.matched
+        if own is not None and ids[: own.length] == [*own.prompt.ids().tolist(), *unpack_ids(own.output).tolist()]:
+            return _LaidOut(parent=own, added=ids[own.length :], elsewhere=elsewhere, splice=splice)
+        return _LaidOut(parent=None, added=ids, elsewhere=elsewhere, splice=splice)
+
+    def _prompt(self, request: Request, laid_out: _LaidOut) -> PromptNode:
+        known: list[tuple[int, bytes | None]] = []
+        elsewhere, splice = laid_out.elsewhere, laid_out.splice
+        if elsewhere is not None and splice is not None:
+            shift = request.lead - elsewhere.turn.prompt.lead
+            known = [(at + shift, reasoning) for at, reasoning in recorded_reasoning(elsewhere.turn)]
+        return request.prompt(laid_out.parent, laid_out.added, splice=splice, known=known)
 
     def _appended(self, parent: TurnNode, request: Request) -> list[int] | None:
         """The ids that show, behind those of `parent`, what the request has beyond its conversation."""
         output = unpack_ids(parent.output).tolist()
         tail = parent.prompt.tail(self._renderer)
-        if request.rewritten:
-            messages = request.parsed(0)
-            return self._renderer.rejoin(tail, output, messages, request.covered, request.tools, self._history)
-        return self._renderer.bridge(tail, output, request.parsed(request.covered), request.tools, self._history)
+        return self._continued(tail, output, request, request.covered)
+
+    def _continued(
+        self, prompt: Sequence[int], output: Sequence[int], request: Request, covered: int
+    ) -> list[int] | None:
+        """The ids that show the messages behind the first `covered`, after a prompt and an output that show these."""
+        if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
+            return self._renderer.rejoin(prompt, output, request.parsed(0), covered, request.tools, self._history)
+        return self._renderer.bridge(prompt, output, request.parsed(covered), request.tools, self._history)
 
     def _cause(self, request: Request) -> ForkCause:
         roles = {key.role for key in request.keys[request.covered :]}
@@ -198,3 +259,10 @@ class TokenTree:
         if found is None or all(key.role is Role.SYSTEM for key in request.keys[:shared]):
             return None
         return found
+
+
+def _again(known: PromptNode) -> Joined:
+    """Where a request joins that was there before."""
+    if known.first_turn is None and known.fork is not None:  # the first call of it failed
+        return Joined(JoinKind.FORK, known.fork[0], known, known.fork[1])
+    return Joined(JoinKind.RETRY, None, known, known.first_turn)

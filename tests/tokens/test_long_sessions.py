@@ -1,0 +1,121 @@
+"""What it takes to read a session afterwards: twice as much for twice as many turns, whatever its agent does."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from outrider.messages import Message, Role, ToolCall
+from outrider.tokens.samples import count
+from outrider.trajectory import (
+    FinishReason,
+    ForkCause,
+    JoinKind,
+    LogprobKind,
+    Turn,
+    TurnTimings,
+    pack_ids,
+    pack_logprobs,
+)
+
+from .harnesses import CODER, TASK, assistant, system, user
+
+TURNS = 200
+
+
+class Record:
+    """A session's turns as they are stored."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+
+    def add(self, parent: int | None, *messages: Message, cause: ForkCause | None = None, **fields: object) -> int:
+        """A turn whose answer calls a tool; its index."""
+        index = len(self.turns)
+        call = ToolCall(f"c{index}", "task", f'{{"prompt": "Look for the callers of number {index}."}}')
+        turn = Turn(
+            index=index,
+            parent=parent,
+            conversation=self.turns[parent].conversation if parent is not None else index,
+            tools=b"tools",
+            join=JoinKind.FORK if cause else JoinKind.ROOT if parent is None else JoinKind.APPEND,
+            cause=cause,
+            prompt_length=1,
+            prompt_delta=pack_ids([index]),
+            output_ids=pack_ids([1]),
+            logprobs=pack_logprobs([0.0]),
+            logprob_kind=LogprobKind.RAW,
+            versions=(),
+            finish=FinishReason.STOP,
+            dialect="test",
+            engine="test",
+            sampling={},
+            messages=messages,
+            reply=Message(role=Role.ASSISTANT, content=f"Reply number {index} of many.", tool_calls=(call,)),
+            timings=TurnTimings(received=0.0, first_token=None, finished=0.0),
+        )
+        self.turns.append(msgspec.structs.replace(turn, **fields))
+        return index
+
+
+def sub_agents(record: Record, turns: int) -> None:
+    main = record.add(None, CODER, TASK)
+    while len(record.turns) < turns:
+        last = record.add(
+            None, system("You help."), user(f"Look for the callers of number {main}."), agent_id=f"{main}"
+        )
+        for _ in range(3):
+            last = record.add(last, user("Go on."), agent_id=f"{main}")
+        main = record.add(main, user("Go on."))
+
+
+def questions(record: Record, turns: int) -> None:
+    for number in range(turns):
+        plain = assistant(f"This is the answer to question {number}.")
+        record.add(None, CODER, user(f"Question {number}?"), tools=b"", reply=plain)
+
+
+def edits(record: Record, turns: int) -> None:
+    """Two lines side by side, each quoting the other's replies."""
+    record.add(None, CODER, TASK)
+    for number in range(1, turns):
+        quoted = assistant(f"Reply number {number - 1} of many.")
+        edited = (quoted, user(f"Step {number}.")) if number > 1 else (user("Step 1."),)
+        record.add(max(0, number - 2), *edited, cause=ForkCause.HISTORY_REWRITTEN, forked_from=number - 1)
+
+
+def steps_back(record: Record, turns: int) -> None:
+    main = record.add(None, CODER, TASK)
+    while len(record.turns) < turns:
+        record.add(main, user("Or else?"))
+        main = record.add(main, user("Go on."))
+
+
+def retries(record: Record, turns: int) -> None:
+    for _ in range(turns):
+        record.add(None, CODER, TASK, prompt_delta=pack_ids([0]), conversation=0)
+
+
+def other_heads(record: Record, turns: int) -> None:
+    """Many questions about one turn, each with a system prompt of its own."""
+    record.add(None, CODER, TASK)
+    for number in range(1, turns):
+        about = (system(f"It is {number}."), TASK, assistant("Reply number 0 of many."), user("Well?"))
+        record.add(None, *about, cause=ForkCause.SYSTEM_CHANGED, forked_from=0)
+
+
+@pytest.mark.parametrize("shape", [sub_agents, questions, edits, steps_back, retries, other_heads])
+def test_twice_the_turns_take_twice_the_work(shape: Callable[[Record, int], None]) -> None:
+    """Counted in function calls, which are the same on a busy machine."""
+    calls = []
+    for turns in (TURNS, 2 * TURNS):
+        record = Record()
+        shape(record, turns)
+        profile = cProfile.Profile()
+        profile.runcall(count, record.turns)
+        calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]  # missing in typeshed
+    assert calls[1] < 2.6 * calls[0], calls
