@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -116,6 +117,8 @@ class Actor:
             case "break":
                 await context.runtime.stop()
                 raise RuntimeFailure("the sandbox is gone")
+            case "freeze":  # the whole service: the actor runs on its event loop
+                time.sleep(float(rest))  # noqa: ASYNC251
             case "sleep":
                 await asyncio.sleep(float(rest))
             case "run":

@@ -6,6 +6,7 @@ import pytest
 
 from outrider.config import LanesConfig
 from outrider.lifecycle import StopReason
+from outrider.sessions.session import HARMFUL_SECONDS
 
 from .conftest import MakeWorld
 from .world import SAY, result_of
@@ -109,3 +110,26 @@ async def test_context_overflow(world: MakeWorld, last: str) -> None:
         assert (result.stop_reason, result.error) == (StopReason.CONTEXT_OVERFLOW, None)
         assert result.verdict is not None
         assert result.turns >= 1
+
+
+async def test_no_clock_runs_while_the_service_stands_still(world: MakeWorld) -> None:
+    async with world() as w:
+        result = result_of(await w.run("ask", "freeze 1", limits={"agent_seconds": 0.8, "session_seconds": 0.8}))
+        assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+        stalls = w.service.node.stats().stalls
+        assert stalls.count >= 1
+        assert stalls.longest >= 0.9
+        assert stalls.held < stalls.longest  # it slept
+
+
+async def test_a_run_that_ended_badly_after_a_stall_is_no_outcome(world: MakeWorld) -> None:
+    async with world() as w:
+        freeze = f"freeze {HARMFUL_SECONDS + 0.1}"
+        fields = {"limits": {"agent_seconds": 0.3, "session_seconds": 30}, "max_attempts": 1}
+        result = result_of(await w.run("ask", freeze, "wait forever", **fields))
+        assert result.error is not None
+        assert (result.error.code, result.error.retryable, result.verdict) == ("service_error", True, None)
+        assert "stood still" in result.error.message
+        result = result_of(await w.run("ask", freeze, **fields))
+        assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
+        assert result.verdict is not None

@@ -92,7 +92,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
     wire = decode(_BODY, body)
     _check(wire, generate=generate)
     store = store_of(memory)
-    conversation = store.conversation(wire.previous_response_id, _items(wire.input))
+    conversation = store.conversation(wire.previous_response_id, _items(wire.input), stored=wire.store is not False)
     history = ResponsesHistory(wire.instructions, [at for at in conversation if at.item.kind() != "additional_tools"])
     if len(history) == bool(wire.instructions):
         refuse("input", "must not be empty")

@@ -22,6 +22,10 @@ _STRING = msgspec.json.Decoder(str)
 _ITEM = msgspec.json.Decoder(Item)
 
 
+MAX_STORED = 64 << 20
+"""Bytes of the items that a session's responses keep. When there are more, those so far are forgotten."""
+
+
 class PreviousResponseNotFound(RequestError):
     """The response was never made in this session, was not stored, or did not finish."""
 
@@ -35,21 +39,23 @@ class ResponseStore:
         self._responses: dict[str, tuple[Item, ...]] = {}
         self._references: dict[str, Item] = {}
         self._items: dict[bytes, Item] = {}
+        self._size = 0
 
-    def conversation(self, previous: str | None, items: Sequence[Item]) -> list[Placed]:
+    def conversation(self, previous: str | None, items: Sequence[Item], *, stored: bool) -> list[Placed]:
         """The whole conversation of a request: what the previous response knew and said, then the new items, with
-        references followed. Raises RequestError."""
+        references followed; those of a request that is to be `stored` as they are kept. Raises RequestError."""
         placed = [] if previous is None else [Placed(item, STORED) for item in self._stored(previous)]
         for position, item in enumerate(items):
-            placed.append(Placed(self._followed(item, position) if item.kind() == "item_reference" else item, position))
+            if item.kind() == "item_reference":
+                item = self._followed(item, position)
+            placed.append(Placed(self._once(item) if stored else item, position))
         return placed
 
     def keep(self, response_id: str, conversation: Iterable[Placed], output: Iterable[dict[str, Any]]) -> None:
         """Store a response: the conversation before it and the items that it said."""
         said = [_ITEM.decode(msgspec.json.encode(item)) for item in output]
         self._references |= {_STRING.decode(item.id): item for item in said}
-        before = [at.item if at.position == STORED else self._once(at.item) for at in conversation]
-        self._responses[response_id] = (*before, *said)
+        self._responses[response_id] = (*(at.item for at in conversation), *said)
 
     def _stored(self, response_id: str) -> tuple[Item, ...]:
         found = self._responses.get(response_id)
@@ -70,11 +76,22 @@ class ResponseStore:
         return found
 
     def _once(self, item: Item) -> Item:
-        key = xxhash.xxh3_128_digest(item.raw())
+        raw = item.raw()
+        key = xxhash.xxh3_128_digest(raw)
         known = self._items.get(key)
         if known is None:
+            self._size += len(raw)
+            if self._size > MAX_STORED:
+                self._forget()
+                self._size = len(raw)
             known = self._items[key] = item.copy()
         return known
+
+    def _forget(self) -> None:
+        """Let all go: only a session that sends ever new items comes to this."""
+        self._responses.clear()
+        self._references.clear()
+        self._items.clear()
 
 
 def store_of(memory: Memory) -> ResponseStore:
