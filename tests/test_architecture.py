@@ -15,7 +15,19 @@ PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 MAX_LINES = 400
 
 LAYERS = (
-    ("errors", "lifecycle", "messages", "trajectory", "spec", "config", "plugins", "wire", "backoff", "shield"),
+    (
+        "errors",
+        "lifecycle",
+        "messages",
+        "constraint",
+        "trajectory",
+        "spec",
+        "config",
+        "plugins",
+        "wire",
+        "backoff",
+        "shield",
+    ),
     ("tokens", "dialects", "asgi", "pythons", "rootfs"),
     ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling", "sample_files"),
     ("sessions", "service"),
