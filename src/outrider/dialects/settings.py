@@ -31,7 +31,7 @@ HISTORY = "history."
 """Begins the note of something in the history that the model is not shown."""
 
 _LONGEST_NEUTRAL = 16
-_ASKS_NOTHING = (None, "", [], {})
+_ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 class Treatment(StrEnum):

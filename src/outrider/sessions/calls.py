@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -67,6 +67,7 @@ class TokenCall:
         *,
         dialect: str,
         session_key: str,
+        thinking: bool | None,
     ) -> None:
         self.id = uuid4().hex
         self._endpoint = endpoint
@@ -74,6 +75,7 @@ class TokenCall:
         self._joined = joined
         self._request = request
         self._sampling = sampling
+        self._thinking = thinking
         self._dialect = dialect
         self._session_key = session_key
         self._received = time.time()
@@ -194,7 +196,9 @@ class TokenCall:
             stop_match=self._last.stop_match if self._last else None,
             dialect=self._dialect,
             engine=served.engine,
-            sampling=msgspec.to_builtins(self._sampling),
+            sampling=recorded(self._sampling, self._thinking),
+            altered=self._sampling.altered,
+            ignored=self._request.ignored,
             cached_tokens=self._last.cached_tokens if self._last else None,
             drift_tokens=self._drift,
             messages=parsed(self._request.messages, prompt.parent.prompt.messages + 1 if prompt.parent else 0),
@@ -202,6 +206,12 @@ class TokenCall:
             malformed_calls=self._malformed,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
+
+
+def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
+    """What a turn keeps of how it was sampled."""
+    told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
+    return told | {"thinking": thinking}
 
 
 def parsed(messages: WireMessages, start: int) -> tuple[Message, ...]:

@@ -13,6 +13,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from outrider.dialects.base import AskedSampling, Memory, ModelRequest
 from outrider.engines.base import SamplingParams
 from outrider.engines.member import Assignment
@@ -23,6 +25,7 @@ from outrider.sessions.calls import Call, Endpoint, Step, TokenCall, parsed
 from outrider.sessions.capture import CaptureCall, CaptureRecord
 from outrider.shield import shielded
 from outrider.spec import Limits, Sampling
+from outrider.tokens.nodes import PromptNode
 from outrider.tokens.renderer import History
 from outrider.tokens.tokenizer import Unencoded
 from outrider.tokens.tree import TokenTree
@@ -114,7 +117,10 @@ class Conversation:
         """
         try:
             return await self._sparing(
-                lambda: self.tree.measure(request.messages, request.tools, request.tools_raw), self.context_tokens
+                lambda: self.tree.measure(
+                    request.messages, request.tools, request.tools_raw, thinking=self._switched_thinking(request)
+                ),
+                self.context_tokens,
             )
         except RequestError as error:
             if _shows_images(request) and (await self._assigned()).mode is not TokenMode.TOKENS:
@@ -210,22 +216,66 @@ class Conversation:
 
     async def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
+        _check_form(request, assigned)
         if assigned.mode is not TokenMode.TOKENS:
+            wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
+            ignored: tuple[str, ...] = ()
+            if assigned.mode is TokenMode.TEXT:
+                sampling, ignored = _in_openais_words(sampling, wanted)
             return CaptureCall(
-                self.endpoint, self._captured, request, sampling, dialect=dialect, session_key=self.session_key
+                self.endpoint,
+                self._captured,
+                msgspec.structs.replace(request, ignored=request.ignored + ignored),
+                sampling,
+                dialect=dialect,
+                session_key=self.session_key,
+                thinking=wanted,
             )
 
         async def known_context() -> int | None:
             return context
 
+        thinking = self._switched_thinking(request)
         joined = await self._sparing(
-            lambda: self.tree.join(request.messages, request.tools, request.tools_raw), known_context
+            lambda: self.tree.join(request.messages, request.tools, request.tools_raw, thinking=thinking), known_context
         )
+        if self._wanted_thinking(request) not in (None, thinking):
+            request = msgspec.structs.replace(request, ignored=(*request.ignored, "thinking"))
         sampling = self._sampling_for(request.sampling, context, prompt_tokens=joined.prompt.length)
+        if sampling.constraint is not None:
+            self._check_thoughtless(joined.prompt)
         return TokenCall(
-            self.endpoint, self.tree, joined, request, sampling, dialect=dialect, session_key=self.session_key
+            self.endpoint,
+            self.tree,
+            joined,
+            request,
+            sampling,
+            dialect=dialect,
+            session_key=self.session_key,
+            thinking=thinking,
         )
+
+    def _wanted_thinking(self, request: ModelRequest) -> bool | None:
+        """The task's choice, else the client's; None leaves it to the chat template."""
+        return _first(self._sampling.thinking, request.sampling.thinking, None)
+
+    def _switched_thinking(self, request: ModelRequest) -> bool | None:
+        """What the end of the prompt is to say: nothing where the family has no words for it. A reply that is held to a
+        form does not think: reasoning is no part of any form."""
+        if not self.endpoint.renderer.switches_thinking:
+            return None
+        return self._wanted_thinking(request) if request.sampling.constraint is None else False
+
+    def _check_thoughtless(self, prompt: PromptNode) -> None:
+        """Raises RequestError for a prompt that has the model think, before a reply that is held to a form."""
+        renderer = self.endpoint.renderer
+        if renderer.thinking(prompt.tail(renderer)):
+            raise RequestError(
+                "a reply cannot be held to a form here: the prompt begins the model's reasoning, and its chat template"
+                " cannot switch that off",
+                hint="ask without structured output",
+            )
 
     async def _sparing(self, work: Callable[[], T], context: Callable[[], Awaitable[int | None]]) -> T:
         """What `work` on the tree gives. Where that takes long texts, they are encoded in a thread, for one call at a
@@ -245,7 +295,8 @@ class Conversation:
             _refuse_beyond(limit, sum(map(len, known.values())) // LAYOUTS)
 
     def _sampling_for(self, asked: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
-        """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left."""
+        """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left. What no task can
+        choose is the client's."""
         task = self._sampling
         room = self._limits.response_tokens - self.sampled_tokens
         if context is not None:
@@ -254,15 +305,22 @@ class Conversation:
                 raise ContextOverflow(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
             room = min(room, left)
         wanted = _first(task.max_tokens, asked.max_tokens, room)
+        max_tokens = max(1, min(wanted, room))
         return SamplingParams(
-            max_tokens=max(1, min(wanted, room)),
+            max_tokens=max_tokens,
             temperature=_first(task.temperature, asked.temperature, 1.0),
             top_p=_first(task.top_p, asked.top_p, 1.0),
             top_k=_first(task.top_k, asked.top_k, -1),
             min_p=_first(task.min_p, asked.min_p, 0.0),
             seed=_first(task.seed, asked.seed, None),
             stop=asked.stop,
-            stop_token_ids=self.endpoint.renderer.stop_ids,
+            stop_token_ids=tuple(dict.fromkeys((*self.endpoint.renderer.stop_ids, *asked.stop_token_ids))),
+            min_tokens=min(asked.min_tokens or 0, max_tokens),
+            repetition_penalty=_first(task.repetition_penalty, asked.repetition_penalty, 1.0),
+            presence_penalty=_first(task.presence_penalty, asked.presence_penalty, 0.0),
+            frequency_penalty=_first(task.frequency_penalty, asked.frequency_penalty, 0.0),
+            logit_bias=asked.logit_bias,
+            constraint=asked.constraint,
         )
 
     async def _store(self, turn: Turn) -> None:
@@ -285,6 +343,32 @@ class Conversation:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
         self.failure = self.broken
         return self.broken
+
+
+def _check_form(request: ModelRequest, assigned: Assignment) -> None:
+    """Raises RequestError for a form that a reply cannot be held to."""
+    constraint = request.sampling.constraint
+    if constraint is None:
+        return
+    if constraint.kind not in assigned.constraints:
+        raise RequestError(
+            f"engine {assigned.engine!r} cannot hold a reply to a {constraint.kind.value}",
+            hint="ask without structured output, or attach an engine that can: docs/engines.md",
+        )
+    if request.tools and assigned.mode is TokenMode.TOKENS:
+        raise RequestError(
+            "a reply that is held to a form cannot call a tool: structured output and tools cannot be had at once",
+            hint="ask for the form in a request without tools, or with the tool choice `none`",
+        )
+
+
+def _in_openais_words(sampling: SamplingParams, thinking: bool | None) -> tuple[SamplingParams, tuple[str, ...]]:
+    """What a server of OpenAI's own API can be told, and what of the rest was asked for."""
+    neutral = SamplingParams(max_tokens=sampling.max_tokens)
+    unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
+    asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]
+    told = msgspec.structs.replace(sampling, **{name: getattr(neutral, name) for name in unknown})
+    return told, (*asked, *(("thinking",) if thinking is not None else ()))
 
 
 def _shows_images(request: ModelRequest) -> bool:

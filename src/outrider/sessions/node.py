@@ -235,6 +235,7 @@ class LocalNode:
             seconds=ending.seconds,
             samples=counts.samples,
             policy=policy,
+            ignored=counts.ignored,
             labels=assignment.task.labels,
         )
 

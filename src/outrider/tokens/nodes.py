@@ -19,7 +19,8 @@ class PromptNode:
     `matched` is the turn whose conversation the request extends, even where its ids could not be kept;
     `quoted` are the positions and reasoning digests (None: it had none) of assistant messages that were
     rendered, not sampled; `tools` is the digest of the request's tools, empty where it had none;
-    `conversation` is 0 for the session's first one and counts those that began independently of it.
+    `conversation` is 0 for the session's first one and counts those that began independently of it. `thinking` is None
+    where the prompt ends as the family's do, else whether its end has the model think.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class PromptNode:
         "parent",
         "path",
         "quoted",
+        "thinking",
         "tools",
     )
 
@@ -45,6 +47,7 @@ class PromptNode:
         quoted: tuple[tuple[int, bytes | None], ...],
         messages: int,
         tools: bytes,
+        thinking: bool | None = None,
     ) -> None:
         self.parent = parent
         self.delta = delta
@@ -54,6 +57,7 @@ class PromptNode:
         self.quoted = quoted
         self.messages = messages
         self.tools = tools
+        self.thinking = thinking
         self.first_turn: int | None = None
         self.conversation = 0
 

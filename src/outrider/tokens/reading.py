@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from outrider.errors import RequestError
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import MessageKey, Shown, digest, extend, message_key, tools_key
 from outrider.tokens.nodes import PromptNode, TurnNode, call_ids_agree, quotes_agree, reasoning_agrees
+from outrider.tokens.renderer import Opening
 from outrider.trajectory import pack_ids
 
 LONG = 16
@@ -30,7 +32,8 @@ KEPT = 4
 class Request(msgspec.Struct, kw_only=True):
     """`paths[i]` is the digest of the tools and the first `i` messages. `matched` is the turn whose whole conversation
     is the longest recorded prefix, and accounts for `covered` messages; up to the prompt `known` the reasoning sent
-    back was found to agree with what is recorded. The first `recalled` messages were not read anew."""
+    back was found to agree with what is recorded. The first `recalled` messages were not read anew. `opening` is how
+    its prompt is to end, where that is not as usual: a history may go on with thinking switched."""
 
     messages: WireMessages
     tools: Sequence[ToolSpec]
@@ -40,6 +43,7 @@ class Request(msgspec.Struct, kw_only=True):
     known: PromptNode | None
     matched: TurnNode | None = None
     covered: int = 0
+    opening: Opening | None = None
 
     def match(self, turns: dict[bytes, list[TurnNode]]) -> None:
         """Find `matched` in the turns by their paths. Of several that read alike it is the newest whose call ids the
@@ -54,7 +58,25 @@ class Request(msgspec.Struct, kw_only=True):
 
     def repeats(self, prompt: PromptNode) -> bool:
         """Whether it is the request of a prompt that has its path."""
+        return prompt.thinking == self.thinking and self.shares_messages(prompt)
+
+    def shares_messages(self, prompt: PromptNode) -> bool:
+        """The same, thinking aside."""
         return prompt.matched is self.matched and quotes_agree(prompt, self.keys)
+
+    @property
+    def thinking(self) -> bool | None:
+        return None if self.opening is None else self.opening.thinking
+
+    def opened(self, added: list[int]) -> list[int]:
+        """The ids of a prompt's end with the opening that is asked for. Raises RequestError where they have another
+        end than the family's prompts."""
+        if self.opening is None:
+            return added
+        kept = len(added) - len(self.opening.before)
+        if kept < 0 or added[kept:] != self.opening.before:
+            raise RequestError("thinking cannot be switched here: the prompt does not end as the family's prompts do")
+        return added[:kept] + self.opening.after
 
     @property
     def rewritten(self) -> bool:
@@ -72,12 +94,13 @@ class Request(msgspec.Struct, kw_only=True):
         )
         return PromptNode(
             parent,
-            pack_ids(added),
+            pack_ids(self.opened(added)),
             matched=self.matched,
             path=self.paths[-1],
             quoted=quoted,
             messages=len(self.messages),
             tools=self.paths[0] if self.tools else b"",
+            thinking=self.thinking,
         )
 
 

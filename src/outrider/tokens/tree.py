@@ -42,10 +42,12 @@ class TokenTree:
         self._conversations = 0
         self.forks: dict[ForkCause, int] = {}
 
-    def join(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Joined:
-        """Find or make the request's prompt. Raises RequestError for a message that cannot be read or
-        rendered; the tree is then unchanged."""
-        request = self._read(messages, tools, tools_raw)
+    def join(
+        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
+    ) -> Joined:
+        """Find or make the request's prompt. `thinking` switches the model's reasoning, for this turn alone. Raises
+        RequestError for a message that cannot be read or rendered; the tree is then unchanged."""
+        request = self._read(messages, tools, tools_raw, thinking)
         if (known := self._known(request)) is not None:
             return Joined(JoinKind.RETRY, None, known, known.first_turn)
         joined = self._place(request)
@@ -60,14 +62,16 @@ class TokenTree:
             self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
         return joined
 
-    def measure(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> int:
+    def measure(
+        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
+    ) -> int:
         """The length of the prompt that `join` would give; nothing is recorded. Raises as `join` does."""
-        request = self._read(messages, tools, tools_raw)
+        request = self._read(messages, tools, tools_raw, thinking)
         if (known := self._known(request)) is not None:
             return known.length
         if request.matched is not None and (added := self._appended(request.matched, request)) is not None:
-            return request.matched.length + len(added)
-        return len(self._renderer.render(request.parsed(0), tools))
+            return request.matched.length + len(request.opened(added))
+        return len(request.opened(self._renderer.render(request.parsed(0), tools)))
 
     def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
         """Record a turn's sampled ids. `reply` is the message the client was given: None when it was given
@@ -81,8 +85,11 @@ class TokenTree:
             self._turns.setdefault(extend(prompt.path, key.body), []).append(turn)
         return turn
 
-    def _read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Request:
+    def _read(
+        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, thinking: bool | None
+    ) -> Request:
         request = self._reader.read(messages, tools, tools_raw)
+        request.opening = self._renderer.opening(thinking)
         request.match(self._turns)
         return request
 
@@ -127,6 +134,8 @@ class TokenTree:
         return self._renderer.bridge(tail, output, request.parsed(request.covered), request.tools, self._history)
 
     def _cause(self, request: Request) -> ForkCause:
+        if any(request.shares_messages(prompt) for prompt in self._prompts.get(request.paths[-1], ())):
+            return ForkCause.SIBLING  # the same messages with thinking switched
         roles = {key.role for key in request.keys[request.covered :]}
         if request.matched is None or request.rewritten or not roles:
             return ForkCause.HISTORY_REWRITTEN
