@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from outrider.dialects.decode import decode, refuse
-from outrider.dialects.gemini_fields import absent
+from outrider.dialects.gemini_fields import absent, camel
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -86,7 +86,6 @@ SAMPLERS: Table = (
     *_refused("repeat_penalty", reason="send repetition_penalty", neutral=(1,)),
     *_refused("bad_words", "allowed_token_ids", reason="send logit_bias"),
     *_refused("logits_processors", "custom_logit_processor", reason=_NO_SAMPLER),
-    *_refused("thinking_token_budget", reason=_BUDGET),
 )
 """Samplers by the names that inference servers give them, in no dialect's own API: refused in every one."""
 
@@ -96,7 +95,7 @@ EXTRAS: Table = (
     *_passed("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
     *_passed("chat_template_kwargs.enable_thinking", "chat_template_kwargs.thinking", "enable_thinking"),
     *_noted("chat_template_kwargs", reason="all others of its keys: the template has no such variable"),
-    *_noted("thinking_budget", reason=_BUDGET),
+    *_noted("thinking_budget", "thinking_token_budget", reason=_BUDGET),
 )
 """What vLLM's and SGLang's servers read besides a dialect's own fields: read in Chat, Responses and Messages alike."""
 
@@ -168,12 +167,21 @@ MESSAGES: Table = (
     *_other("session_id", "user", "request_id", "priority", "cache_salt"),
 )
 
+_GOOGLE_SAMPLERS: Table = tuple(
+    msgspec.structs.replace(row, name=camel(row.name))
+    for row in (
+        *SAMPLERS,
+        *_refused("repetition_penalty", reason="send presencePenalty or frequencyPenalty", neutral=(1,)),
+        *_refused("min_p", "min_tokens", "logit_bias", reason="ask another dialect for it", neutral=(0,)),
+    )
+)
+
 GEMINI_BODY: Table = (
     *_passed("contents", "systemInstruction", "tools", "generationConfig"),
     *_passed("toolConfig", reason="mode `NONE` hides the tools; any other choice is a wish, and noted"),
     *_refused("cachedContent", reason="send the whole contents"),
-    *SAMPLERS,
-    *_other("model", "safetySettings", "labels", "store", "serviceTier", "session_id"),
+    *_GOOGLE_SAMPLERS,
+    *_other("model", "safetySettings", "labels", "store", "serviceTier", "sessionId"),
 )
 GEMINI_GENERATION: Table = (
     *_passed("temperature", "topP", "topK", "maxOutputTokens", "stopSequences", "seed"),
@@ -187,7 +195,7 @@ GEMINI_GENERATION: Table = (
     *_noted("mediaResolution", "audioTimestamp", reason="the engine decides how it reads images", neutral=(False,)),
     *_noted("enableEnhancedCivicAnswers", "routingConfig", "modelSelectionConfig", reason="there is one model here"),
     *_refused("candidateCount", reason=_ONE_REPLY, neutral=(1,)),
-    *SAMPLERS,
+    *_GOOGLE_SAMPLERS,
 )
 
 TABLES: dict[str, Table] = {
