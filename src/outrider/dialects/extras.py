@@ -151,7 +151,7 @@ def template_thinking(wire: Extras) -> Thought:
 
 
 def _extra_forms(wire: Extras) -> Iterator[Constraint]:
-    more = wire.structured_outputs or _StructuredOutputs()
+    more = wire.structured_outputs or _NOTHING_STRUCTURED
     if more.structural_tag is not None:
         refuse("structured_outputs.structural_tag", "is not supported: send a JSON schema, a regex or a grammar")
     if more.json_object:
@@ -174,5 +174,6 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{char}" if char in _SPECIAL else char for char in text)
 
 
+_NOTHING_STRUCTURED = _StructuredOutputs()
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _NAMED: msgspec.json.Decoder[dict[str, Any] | None] = msgspec.json.Decoder(dict[str, Any] | None)

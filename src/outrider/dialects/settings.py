@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ TOOL = "tools."
 HISTORY = "history."
 """Begins the note of something in the history that the model is not shown."""
 
+_ABSENT = Raw()
 _LONGEST_NEUTRAL = 16
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
@@ -221,7 +223,8 @@ class BodyReader(Generic[T]):
         own = {field.encode_name for field in msgspec.structs.fields(kind)}
         self._judged = tuple(row for row in table if "." not in row.name and row.name not in own)
         self._known = own | {row.name for row in self._judged}
-        more = [(row.name, Raw, msgspec.field(default=Raw())) for row in self._judged]
+        self._values = attrgetter(*(row.name for row in self._judged))
+        more = [(row.name, Raw, msgspec.field(default=_ABSENT)) for row in self._judged]
         # A body without unknown fields, as nearly all are, is read once; the other decoder then says what they are.
         closed = msgspec.defstruct(kind.__name__, more, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
         self._closed: msgspec.json.Decoder[T] = msgspec.json.Decoder(closed)
@@ -237,7 +240,8 @@ class BodyReader(Generic[T]):
         except (ValueError, RecursionError):  # unknown fields, or the body is wrong: then the other says how
             wire = decode(self._open, body)
             notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
-        notes += judged((row, getattr(wire, row.name)) for row in self._judged)
+        sent = zip(self._judged, self._values(wire), strict=True)
+        notes += judged([(row, raw) for row, raw in sent if raw is not _ABSENT])
         return Read(wire, tuple(notes))
 
 
