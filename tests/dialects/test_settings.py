@@ -279,7 +279,8 @@ def test_a_wrong_setting_is_named(dialect: str, field: str, fields: dict[str, An
     [
         ("chat", {"reasoning_effort": "high"}, None, ("reasoning_effort",)),
         ("chat", {"reasoning": {"effort": "low", "max_tokens": 5}}, None, ("reasoning.effort", "reasoning.max_tokens")),
-        ("chat", {"reasoning": {"enabled": True}}, True, ()),
+        ("chat", {"reasoning": {"enabled": True, "exclude": True, "new": 1}}, True, ("unknown.reasoning.new",)),
+        ("chat", {"thinking": {"type": "auto", "new": 1}}, None, ("unknown.thinking.new",)),
         ("chat", {"thinking": {"type": "enabled", "budget_tokens": 5}}, True, ("thinking.budget_tokens",)),
         ("chat", {"chat_template_kwargs": {"enable_thinking": True}}, True, ()),
         ("responses", {"reasoning": {"effort": "medium", "summary": "auto"}}, None, ("reasoning.effort",)),
@@ -292,6 +293,7 @@ def test_a_wrong_setting_is_named(dialect: str, field: str, fields: dict[str, An
             False,
             ("output_config.effort",),
         ),
+        ("messages", {"output_config": {"task_budget": {}}}, None, ("unknown.output_config.task_budget",)),
         ("gemini", {"generationConfig": {"thinkingConfig": {"thinkingBudget": -1}}}, None, ()),
         (
             "gemini",

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.scripted import ScriptedEngine
-from outrider.errors import RequestError
+from outrider.errors import EngineRejected, RequestError
 from outrider.lifecycle import StopReason
 from outrider.spec import Sampling
 from outrider.tokens.samples import MAX_IGNORED, OTHERS, build_samples, count
@@ -99,6 +99,30 @@ async def test_a_form_and_tools_at_once_are_refused(tmp_path: Path) -> None:
             await world.ask(USER, response_format=FORM, tools=[BASH])
         await world.ask(USER, response_format=FORM, tools=[BASH], tool_choice="none")
         assert len(world.turns) == 1
+
+
+REJECTS = {"reply": "x<|im_end|>", "fail": "rejected"}
+
+
+async def test_what_an_engine_refuses_of_the_clients_own_is_no_failure_of_the_engine(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [REJECTS]) as world:
+        for fields in ({"guided_regex": "(unclosed"}, {"logit_bias": {"999999": 1}}, {"stop_token_ids": [999_999]}):
+            with pytest.raises(RequestError, match="by its script"):
+                await world.ask(USER, **fields)
+            assert world.conversation.failure is None
+        with pytest.raises(EngineRejected):
+            await world.ask(USER)
+        assert isinstance(world.conversation.failure, EngineRejected)
+
+
+async def test_a_stop_token_of_the_clients_is_no_text(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one two<|im_end|>"]) as world:
+        assert world.engine._tokenizer is not None
+        ids = world.engine._tokenizer.encode("one two")
+        first = await world.ask(USER, stop_token_ids=[ids[-1]])
+        assert first.reply.content == world.engine._tokenizer.decode(ids[:-1])
+        await world.ask(USER, echoed(first), USER)
+        assert world.turns[1].parent == 0
 
 
 class Plain(ScriptedEngine):

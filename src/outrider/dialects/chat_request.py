@@ -19,7 +19,17 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.dialects.decode import decode, depth_exceeds, refuse, shown
-from outrider.dialects.extras import Extras, Thought, asked_form, response_format, sampled_as, template_thinking
+from outrider.dialects.extras import (
+    Extras,
+    Object,
+    Thought,
+    asked_form,
+    response_format,
+    sampled_as,
+    template_thinking,
+    unknown_in,
+    words_for_thinking,
+)
 from outrider.dialects.images import image_of_address, kept_parts, text_of
 from outrider.dialects.settings import CHAT, TOOL, BodyReader, bounded
 from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec
@@ -42,23 +52,14 @@ _TOOL_CHOICES = frozenset({"none", "auto", "required"})
 _CLIENT_RUN = frozenset({"function", "custom"})
 """Kinds of tools that the client runs; of all others it expects that a server does. (`custom` has no schema.)"""
 
+_REASONING = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
+
 _StopString = Annotated[str, Meta(min_length=1)]
 _OutputLimit = Annotated[int, Meta(ge=1)]
 
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
-
-
-class _Reasoning(msgspec.Struct):
-    effort: str | None = None
-    enabled: bool | None = None
-    max_tokens: int | None = None
-
-
-class _Thinking(msgspec.Struct):
-    type: str | None = None
-    budget_tokens: int | None = None
 
 
 class _Body(Extras, kw_only=True):
@@ -76,9 +77,9 @@ class _Body(Extras, kw_only=True):
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    reasoning: _Reasoning | None = None
-    thinking: _Thinking | None = None
+    reasoning_effort: str | float | None = None
+    reasoning: Object | None = None
+    thinking: Object | None = None
 
 
 class _ImageUrl(msgspec.Struct):
@@ -311,21 +312,19 @@ def _check_function(function: Any, where: str) -> None:
 
 def _thought(wire: _Body) -> Thought:
     """What the client says about thinking, in whichever of the words for it."""
-    told = template_thinking(wire)
-    on, notes = told.on, list(told.notes)
-    reasoning, thinking = wire.reasoning or _Reasoning(), wire.thinking or _Thinking()
-    for effort, name in ((wire.reasoning_effort, "reasoning_effort"), (reasoning.effort, "reasoning.effort")):
+    template, thinking = template_thinking(wire), words_for_thinking("thinking", wire.thinking)
+    on = template.on if thinking.on is None else thinking.on
+    notes = [*template.notes, *thinking.notes, *unknown_in("reasoning", wire.reasoning, _REASONING)]
+    reasoning = wire.reasoning or {}
+    for effort, name in ((wire.reasoning_effort, "reasoning_effort"), (reasoning.get("effort"), "reasoning.effort")):
         if effort == "none":
             on = False
         elif effort is not None:
             notes.append(name)
-    if thinking.type in ("enabled", "disabled"):
-        on = thinking.type == "enabled"
-    if thinking.budget_tokens is not None:
-        notes.append("thinking.budget_tokens")
-    if reasoning.max_tokens is not None:
+    if reasoning.get("max_tokens") is not None:
         notes.append("reasoning.max_tokens")
-    return Thought(on if reasoning.enabled is None else reasoning.enabled, tuple(notes))
+    enabled = reasoning.get("enabled")
+    return Thought(enabled if isinstance(enabled, bool) else on, tuple(notes))
 
 
 def _asked_sampling(wire: _Body, thought: Thought) -> AskedSampling:

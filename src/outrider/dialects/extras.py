@@ -7,7 +7,7 @@ Source: vLLM's and SGLang's OpenAI-compatible servers (sampling parameters, stru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -16,6 +16,7 @@ from msgspec import Meta, Raw
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.dialects.base import AskedSampling
 from outrider.dialects.decode import decode, depth_exceeds, refuse, shown
+from outrider.dialects.settings import UNKNOWN
 
 MAX_CONSTRAINT = 1 << 16
 """Characters of a schema, expression or grammar. It is kept with the turn."""
@@ -61,6 +62,9 @@ class Extras(msgspec.Struct, kw_only=True):
     ebnf: _Text | None = None
     chat_template_kwargs: Raw = Raw()
     enable_thinking: bool | None = None
+
+
+Object = dict[str, Any]
 
 
 class Thought(msgspec.Struct, frozen=True):
@@ -150,6 +154,21 @@ def template_thinking(wire: Extras) -> Thought:
     return Thought(told, tuple(notes))
 
 
+def unknown_in(where: str, sent: Object | None, known: Container[str]) -> list[str]:
+    """The notes of fields of an object that nothing is known of."""
+    return [f"{UNKNOWN}{where}.{name}" for name in sent or () if name not in known]
+
+
+def words_for_thinking(where: str, sent: Object | None) -> Thought:
+    """An object with a `type` (enabled, disabled, or as the model likes) and perhaps a budget."""
+    if sent is None:
+        return Thought()
+    budget = [f"{where}.budget_tokens"] if sent.get("budget_tokens") is not None else []
+    kind = sent.get("type")
+    on = {"enabled": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
+    return Thought(on, (*budget, *unknown_in(where, sent, _THINKING)))
+
+
 def _extra_forms(wire: Extras) -> Iterator[Constraint]:
     more = wire.structured_outputs or _NOTHING_STRUCTURED
     if more.structural_tag is not None:
@@ -174,6 +193,7 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{char}" if char in _SPECIAL else char for char in text)
 
 
+_THINKING = frozenset({"type", "budget_tokens", "display"})
 _NOTHING_STRUCTURED = _StructuredOutputs()
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _NAMED: msgspec.json.Decoder[dict[str, Any] | None] = msgspec.json.Decoder(dict[str, Any] | None)

@@ -23,7 +23,17 @@ from msgspec import Meta, Raw
 
 from outrider.dialects.base import AskedSampling, Caller, Memory, ModelRequest, WireCall
 from outrider.dialects.decode import decode, depth_exceeds, refuse, shown
-from outrider.dialects.extras import Extras, Thought, asked_form, response_format, sampled_as, template_thinking
+from outrider.dialects.extras import (
+    Extras,
+    Object,
+    Thought,
+    asked_form,
+    response_format,
+    sampled_as,
+    template_thinking,
+    unknown_in,
+    words_for_thinking,
+)
 from outrider.dialects.messages_content import (
     HOSTED_BLOCKS,
     Block,
@@ -61,25 +71,15 @@ class _ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class _Thinking(msgspec.Struct):
-    type: str | None = None
-    budget_tokens: int | None = None
-
-
-class _OutputConfig(msgspec.Struct):
-    effort: str | None = None
-    format: dict[str, Any] | None = None
-
-
 class _Body(Extras, kw_only=True):
     model: str
     messages: list[_Wire]
     system: Content | None = None
     tools: Raw = Raw()
     tool_choice: _ToolChoice | None = None
-    thinking: _Thinking | None = None
-    output_config: _OutputConfig | None = None
-    output_format: dict[str, Any] | None = None
+    thinking: Object | None = None
+    output_config: Object | None = None
+    output_format: Object | None = None
     stream: bool | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
@@ -279,18 +279,14 @@ def _notes(wire: _Body, tools: _Tools) -> list[str]:
             notes.append("tool_choice")
         if wire.tool_choice.disable_parallel_tool_use:
             notes.append("tool_choice.disable_parallel_tool_use")
-    if wire.output_config is not None and wire.output_config.effort is not None:
+    if wire.output_config is not None and wire.output_config.get("effort") is not None:
         notes.append("output_config.effort")
-    return notes
+    return notes + unknown_in("output_config", wire.output_config, ("effort", "format"))
 
 
 def _thought(wire: _Body) -> Thought:
-    told = template_thinking(wire)
-    if wire.thinking is None:
-        return told
-    on = {"enabled": True, "disabled": False}.get(wire.thinking.type or "", told.on)
-    budget = ("thinking.budget_tokens",) if wire.thinking.budget_tokens is not None else ()
-    return Thought(on, told.notes + budget)
+    told, thinking = template_thinking(wire), words_for_thinking("thinking", wire.thinking)
+    return Thought(told.on if thinking.on is None else thinking.on, told.notes + thinking.notes)
 
 
 def _asked_sampling(wire: _Body, thought: Thought) -> AskedSampling:
@@ -303,7 +299,7 @@ def _asked_sampling(wire: _Body, thought: Thought) -> AskedSampling:
     )
     form = response_format(wire.output_format, "output_format")
     if form is None and wire.output_config is not None:
-        form = response_format(wire.output_config.format, "output_config.format")
+        form = response_format(wire.output_config.get("format"), "output_config.format")
     return sampled_as(wire, own, asked_form(wire, form))
 
 

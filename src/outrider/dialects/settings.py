@@ -237,7 +237,11 @@ class BodyReader(Generic[T]):
         notes: list[str] = []
         try:
             wire = self._closed.decode(body)
-        except (ValueError, RecursionError):  # unknown fields, or the body is wrong: then the other says how
+        except (
+            msgspec.MsgspecError,
+            UnicodeDecodeError,
+            RecursionError,
+        ):  # unknown fields, or the body is wrong: then the other says how
             wire = decode(self._open, body)
             notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
         sent = zip(self._judged, self._values(wire), strict=True)

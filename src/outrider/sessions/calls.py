@@ -95,6 +95,7 @@ class TokenCall:
             prompt_tail=self._joined.prompt.tail(self._endpoint.renderer),
             tools=self._request.tools,
             stop=self._sampling.stop,
+            stop_ids=self._sampling.stop_token_ids,
             call_id=self.id[:12],
         )
         generation = self._endpoint.pool.generate(

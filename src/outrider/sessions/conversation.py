@@ -18,7 +18,7 @@ import msgspec
 from outrider.dialects.base import AskedSampling, Memory, ModelRequest
 from outrider.engines.base import SamplingParams
 from outrider.engines.member import Assignment
-from outrider.errors import ContextOverflow, EngineError, OutriderError, RequestError, ServiceError
+from outrider.errors import ContextOverflow, EngineError, EngineRejected, OutriderError, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
 from outrider.sessions.calls import Call, Endpoint, Step, TokenCall, parsed
@@ -145,6 +145,11 @@ class Conversation:
             async with aclosing(self._run(request, dialect)) as steps:
                 async for step in steps:
                     yield step
+        except EngineRejected as error:
+            if not _rests_on_the_client(request.sampling):
+                self.failure = error
+                raise
+            raise RequestError(error.message, hint=error.hint, field=error.field) from error
         except (RequestError, EngineError) as error:
             if isinstance(error, EngineError):
                 self.failure = error
@@ -222,7 +227,7 @@ class Conversation:
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             ignored: tuple[str, ...] = ()
             if assigned.mode is TokenMode.TEXT:
-                sampling, ignored = _in_openais_words(sampling, wanted)
+                sampling, ignored = _in_openais_words(sampling, wanted, request.sampling)
             return CaptureCall(
                 self.endpoint,
                 self._captured,
@@ -345,6 +350,12 @@ class Conversation:
         return self.broken
 
 
+def _rests_on_the_client(asked: AskedSampling) -> bool:
+    """Whether an engine may have refused something that no task can choose, such as a schema that does not compile: an
+    agent must not be able to make its session fail as if its engine had."""
+    return asked.constraint is not None or bool(asked.logit_bias) or bool(asked.stop_token_ids)
+
+
 def _check_form(request: ModelRequest, assigned: Assignment) -> None:
     """Raises RequestError for a form that a reply cannot be held to."""
     constraint = request.sampling.constraint
@@ -362,13 +373,16 @@ def _check_form(request: ModelRequest, assigned: Assignment) -> None:
         )
 
 
-def _in_openais_words(sampling: SamplingParams, thinking: bool | None) -> tuple[SamplingParams, tuple[str, ...]]:
+def _in_openais_words(
+    sampling: SamplingParams, thinking: bool | None, client: AskedSampling
+) -> tuple[SamplingParams, tuple[str, ...]]:
     """What a server of OpenAI's own API can be told, and what of the rest was asked for."""
     neutral = SamplingParams(max_tokens=sampling.max_tokens)
     unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
     asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]
     told = msgspec.structs.replace(sampling, **{name: getattr(neutral, name) for name in unknown})
-    return told, (*asked, *(("thinking",) if thinking is not None else ()))
+    asked += ["stop_token_ids"] * bool(client.stop_token_ids) + ["thinking"] * (thinking is not None)
+    return told, tuple(asked)
 
 
 def _shows_images(request: ModelRequest) -> bool:
