@@ -394,3 +394,22 @@ async def test_penalties_change_what_a_greedy_generation_says() -> None:
         assert set(biased.ids) == {PROMPT[0]} != set(plain.ids)
         with pytest.raises(EngineRejected, match="vocabulary"):
             await everything(engine.generate(request(logit_bias={1 << 20: 1.0})))
+
+
+async def test_a_form_that_costs_too_much_ends_its_own_reply_alone() -> None:
+    pytest.importorskip("llguidance")
+    endless = Constraint(ConstraintKind.JSON_SCHEMA, '{"$ref":"#"}')
+    async with running() as engine:
+        cut, free = await together(engine, [request(constraint=endless), request(max_tokens=8)])
+        assert cut.finish is FinishReason.ABORT
+        assert len(free.ids) == 8
+
+
+async def test_tokenizers_for_stop_ids_of_clients_are_few() -> None:
+    pytest.importorskip("llguidance")
+    from outrider.engines.embedded.forms import KEPT_TOKENIZERS, Forms
+
+    forms = Forms(POLICY, len(TOKENIZER))
+    for stop in range(3 * KEPT_TOKENIZERS):
+        forms.compile(Constraint(ConstraintKind.REGEX, "a"), (stop, 1 << 30))
+    assert len(forms._tokenizers) == KEPT_TOKENIZERS

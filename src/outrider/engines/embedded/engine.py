@@ -102,6 +102,7 @@ class EmbeddedEngine:
             generation = worker.admission.check(request)
         else:  # compiling a schema may take long
             generation = await asyncio.to_thread(worker.admission.check, request)
+            worker = self._running()  # it may have ended meanwhile
         output: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # bounded by max_tokens
         self._live[generation] = output
         worker.post(lambda batch: batch.add(generation))

@@ -6,6 +6,7 @@ It knows no logits and no batch. Invariant: a form that is not finished allows a
 from __future__ import annotations
 
 import importlib.util
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ import numpy.typing as npt
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.errors import EngineRejected
+
+_LIMITS = {"initial_lexer_fuel": 100_000, "step_lexer_fuel": 20_000, "max_lexer_states": 50_000}
+"""A tenth of the library's own, which let one token of `(a{1000}){1000}` take 6 s: all sessions wait for it."""
+KEPT_TOKENIZERS = 4
+"""By their stop ids, to which clients may add."""
 
 _JSON = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}  # a small model would go on with blanks to its limit
 Allowed = npt.NDArray[np.bool_]
@@ -52,6 +58,7 @@ class Forms:
     def __init__(self, folder: Path, vocab: int) -> None:
         self._folder = folder
         self._vocab = vocab
+        self._lock = threading.Lock()  # requests are compiled in threads of their own
         self._tokenizers: dict[tuple[int, ...], Any] = {}
 
     def compile(self, constraint: Constraint, stops: tuple[int, ...]) -> Form:
@@ -67,19 +74,23 @@ class Forms:
             grammar = _grammar(llguidance, constraint)
         except ValueError as error:
             raise EngineRejected(f"a {constraint.kind.value} cannot be read: {error}") from error
-        matcher = llguidance.LLMatcher(self._tokenizer(llguidance, stops), grammar, log_level=0)
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        matcher = llguidance.LLMatcher(self._tokenizer(llguidance, stops), grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise EngineRejected(f"a {constraint.kind.value} cannot be read: {str(matcher.get_error())[:500]}")
         return Form(matcher, self._vocab)
 
     def _tokenizer(self, library: Any, stops: tuple[int, ...]) -> Any:
-        known = self._tokenizers.get(stops)
-        if known is None:
-            text = (self._folder / "tokenizer.json").read_text()
-            ends = [token for token in stops if token < self._vocab]
-            known = library.LLTokenizer(text, n_vocab=self._vocab, eos_token=ends or None)
-            self._tokenizers[stops] = known
-        return known
+        with self._lock:
+            known = self._tokenizers.get(stops)
+            if known is None:
+                text = (self._folder / "tokenizer.json").read_text()
+                ends = [token for token in stops if token < self._vocab]
+                known = library.LLTokenizer(text, n_vocab=self._vocab, eos_token=ends or None)
+                self._tokenizers[stops] = known
+                if len(self._tokenizers) > KEPT_TOKENIZERS:
+                    del self._tokenizers[next(iter(self._tokenizers))]
+            return known
 
 
 def _grammar(library: Any, constraint: Constraint) -> str:
