@@ -70,6 +70,8 @@ def _remarks(turn: TurnView) -> Iterator[Text]:
         remarks.append(f"{turn.malformed_calls} malformed, given back as text")
     if turn.mode != "tokens":
         remarks.append(f"recorded in {turn.mode} mode")
+    if turn.altered:
+        remarks.append("drawn from an altered distribution")
     if turn.drift_tokens:
         remarks.append(f"{turn.drift_tokens} tokens of drift")
     if remarks:
