@@ -219,6 +219,17 @@ async def test_penalties_and_bias_reach_sglang_in_its_own_words() -> None:
     assert (sent["min_new_tokens"], sent["logit_bias"]) == (2, {"7": -100.0, "5": 1.5})
 
 
+async def test_a_minimum_is_no_more_than_the_maximum() -> None:
+    """Which the session's own limits may have lowered."""
+    sampling = msgspec.structs.replace(REQUEST.sampling, min_tokens=50)
+    async with upstream(Answer(events=[vllm_event([1], [-0.5])])) as (url, server):
+        await generate(VLLMEngine, url, sampling=sampling)
+    assert server.posts[0][1]["sampling_params"]["min_tokens"] == 9
+    async with upstream(Answer(events=[sglang_event([1], [-0.5], 1, STOP)])) as (url, server):
+        await generate(SGLangEngine, url, sampling=sampling)
+    assert server.posts[0][1]["sampling_params"]["min_new_tokens"] == 9
+
+
 @pytest.mark.parametrize(("constraint", "vllm", "sglang"), FORMS)
 async def test_a_form_reaches_both_in_their_own_words(constraint: Constraint, vllm: Any, sglang: Any) -> None:
     sampling = msgspec.structs.replace(REQUEST.sampling, constraint=constraint)

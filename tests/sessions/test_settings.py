@@ -140,12 +140,6 @@ async def test_an_engine_that_cannot_is_not_asked(tmp_path: Path) -> None:
         assert world.conversation.failure is None
 
 
-async def test_a_minimum_is_no_more_than_the_maximum(tmp_path: Path) -> None:
-    async with a_world(tmp_path, ["x<|im_end|>"]) as world:
-        await world.ask(USER, min_tokens=50, max_tokens=10)
-        assert world.turns[0].sampling["min_tokens"] == 10
-
-
 def shown(engine: ScriptedEngine) -> str:
     """The newest prompt as text."""
     assert engine._tokenizer is not None

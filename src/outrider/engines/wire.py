@@ -92,7 +92,7 @@ def altering(sampling: SamplingParams) -> dict[str, Any]:
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_tokens", sampling.min_tokens),
+        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
         ("logit_bias", bias_by_text(sampling)),
     ):
         if value:

@@ -23,6 +23,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import images_in
 from outrider.sessions.calls import Call, Endpoint, Step, TokenCall, parsed
 from outrider.sessions.capture import CaptureCall, CaptureRecord
+from outrider.sessions.wishes import check_form, in_openais_words, rests_on_the_client
 from outrider.shield import shielded
 from outrider.spec import Limits, Sampling
 from outrider.tokens.nodes import PromptNode
@@ -146,7 +147,7 @@ class Conversation:
                 async for step in steps:
                     yield step
         except EngineRejected as error:
-            if not _rests_on_the_client(request.sampling):
+            if not rests_on_the_client(request.sampling):
                 self.failure = error
                 raise
             raise RequestError(error.message, hint=error.hint, field=error.field) from error
@@ -221,13 +222,13 @@ class Conversation:
 
     async def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
-        _check_form(request, assigned)
+        check_form(request, assigned)
         if assigned.mode is not TokenMode.TOKENS:
             wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             ignored: tuple[str, ...] = ()
             if assigned.mode is TokenMode.TEXT:
-                sampling, ignored = _in_openais_words(sampling, wanted, request.sampling)
+                sampling, ignored = in_openais_words(sampling, wanted, request.sampling)
             return CaptureCall(
                 self.endpoint,
                 self._captured,
@@ -310,9 +311,8 @@ class Conversation:
                 raise ContextOverflow(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
             room = min(room, left)
         wanted = _first(task.max_tokens, asked.max_tokens, room)
-        max_tokens = max(1, min(wanted, room))
         return SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=max(1, min(wanted, room)),
             temperature=_first(task.temperature, asked.temperature, 1.0),
             top_p=_first(task.top_p, asked.top_p, 1.0),
             top_k=_first(task.top_k, asked.top_k, -1),
@@ -320,7 +320,7 @@ class Conversation:
             seed=_first(task.seed, asked.seed, None),
             stop=asked.stop,
             stop_token_ids=tuple(dict.fromkeys((*self.endpoint.renderer.stop_ids, *asked.stop_token_ids))),
-            min_tokens=min(asked.min_tokens or 0, max_tokens),
+            min_tokens=asked.min_tokens or 0,
             repetition_penalty=_first(task.repetition_penalty, asked.repetition_penalty, 1.0),
             presence_penalty=_first(task.presence_penalty, asked.presence_penalty, 0.0),
             frequency_penalty=_first(task.frequency_penalty, asked.frequency_penalty, 0.0),
@@ -348,41 +348,6 @@ class Conversation:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
         self.failure = self.broken
         return self.broken
-
-
-def _rests_on_the_client(asked: AskedSampling) -> bool:
-    """Whether an engine may have refused something that no task can choose, such as a schema that does not compile: an
-    agent must not be able to make its session fail as if its engine had."""
-    return asked.constraint is not None or bool(asked.logit_bias) or bool(asked.stop_token_ids)
-
-
-def _check_form(request: ModelRequest, assigned: Assignment) -> None:
-    """Raises RequestError for a form that a reply cannot be held to."""
-    constraint = request.sampling.constraint
-    if constraint is None:
-        return
-    if constraint.kind not in assigned.constraints:
-        raise RequestError(
-            f"engine {assigned.engine!r} cannot hold a reply to a {constraint.kind.value}",
-            hint="ask without structured output, or attach an engine that can: docs/engines.md",
-        )
-    if request.tools and assigned.mode is TokenMode.TOKENS:
-        raise RequestError(
-            "a reply that is held to a form cannot call a tool: structured output and tools cannot be had at once",
-            hint="ask for the form in a request without tools, or with the tool choice `none`",
-        )
-
-
-def _in_openais_words(
-    sampling: SamplingParams, thinking: bool | None, client: AskedSampling
-) -> tuple[SamplingParams, tuple[str, ...]]:
-    """What a server of OpenAI's own API can be told, and what of the rest was asked for."""
-    neutral = SamplingParams(max_tokens=sampling.max_tokens)
-    unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
-    asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]
-    told = msgspec.structs.replace(sampling, **{name: getattr(neutral, name) for name in unknown})
-    asked += ["stop_token_ids"] * bool(client.stop_token_ids) + ["thinking"] * (thinking is not None)
-    return told, tuple(asked)
 
 
 def _shows_images(request: ModelRequest) -> bool:
