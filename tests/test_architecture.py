@@ -19,6 +19,7 @@ LAYERS = (
         "errors",
         "lifecycle",
         "messages",
+        "constraint",
         "trajectory",
         "spec",
         "config",

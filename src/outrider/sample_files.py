@@ -180,6 +180,7 @@ def _schema(arrow: Any) -> Any:
         "max_version": arrow.int32(),
         "labels": arrow.string(),
         "images": arrow.list_(arrow.struct(list(image.items()))),
+        "altered": arrow.list_(arrow.int32()),
     }
     return arrow.schema(list(columns.items()))
 

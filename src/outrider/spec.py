@@ -53,7 +53,8 @@ class Spec(BaseModel):
 class Sampling(Spec):
     """What the task fixes about sampling. A field left out is the harness's to choose, then the default's.
 
-    `max_tokens` bounds one turn; it is clamped to what the model's context leaves.
+    `max_tokens` bounds one turn; it is clamped to what the model's context leaves. `thinking` switches the model's
+    reasoning on or off, where its chat template can.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -62,6 +63,10 @@ class Sampling(Spec):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    thinking: bool | None = None
 
 
 class Limits(Spec):

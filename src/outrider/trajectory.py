@@ -125,6 +125,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     or another system prompt, count up. `forked_from` is, where one of those two changed, the turn whose history the
     request goes on from. `tools` tells the tools of requests apart, empty where there were none. `agent_id`,
     `parent_agent_id` and `purpose` are what the client said about its caller.
+    `sampling` is all that the engine was told about sampling, and whether the model was to think; `altered` says that
+    tokens were drawn from another distribution than temperature and truncation make of the logits (penalties, a bias, a
+    minimum length, a form that the reply was held to). `ignored` names what the client asked for that had no effect.
     `messages` are what the request added to its parent's conversation (all of them without a parent), `reply` is
     what the client was told, None when it had left.
     """
@@ -151,6 +154,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     dialect: str
     engine: str
     sampling: dict[str, Any]
+    altered: bool = False
+    ignored: tuple[str, ...] = ()
     cached_tokens: int | None = None
     drift_tokens: int = 0
     messages: tuple[Message, ...] = ()
@@ -190,7 +195,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     and version -1. `prompt_length` is the number of ids before the first sampled one. `reward` is None when
     the session has no verdict, or its task lets no branch of this kind train: such a row must not be trained on.
     `parent` is the turn that the branch forked from or was started by, None where there is none; `depth` is 0 for the
-    main branches and one more than the parent's for others; `label` says more than `kind`, as in "title". `images` are
+    main branches and one more than the parent's for others; `label` says more than `kind`, as in "title". `altered`
+    are those of its turns whose tokens no softmax of logits over a temperature explains (`Turn.altered`). `images` are
     in the order in which the ids show them, one that is shown twice twice.
     """
 
@@ -219,6 +225,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     max_version: int
     labels: dict[str, str] = {}
     images: tuple[SampleImage, ...] = ()
+    altered: tuple[int, ...] = ()
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,7 +261,8 @@ class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
 
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     """How one session ended, once and for all. `policy` is the task's for its branches; a kind that is not in it has
-    the default one. `harness_exit` is there where an agent program failed and was graded."""
+    the default one. `harness_exit` is there where an agent program failed and was graded. `ignored` counts the turns in
+    which a client asked for something that had no effect, by its name."""
 
     session_id: str
     group_id: str
@@ -270,4 +278,5 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: StageSeconds = StageSeconds()
     samples: int = 0
     policy: dict[BranchKind, BranchPolicy] = {}
+    ignored: dict[str, int] = {}
     labels: dict[str, str] = {}

@@ -172,7 +172,8 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     """One model call, readable: `context` is the text of the ids this turn added to its prompt, `sampled` the
-    text of what the model said. `kind`, `label` and `depth` are those of the branch that it is for."""
+    text of what the model said. `kind`, `label` and `depth` are those of the branch that it is for. `altered` and
+    `ignored` are the turn's (`trajectory.Turn`)."""
 
     index: int
     parent: int | None
@@ -196,6 +197,8 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     drift_tokens: int
     versions: tuple[VersionSpan, ...]
     sampling: dict[str, Any]
+    altered: bool = False
+    ignored: tuple[str, ...] = ()
     timings: TurnTimings
 
 

@@ -216,10 +216,21 @@ async def test_models(tmp_path: Path) -> None:
     assert (one.id, one.type, one.display_name, one.max_input_tokens) == ("policy", "model", "policy", 4096)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_offers_hosted_tools_runs(tmp_path: Path, stream: bool) -> None:
+    hosted = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    async with a_client(tmp_path, "hi<|im_end|>") as (world, client):
+        await client.messages.create(**{**HELLO, "stream": stream}, extra_body={"tools": [BASH, hosted]})
+        assert (await client.messages.count_tokens(model="any", messages=HELLO["messages"], tools=[BASH])) == (
+            await client.messages.count_tokens(model="any", messages=HELLO["messages"], tools=[BASH, hosted])
+        )
+    assert [turn.ignored for turn in world.turns] == [("tools.web_search_20250305",)]
+
+
 REFUSED = [
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0].type: "),
     ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role: "),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
+    ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].input_schema: "),
     ({"temperature": -1}, "temperature: "),
 ]
 

@@ -77,11 +77,15 @@ async def test_what_a_sandbox_printed_does_not_steer_the_terminal(tmp_path: Path
         [done] = await client.wait([group.id])
         [first, second] = await client.turns(done.sessions[0].id)
     hostile = msgspec.structs.replace(second, context="a\x1b]0;owned\x07\n[bold]b[/bold]\r", cause="history_rewritten")
+    [session] = done.sessions
+    assert session.result is not None
+    named = msgspec.structs.replace(session.result, ignored={"tools.web\x1b_search": 2})
     file = io.StringIO()
-    print_session(Console(file=file, width=200), done.sessions[0], [first, hostile])
+    print_session(Console(file=file, width=200), msgspec.structs.replace(session, result=named), [first, hostile])
     text = file.getvalue()
     assert "  a\\x1b]0;owned\\x07\n  [bold]b[/bold]\\x0d\n" in text
     assert "fork: history_rewritten" in text
+    assert "asked for without effect (turns): tools.web\\x1b_search (2)" in text
 
 
 async def test_a_crash_and_an_excess_are_told_apart_from_a_plain_zero(tmp_path: Path) -> None:

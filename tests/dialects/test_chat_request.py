@@ -73,7 +73,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tool_choice": 1}),
     ("tools", {"tools": {"name": "f"}}),
     ("tools[1]", {"tools": [{"name": "f"}, 3]}),
-    ("tools[1].type", {"tools": [{"name": "f"}, {"type": "web_search"}]}),
+    ("tools[1].type", {"tools": [{"name": "f"}, {"type": "custom", "custom": {"name": "g"}}]}),
     ("tools[0].type", {"tools": [{"type": None, "name": "f"}]}),
     ("tools[0].name", {"tools": [{"parameters": {}}]}),
     ("tools[0].function", {"tools": [{"type": "function", "function": "f"}]}),

@@ -5,7 +5,7 @@ A transcript (`tests/golden/DIALECT/*.txt`) is a sentence, then sections headed 
     call         the request line, where it is not always the same: method, path and query
     request      the client's body, JSON
     messages     what each message is read as, one JSON `Message` a line
-    asked        the rest of the `ModelRequest`: model, flags, sampling, tools
+    asked        the rest of the `ModelRequest`: model, flags, sampling, tools, and what has no effect, if anything
     steps        what the stream is told, one JSON object a line: {"delta", "pieces"} | {"ping"} | {"error"}
     completion   the finished call, JSON of a `Completion` with ids and log-probabilities as lists
     reply        the one-piece body, exactly          (absent when the stream ends in an error)
@@ -129,10 +129,11 @@ def asked(request: ModelRequest) -> dict[str, Any]:
     flags = [name for name in FLAGS if getattr(request, name)]
     flags += ["store"] * (getattr(private, "store", None) is not None)
     flags += [name for name in ("summary", "encrypted") if getattr(private, name, False)]
-    return {
+    ignored = {"ignored": list(request.ignored)} if request.ignored else {}
+    return ignored | {
         "model": request.model,
         "flags": flags,
-        "sampling": {name: value for name, value in builtins(request.sampling).items() if value not in (None, [])},
+        "sampling": {name: value for name, value in builtins(request.sampling).items() if value not in (None, [], {})},
         "tools": list(request.tools),
     }
 

@@ -89,7 +89,7 @@ FIELDS = [
     ("top_p", {"top_p": 0}),
     ("reasoning", {"reasoning": "high"}),
     ("text.format", {"text": {"format": "json"}}),
-    ("text.format", {"text": {"format": json.loads('{"a":' * 80 + "1" + "}" * 80)}}),
+    ("text.format.type", {"text": {"format": json.loads('{"a":' * 80 + "1" + "}" * 80)}}),
     ("tool_choice", {"tool_choice": "always"}),
     ("tool_choice.type", {"tool_choice": {"type": "web_search"}}),
     ("tool_choice.type", {"tool_choice": {}}),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from engines.contract import Generation, collect
 from engines.upstream import Answer, upstream
 from engines.worlds import HASTY
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.sglang import SGLangEngine
 from outrider.engines.vllm import VLLMEngine
@@ -32,11 +35,13 @@ REQUEST = GenerateRequest(
 )
 
 
-async def generate(kind: Adapter, url: str, *, model: str | None = None) -> Generation:
+async def generate(
+    kind: Adapter, url: str, *, model: str | None = None, sampling: SamplingParams = REQUEST.sampling
+) -> Generation:
     engine = kind(EngineOptions(name="e", url=url, model=model), retry=HASTY)
     await engine.start()
     try:
-        return await collect(engine.generate(REQUEST))
+        return await collect(engine.generate(msgspec.structs.replace(REQUEST, sampling=sampling)))
     finally:
         await engine.close()
 
@@ -184,6 +189,62 @@ async def test_sglang_is_only_told_what_it_knows() -> None:
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
     }
+
+
+ALTERED = msgspec.structs.replace(
+    REQUEST.sampling,
+    min_tokens=2,
+    repetition_penalty=1.1,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    logit_bias={7: -100.0, 5: 1.5},
+)
+SCHEMA = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"integer"}}}'
+FORMS = [
+    (Constraint(ConstraintKind.JSON_OBJECT), {"json_object": True}, {"json_schema": '{"type": "object"}'}),
+    (Constraint(ConstraintKind.JSON_SCHEMA, SCHEMA), {"json": json.loads(SCHEMA)}, {"json_schema": SCHEMA}),
+    (Constraint(ConstraintKind.REGEX, "a|b"), {"regex": "a|b"}, {"regex": "a|b"}),
+    (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a"'), {"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+]
+
+
+async def test_penalties_and_bias_reach_vllm_in_its_own_words() -> None:
+    async with upstream(Answer(events=[vllm_event([1], [-0.5])])) as (url, server):
+        await generate(VLLMEngine, url, sampling=ALTERED)
+    sent = server.posts[0][1]["sampling_params"]
+    assert (sent["repetition_penalty"], sent["presence_penalty"], sent["frequency_penalty"]) == (1.1, -0.5, 0.25)
+    assert (sent["min_tokens"], sent["logit_bias"]) == (2, {"7": -100.0, "5": 1.5})
+    assert "structured_outputs" not in sent
+
+
+async def test_penalties_and_bias_reach_sglang_in_its_own_words() -> None:
+    async with upstream(Answer(events=[sglang_event([1], [-0.5], 1, STOP)])) as (url, server):
+        await generate(SGLangEngine, url, sampling=ALTERED)
+    sent = server.posts[0][1]["sampling_params"]
+    assert (sent["repetition_penalty"], sent["presence_penalty"], sent["frequency_penalty"]) == (1.1, -0.5, 0.25)
+    assert (sent["min_new_tokens"], sent["logit_bias"]) == (2, {"7": -100.0, "5": 1.5})
+
+
+async def test_a_minimum_is_no_more_than_the_maximum() -> None:
+    """Which the session's own limits may have lowered."""
+    sampling = msgspec.structs.replace(REQUEST.sampling, min_tokens=50)
+    async with upstream(Answer(events=[vllm_event([1], [-0.5])])) as (url, server):
+        await generate(VLLMEngine, url, sampling=sampling)
+    assert server.posts[0][1]["sampling_params"]["min_tokens"] == 9
+    async with upstream(Answer(events=[sglang_event([1], [-0.5], 1, STOP)])) as (url, server):
+        await generate(SGLangEngine, url, sampling=sampling)
+    assert server.posts[0][1]["sampling_params"]["min_new_tokens"] == 9
+
+
+@pytest.mark.parametrize(("constraint", "vllm", "sglang"), FORMS)
+async def test_a_form_reaches_both_in_their_own_words(constraint: Constraint, vllm: Any, sglang: Any) -> None:
+    sampling = msgspec.structs.replace(REQUEST.sampling, constraint=constraint)
+    async with upstream(Answer(events=[vllm_event([1], [-0.5])])) as (url, server):
+        await generate(VLLMEngine, url, sampling=sampling)
+    assert server.posts[0][1]["sampling_params"]["structured_outputs"] == vllm
+    async with upstream(Answer(events=[sglang_event([1], [-0.5], 1, STOP)])) as (url, server):
+        await generate(SGLangEngine, url, sampling=sampling)
+    assert server.posts[0][1]["sampling_params"].items() >= sglang.items()
 
 
 @pytest.mark.parametrize("status", [403, 404])

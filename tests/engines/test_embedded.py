@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from engines.contract import CHECKS, Factory, Rig, tokenizes
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.demo.dialogue import POLICY
 from outrider.engines.base import EngineOptions, GenerateRequest
 from outrider.engines.embedded import EmbeddedEngine
@@ -337,3 +339,77 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(EngineUnavailable) as caught:
         EmbeddedEngine(EngineOptions(name="x", model=str(POLICY)))
     assert caught.value.hint == "pip install 'outrider[embedded]'"
+
+
+FORMS = [
+    (
+        Constraint(
+            ConstraintKind.JSON_SCHEMA,
+            '{"type":"object","properties":{"n":{"enum":[1,22]}},"required":["n"],"additionalProperties":false}',
+        ),
+        r'\{\s*"n"\s*:\s*(1|22)\s*\}',
+    ),
+    (Constraint(ConstraintKind.REGEX, "(maple|jade)!?"), "(maple|jade)!?"),
+    (Constraint(ConstraintKind.GRAMMAR, 'start: "a" /[bc]{3}/'), "a[bc]{3}"),
+]
+
+
+@pytest.mark.parametrize(("form", "pattern"), FORMS, ids=[form.kind.value for form, _ in FORMS])
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_reply_has_the_form_it_is_held_to(
+    form: Constraint, pattern: str, seed: int, reference: ReferenceLlama
+) -> None:
+    pytest.importorskip("llguidance")
+    end = TOKENIZER.encode("<|im_end|>")
+    asked = request(constraint=form, temperature=2.0, seed=seed, max_tokens=200, stop_token_ids=tuple(end))
+    async with running() as engine:
+        free, held = await together(engine, [request(max_tokens=8), asked])
+    said = held.ids[:-1] if held.ids[-1:] == end else held.ids
+    assert re.fullmatch(pattern, TOKENIZER.decode(said)), TOKENIZER.decode(said)
+    assert held.finish is FinishReason.STOP
+    assert held.logprobs == pytest.approx(reference.logprobs(PROMPT, held.ids), abs=EXACT)
+    assert free.ids == reference.greedy(PROMPT, 8)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "no such type"}'),
+        Constraint(ConstraintKind.REGEX, "(unclosed"),
+        Constraint(ConstraintKind.GRAMMAR, "this is no grammar"),
+    ],
+    ids=lambda form: form.kind.value,
+)
+async def test_a_form_that_cannot_be_read_is_refused(form: Constraint) -> None:
+    pytest.importorskip("llguidance")
+    async with running() as engine:
+        with pytest.raises(EngineRejected, match="cannot be read"):
+            await everything(engine.generate(request(constraint=form)))
+        assert (await engine.stats()).running == 0
+
+
+async def test_penalties_change_what_a_greedy_generation_says() -> None:
+    async with running() as engine:
+        plain, biased = await together(engine, [request(), request(logit_bias={PROMPT[0]: 100.0})])
+        assert set(biased.ids) == {PROMPT[0]} != set(plain.ids)
+        with pytest.raises(EngineRejected, match="vocabulary"):
+            await everything(engine.generate(request(logit_bias={1 << 20: 1.0})))
+
+
+async def test_a_form_that_costs_too_much_ends_its_own_reply_alone() -> None:
+    pytest.importorskip("llguidance")
+    endless = Constraint(ConstraintKind.JSON_SCHEMA, '{"$ref":"#"}')
+    async with running() as engine:
+        cut, free = await together(engine, [request(constraint=endless), request(max_tokens=8)])
+        assert cut.finish is FinishReason.ABORT
+        assert len(free.ids) == 8
+
+
+async def test_tokenizers_for_stop_ids_of_clients_are_few() -> None:
+    pytest.importorskip("llguidance")
+    from outrider.engines.embedded.forms import KEPT_TOKENIZERS, Forms
+
+    forms = Forms(POLICY, len(TOKENIZER))
+    for stop in range(3 * KEPT_TOKENIZERS):
+        forms.compile(Constraint(ConstraintKind.REGEX, "a"), (stop, 1 << 30))
+    assert len(forms._tokenizers) == KEPT_TOKENIZERS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -157,3 +159,44 @@ def test_what_older_weights_computed_is_nobodys_prefix() -> None:
     lease = slots.take(ids(1, 2, 3, 9, 9))
     assert lease is not None
     assert (lease.slot, lease.cached) == (busy, 0)
+
+
+LOGITS = (2.0, 1.0, -1.0, 0.0, -2.0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "prompt", "before", "expected"),
+    [
+        ({"logit_bias": {4: 3.0}}, (), (), (2, 1, -1, 0, 1)),
+        ({"repetition_penalty": 2.0}, (0, 2), (), (1, 1, -2, 0, -2)),
+        ({"repetition_penalty": 2.0}, (), (0, 0, 4), (1, 1, -1, 0, -4)),
+        ({"presence_penalty": 0.5}, (1,), (0, 0, 3), (1.5, 1, -1, -0.5, -2)),
+        ({"frequency_penalty": 0.5}, (1,), (0, 0, 3), (1, 1, -1, -0.5, -2)),
+        ({"min_tokens": 2, "stop_token_ids": (1, 99)}, (), (0,), (2, -np.inf, -1, 0, -2)),
+        ({"min_tokens": 2, "stop_token_ids": (1, 99)}, (), (0, 0), LOGITS),
+    ],
+)
+def test_what_alters_the_logits(
+    sampling: dict[str, Any], prompt: tuple[int, ...], before: tuple[int, ...], expected: tuple[float, ...]
+) -> None:
+    """By hand, from vLLM's formulas."""
+    from outrider.engines.embedded.sampler import Stream
+
+    stream = Stream(SamplingParams(max_tokens=9, **sampling), prompt=prompt)
+    for token in before:
+        stream.accept(token)
+    row = torch.tensor(LOGITS)
+    stream.alter(row)
+    assert row.tolist() == pytest.approx(expected)
+
+
+def test_an_altered_row_keeps_its_raw_log_probability_and_its_neighbours() -> None:
+    from outrider.engines.embedded.sampler import Stream, sample
+
+    logits = torch.tensor([LOGITS, LOGITS])
+    biased = SamplingParams(max_tokens=1, temperature=0.0, logit_bias={0: -100.0})
+    first, second = sample(logits, [Stream(biased), Stream(SamplingParams(max_tokens=1, temperature=0.0))])
+    assert (first.token, second.token) == (1, 0)
+    raw = torch.tensor(LOGITS).log_softmax(dim=-1).tolist()
+    assert (first.logprob, second.logprob) == (pytest.approx(raw[1]), pytest.approx(raw[0]))
+    assert logits.tolist() == [list(LOGITS)] * 2

@@ -7,6 +7,7 @@ import pytest
 
 from engines.upstream import Answer, upstream
 from engines.worlds import HASTY
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import ChatChunk, ChatRequest, EngineOptions, SamplingParams
 from outrider.engines.openai import OpenAIEngine
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
@@ -175,3 +176,40 @@ async def test_images_are_sent_as_parts() -> None:
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
         {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}},
     ]
+
+
+ALTERED = SamplingParams(
+    max_tokens=9,
+    min_tokens=2,
+    repetition_penalty=1.5,
+    presence_penalty=0.5,
+    frequency_penalty=0.25,
+    logit_bias={7: 1.0},
+    constraint=Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}'),
+)
+REPLIED = Answer(events=[event({"content": "b"}, "stop")])
+
+
+async def test_what_alters_sampling_is_asked_for_in_openais_words_and_of_vllm_in_its_own() -> None:
+    altered = msgspec.structs.replace(REQUEST, sampling=ALTERED, thinking=False)
+    async with upstream(REPLIED, REPLIED, pages=PAGES) as (url, server):
+        await chat(url, altered)
+        await chat(url, altered, ids=False)
+    (_, capture), (_, text) = server.posts
+    for body in (capture, text):
+        assert (body["presence_penalty"], body["frequency_penalty"], body["logit_bias"]) == (0.5, 0.25, {"7": 1.0})
+        form = body["response_format"]
+        assert (form["type"], form["json_schema"]["schema"]) == ("json_schema", {"type": "object"})
+    assert (capture["repetition_penalty"], capture["min_tokens"]) == (1.5, 2)
+    assert capture["chat_template_kwargs"] == {"enable_thinking": False}
+    assert not text.keys() & {"repetition_penalty", "min_tokens", "chat_template_kwargs"}
+
+
+async def test_forms_that_openai_does_not_have_are_for_vllm_alone() -> None:
+    regex = Constraint(ConstraintKind.REGEX, "a|b")
+    altered = msgspec.structs.replace(REQUEST, sampling=SamplingParams(max_tokens=9, constraint=regex))
+    async with upstream(REPLIED, pages=PAGES) as (url, server):
+        await chat(url, altered)
+    assert server.posts[0][1]["structured_outputs"] == {"regex": "a|b"}
+    plain = OpenAIEngine(EngineOptions(name="e", url="http://x", options={"ids": False}))
+    assert plain.constraints == {ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA}

@@ -72,6 +72,8 @@ async def test_sglang_replies_in_one_piece(tokenizer_folder: Path) -> None:
         ("vllm", "/nowhere", {}, 404),
         ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"max_tokens": 3}}, 400),
         ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"top_p": "x"}}, 400),
+        ("sglang", "/generate", {"input_ids": [1], "sampling_params": {"regex": "a", "ebnf": "b"}}, 400),
+        ("vllm", "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"structured_outputs": {}}}, 400),
         ("sglang", "/generate", {"input_ids": []}, 400),
         ("sglang", "/pause_generation", {"mode": "maybe"}, 400),
         ("sglang", "/inference/v1/generate", {}, 404),

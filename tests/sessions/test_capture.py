@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.dialects.base import Completion
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
 from outrider.engines.pool import EnginePool
@@ -33,7 +34,7 @@ from outrider.trajectory import (
 )
 from support.tokenizer import write_tokenizer
 
-from .world import World, chat_request, picture, text_of
+from .world import BASH, World, chat_request, picture, text_of
 
 USER = {"role": "user", "content": "hello"}
 RESULT = SessionResult(session_id="s", group_id="g", sample_index=0, attempt=1, stop_reason=StopReason.COMPLETED)
@@ -44,10 +45,12 @@ class Told:
     call whose ids it keeps to itself."""
 
     name = "told"
-    mode = TokenMode.CAPTURE
     logprob_kind = LogprobKind.RAW
+    constraints = frozenset({ConstraintKind.JSON_OBJECT})
 
-    def __init__(self, ids: Sequence[tuple[list[int], list[int]] | None]) -> None:
+    def __init__(self, ids: Sequence[tuple[list[int], list[int]] | None], mode: TokenMode = TokenMode.CAPTURE) -> None:
+        self.mode = mode
+        self.requests: list[ChatRequest] = []
         self._ids = list(ids)
 
     async def start(self) -> None:
@@ -60,6 +63,7 @@ class Told:
         return EngineHealth(ok=True)
 
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        self.requests.append(request)
         told = self._ids.pop(0)
         yield ChatChunk(text="hel")
         yield ChatChunk(text="lo")
@@ -73,7 +77,9 @@ class Told:
 
 
 @asynccontextmanager
-async def told(folder: Path, *ids: tuple[list[int], list[int]] | None) -> AsyncIterator[tuple[World, list[Turn]]]:
+async def told(
+    folder: Path, *ids: tuple[list[int], list[int]] | None, engine: Told | None = None
+) -> AsyncIterator[tuple[World, list[Turn]]]:
     write_tokenizer(folder)
     turns: list[Turn] = []
 
@@ -81,7 +87,7 @@ async def told(folder: Path, *ids: tuple[list[int], list[int]] | None) -> AsyncI
         turns.append(turn)
 
     async with EnginePool(patience=1.0) as pool:
-        await pool.add_engine(Told(ids))
+        await pool.add_engine(engine or Told(ids))
         conversation = Conversation(
             Endpoint(renderer=make_renderer(Tokenizer.load(folder), "qwen3"), pool=pool, model="policy"),
             session_key="s-1-1",
@@ -129,6 +135,34 @@ async def test_an_engine_without_ids_leaves_turns_that_never_train(tmp_path: Pat
     assert turn.reply.content == "hello"
     assert count_tokens(turns).sampled == 0
     assert build_samples(turns, RESULT) == []
+
+
+ASKED = {"top_k": 64, "min_p": 0.1, "presence_penalty": 0.5, "min_tokens": 3, "enable_thinking": False}
+
+
+async def test_what_openais_api_has_no_words_for_is_noted_in_text_mode(tmp_path: Path) -> None:
+    engine = Told([None, None], TokenMode.TEXT)
+    async with told(tmp_path, engine=engine) as (world, turns):
+        await world.ask(USER, **ASKED, stop_token_ids=[3])
+        await world.ask(USER)
+    sent = engine.requests[0].sampling
+    assert (sent.top_k, sent.min_p, sent.presence_penalty, sent.min_tokens) == (-1, 0, 0.5, 0)
+    assert set(turns[0].ignored) == {"top_k", "min_p", "min_tokens", "thinking", "stop_token_ids"}
+    assert turns[0].sampling["top_k"] == -1
+    assert turns[1].ignored == ()
+
+
+async def test_an_engine_that_renders_is_told_of_thinking_and_given_tools_beside_a_form(tmp_path: Path) -> None:
+    engine = Told([([1], [2])])
+    async with told(tmp_path, engine=engine) as (world, _):
+        await world.ask(USER, **ASKED, response_format={"type": "json_object"}, tools=[BASH])
+        with pytest.raises(RequestError, match="cannot hold"):
+            await world.ask(USER, guided_regex="a")
+        [turn] = world.turns
+    [request] = engine.requests
+    assert (request.thinking, request.sampling.top_k, len(request.tools)) == (False, 64, 1)
+    assert request.sampling.constraint == Constraint(ConstraintKind.JSON_OBJECT)
+    assert (turn.ignored, turn.altered, turn.sampling["thinking"]) == ((), True, False)
 
 
 def test_of_several_earlier_turns_the_longest_that_fits_is_the_parent() -> None:

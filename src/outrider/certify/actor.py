@@ -16,6 +16,7 @@ import numpy as np
 from outrider.certify.prompt import END, Scene, read_prompt
 from outrider.certify.rows import FIRST_WORD, HELPER, HELPER_MARK, Act, Step, row_named
 from outrider.certify.toolbox import Tool, Toolbox, find_subagent, find_tools, find_waiter
+from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.scripted import ScriptedEngine
 from outrider.harnesses.presets import Certify
@@ -45,6 +46,7 @@ class Actor:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
+    constraints = frozenset(ConstraintKind)  # it says what the scene wants, whatever form is asked for
     name = "script"
 
     def __init__(

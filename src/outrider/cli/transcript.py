@@ -70,6 +70,8 @@ def _remarks(turn: TurnView) -> Iterator[Text]:
         remarks.append(f"{turn.malformed_calls} malformed, given back as text")
     if turn.mode != "tokens":
         remarks.append(f"recorded in {turn.mode} mode")
+    if turn.altered:
+        remarks.append("drawn from an altered distribution")
     if turn.drift_tokens:
         remarks.append(f"{turn.drift_tokens} tokens of drift")
     if remarks:
@@ -94,6 +96,9 @@ def _ending(session: SessionView) -> Iterator[Text]:
     if result.forks:
         counted = ", ".join(f"{count} {cause}" for cause, count in sorted(result.forks.items()))
         yield Text(f"forks: {counted}", style="yellow")
+    if result.ignored:
+        counted = ", ".join(f"{name} ({count})" for name, count in sorted(result.ignored.items()))
+        yield Text(printable(f"asked for without effect (turns): {counted}"), style="yellow")
     if (verdict := result.verdict) is not None:
         metrics = "".join(f" · {name} {number(value)}" for name, value in sorted(verdict.metrics.items()))
         reason = f" · {verdict.reason}" if verdict.reason else ""

@@ -1,8 +1,8 @@
 """The dialect seam: a wire format read into one request, and one reply written back in it.
 
-Pure: bytes in, bytes out; no clock, no I/O, no token. Unknown request fields are tolerated; a field that is
-understood and wrong raises `RequestError` naming it. Invariant: what a stream says and what the one-piece
-reply says are the same message.
+Pure: bytes in, bytes out; no clock, no I/O, no token. Unknown request fields are tolerated and noted (`settings.py`
+has all that are known); a field that is understood and wrong raises `RequestError` naming it.
+Invariant: what a stream says and what the one-piece reply says are the same message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from outrider.constraint import Constraint
 from outrider.errors import OutriderError
 from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import FinishReason, Ids, Logprobs
@@ -65,17 +66,27 @@ class AskedSampling(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] = {}
+    constraint: Constraint | None = None
+    thinking: bool | None = None
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A model call in no dialect. `tools_raw` is the bytes that determine `tools` ("" for none); `private` is what
-    the dialect that read it wants to find again when it writes the reply."""
+    """A model call in no dialect. `tools_raw` is the bytes that determine `tools` ("" for none); `ignored` names what
+    the client asked for that has no effect (`settings.bounded`); `private` is what the dialect that read it wants to
+    find again when it writes the reply."""
 
     model: str
     messages: WireMessages
     tools: tuple[ToolSpec, ...] = ()
     tools_raw: bytes = b""
     sampling: AskedSampling = AskedSampling()
+    ignored: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False

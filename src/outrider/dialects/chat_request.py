@@ -3,8 +3,11 @@
 It knows nothing of replies or tokens. Invariant: what is not asked for is not parsed, so the cost of reading
 a request is one scan of its bytes plus its tools; each message is decoded by `ChatMessages.parse` alone.
 
-Source: OpenAI API reference, "Create chat completion"; `top_k`, `min_p`, `reasoning` and `return_token_ids` as
-vLLM has them.
+A tool that is not declared as a function is hosted: nobody runs it here, so the model is not shown it, and the request
+notes it.
+
+Source: OpenAI API reference, "Create chat completion"; `reasoning` in messages and `return_token_ids` as vLLM has them,
+`reasoning` and `thinking` of the request as OpenRouter and Z.ai have them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,19 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.dialects.decode import decode, depth_exceeds, refuse, shown
+from outrider.dialects.extras import (
+    Extras,
+    Object,
+    Thought,
+    asked_form,
+    response_format,
+    sampled_as,
+    template_thinking,
+    unknown_in,
+    words_for_thinking,
+)
 from outrider.dialects.images import image_of_address, kept_parts, text_of
+from outrider.dialects.settings import CHAT, TOOL, BodyReader, bounded
 from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec
 
 MAX_TOKENS = 1 << 24
@@ -34,6 +49,10 @@ _ROLES = {
 }
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
+_CLIENT_RUN = frozenset({"function", "custom"})
+"""Kinds of tools that the client runs; of all others it expects that a server does. (`custom` has no schema.)"""
+
+_REASONING = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
 
 _StopString = Annotated[str, Meta(min_length=1)]
 _OutputLimit = Annotated[int, Meta(ge=1)]
@@ -43,25 +62,24 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(Extras, kw_only=True):
     model: str
     messages: list[Raw]
     tools: Raw = Raw()
     tool_choice: str | dict[str, Any] | None = None
-    functions: Raw = Raw()
-    n: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     max_tokens: _OutputLimit | None = None
     max_completion_tokens: _OutputLimit | None = None
     stop: _StopString | Annotated[list[_StopString], Meta(max_length=64)] | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | float | None = None
+    reasoning: Object | None = None
+    thinking: Object | None = None
 
 
 class _ImageUrl(msgspec.Struct, gc=False):
@@ -97,7 +115,7 @@ class _Message(msgspec.Struct, gc=False):
     name: str | None = None
 
 
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = BodyReader(_Body, CHAT)
 _MESSAGE = msgspec.json.Decoder(_Message)
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
@@ -105,20 +123,19 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 def parse_request(body: bytes) -> ModelRequest:
     """The request in `body`. Raises RequestError; a malformed message is found when it is parsed."""
-    wire = decode(_BODY, body)
+    read = _BODY.read(body)
+    wire = read.wire
     if not wire.messages:
         refuse("messages", "must not be empty")
-    if wire.n not in (None, 1):
-        refuse("n", "only 1 is supported: one model call is one turn")
-    if bytes(wire.functions) not in (b"", b"null", b"[]"):
-        refuse("functions", "is not supported: send tools")
-    tools, tools_raw = _asked_tools(wire)
+    asked = _asked_tools(wire)
+    thought = _thought(wire)
     return ModelRequest(
         model=wire.model,
         messages=ChatMessages(wire.messages),
-        tools=tools,
-        tools_raw=tools_raw,
-        sampling=_asked_sampling(wire),
+        tools=asked.tools,
+        tools_raw=asked.raw,
+        sampling=_asked_sampling(wire, thought),
+        ignored=bounded([*read.notes, *asked.notes, *thought.notes]),
         stream=bool(wire.stream),
         include_usage=wire.stream_options is not None and bool(wire.stream_options.include_usage),
         logprobs=bool(wire.logprobs),
@@ -227,22 +244,54 @@ def _arguments(function: _Function, where: str) -> str:
     return msgspec.json.format(raw, indent=-1).decode()
 
 
-def _asked_tools(wire: _Body) -> tuple[tuple[ToolSpec, ...], bytes]:
-    """The tools the model is told of, and the bytes that determine them."""
-    if isinstance(wire.tool_choice, str) and wire.tool_choice not in _TOOL_CHOICES:
-        refuse("tool_choice", f"unknown choice {shown(wire.tool_choice)}; known: {', '.join(sorted(_TOOL_CHOICES))}")
+class _Tools(msgspec.Struct, frozen=True):
+    """The tools the model is told of, the bytes that determine them, and what of them has no effect."""
+
+    tools: tuple[ToolSpec, ...] = ()
+    raw: bytes = b""
+    notes: tuple[str, ...] = ()
+
+
+def _asked_tools(wire: _Body) -> _Tools:
     raw = bytes(wire.tools)
-    specs = decode(_TOOLS, raw, "tools") if raw else None
-    if not specs:
-        return (), b""
-    tools = tuple([_tool_spec(spec, f"tools[{index}]") for index, spec in enumerate(specs)])
-    return ((), b"") if wire.tool_choice == "none" else (tools, raw)
+    specs = (decode(_TOOLS, raw, "tools") if raw else None) or []
+    kinds = [_kind(spec, f"tools[{at}]") for at, spec in enumerate(specs)]
+    told = [(at, spec) for at, spec in enumerate(specs) if kinds[at] in _CLIENT_RUN]
+    tools = tuple([_tool_spec(spec, f"tools[{at}]") for at, spec in told])
+    notes = [TOOL + kind for kind in kinds if kind not in _CLIENT_RUN]
+    if wire.tool_choice not in (None, "none", "auto"):
+        _check_choice(wire.tool_choice, tools)
+        notes.append("tool_choice")
+    hidden = not tools or wire.tool_choice == "none"
+    return _Tools((), b"", tuple(notes)) if hidden else _Tools(tools, raw, tuple(notes))
+
+
+def _kind(spec: dict[str, Any], where: str) -> str:
+    kind = spec.get("type", "function")
+    if not isinstance(kind, str) or not kind:
+        refuse(f"{where}.type", "must be a non-empty string")
+    return kind
+
+
+def _check_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpec, ...]) -> None:
+    """Raise RequestError for a choice that does not exist. Any other than `none` is a wish: what the model samples is
+    not constrained."""
+    if isinstance(choice, str):
+        if choice not in _TOOL_CHOICES:
+            refuse("tool_choice", f"unknown choice {shown(choice)}; known: {', '.join(sorted(_TOOL_CHOICES))}")
+        return
+    kind, named = (choice or {}).get("type", "function"), (choice or {}).get("function")
+    if kind == "allowed_tools":
+        return
+    name = named.get("name") if isinstance(named, dict) else None
+    if kind != "function" or name not in [spec["function"]["name"] for spec in tools]:
+        refuse("tool_choice", "must name one of the functions among the tools: no other tool is run")
 
 
 def _tool_spec(spec: dict[str, Any], where: str) -> ToolSpec:
     """`spec` in OpenAI form with its keys in the client's order; a bare function is wrapped."""
     if spec.get("type", "function") != "function":
-        refuse(f"{where}.type", f"only 'function' is supported, not {shown(str(spec['type']))}")
+        refuse(f"{where}.type", f"{shown(str(spec['type']))} is not supported: declare a function")
     if depth_exceeds(spec, MAX_TOOL_DEPTH):
         refuse(where, f"nests more than {MAX_TOOL_DEPTH} levels deep")
     if "function" not in spec:
@@ -264,15 +313,31 @@ def _check_function(function: Any, where: str) -> None:
         refuse(f"{where}.parameters", "must be an object")
 
 
-def _asked_sampling(wire: _Body) -> AskedSampling:
+def _thought(wire: _Body) -> Thought:
+    """What the client says about thinking, in whichever of the words for it."""
+    template, thinking = template_thinking(wire), words_for_thinking("thinking", wire.thinking)
+    on = template.on if thinking.on is None else thinking.on
+    notes = [*template.notes, *thinking.notes, *unknown_in("reasoning", wire.reasoning, _REASONING)]
+    reasoning = wire.reasoning or {}
+    for effort, name in ((wire.reasoning_effort, "reasoning_effort"), (reasoning.get("effort"), "reasoning.effort")):
+        if effort == "none":
+            on = False
+        elif effort is not None:
+            notes.append(name)
+    if reasoning.get("max_tokens") is not None:
+        notes.append("reasoning.max_tokens")
+    enabled = reasoning.get("enabled")
+    return Thought(enabled if isinstance(enabled, bool) else on, tuple(notes))
+
+
+def _asked_sampling(wire: _Body, thought: Thought) -> AskedSampling:
     limit = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     stop = wire.stop or ()
-    return AskedSampling(
+    own = AskedSampling(
         temperature=wire.temperature,
         top_p=wire.top_p,
-        top_k=-1 if wire.top_k == 0 else wire.top_k,
-        min_p=wire.min_p,
         max_tokens=None if limit is None else min(limit, MAX_TOKENS),
-        seed=wire.seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        thinking=thought.on,
     )
+    return sampled_as(wire, own, asked_form(wire, response_format(wire.response_format, "response_format")))

@@ -16,7 +16,7 @@ from outrider.errors import RequestError
 
 T = TypeVar("T")
 
-_PATH = re.compile(r" - at `\$(.*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")

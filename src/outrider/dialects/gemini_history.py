@@ -84,6 +84,7 @@ class _Seen(msgspec.Struct, frozen=True, gc=False):
     text: str = ""
     calls: tuple[_Call, ...] = ()
     words: bytes = b""
+    hosted: tuple[str, ...] = ()
 
 
 class Answers:
@@ -110,9 +111,10 @@ class _Slot(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeminiMessages:
-    """`WireMessages` over a system instruction (b"" for none) and contents."""
+    """`WireMessages` over a system instruction (b"" for none) and contents. `hosted` names what Google's own tools did
+    in them, which is not shown."""
 
-    __slots__ = ("_answers", "_contents", "_decoded", "_place", "_slots", "_system")
+    __slots__ = ("_answers", "_contents", "_decoded", "_place", "_slots", "_system", "hosted")
 
     def __init__(self, system: bytes | Raw, contents: Sequence[Raw], memory: Memory) -> None:
         self._system = Raw(bytes(system))
@@ -122,6 +124,7 @@ class GeminiMessages:
         walk = _Walk.along(self._answers, contents)
         self._place = walk.place
         self._slots = walk.slots
+        self.hosted = sorted(walk.hosted)
         if not absent(system):
             self._slots.insert(0, _Slot(b"s" + digest(bytes(system)), Role.SYSTEM))
 
@@ -187,6 +190,7 @@ class _Walk:
     def __init__(self, answers: Answers) -> None:
         self.place = b""
         self.slots: list[_Slot] = []
+        self.hosted: set[str] = set()
         self._answers = answers
         self._run: list[_Seen] = []
         self._used: set[tuple[str, ...]] = set()
@@ -218,12 +222,14 @@ class _Walk:
         other = _Walk(self._answers)
         other.place, other._calls = self.place, self._calls
         other.slots, other._open = list(self.slots), list(self._open)
+        other.hosted = set(self.hosted)
         other._used, other._taken, other._known = set(self._used), set(self._taken), dict(self._known)
         return other
 
     def _add(self, seen: _Seen, index: int) -> None:
         if seen.role is Role.ASSISTANT:
             self._run.append(seen)
+            self.hosted.update(seen.hosted)
         else:
             self._end_run(index)
             self._user(seen, index)
@@ -317,7 +323,8 @@ def _read(raw: Raw, short: bytes, where: str) -> _Seen:
         ]
         text = said(parts)
         words = _words(text, [(call.name, call.spelled) for call in calls])
-        return _Seen(Role.ASSISTANT, short, text=text, calls=tuple(calls), words=words)
+        hosted = tuple([name for part in parts for name in part.hosted])
+        return _Seen(Role.ASSISTANT, short, text=text, calls=tuple(calls), words=words, hosted=hosted)
     data = bytes(raw)
     if not any(letters in data for letters in _FUNCTION):
         return _Seen(Role.USER, short, (_Stretch(0),))

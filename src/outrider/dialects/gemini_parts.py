@@ -1,7 +1,8 @@
 """One `Content` of the Google dialect read: its parts, and the text, images, calls and answers in them.
 
 It knows one content at a time and makes up nothing: which call an answer belongs to is the history's business.
-Invariant: a part that the model could not be shown raises RequestError; none is dropped silently.
+Invariant: a part that the model could not be shown raises RequestError; none is dropped silently. What tools of
+Google's own servers did (`WirePart.hosted`) is not shown either, and noted by whoever reads the request.
 
 A tool's answer is shown to the model as text. `response` is an object on the wire; clients that have only text put
 it under one key, so an object that holds nothing but `output`, `result` or `content` (and perhaps the tool's own
@@ -80,6 +81,19 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
     tool_response: Any = None
 
     @property
+    def hosted(self) -> tuple[str, ...]:
+        """What a tool of Google's servers did, by the names of the fields."""
+        if not (self.executable_code or self.code_execution_result or self.tool_call or self.tool_response):
+            return ()
+        sent = {
+            "executableCode": self.executable_code,
+            "codeExecutionResult": self.code_execution_result,
+            "toolCall": self.tool_call,
+            "toolResponse": self.tool_response,
+        }
+        return tuple([name for name, value in sent.items() if value])
+
+    @property
     def kinds(self) -> int:
         """How many kinds of data it holds: one, or none in a part that has, perhaps, a signature."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
@@ -151,6 +165,8 @@ def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Messa
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "is spelled with escapes: spell it plainly")
+        if part.hosted:
+            refuse(f"{at}.{part.hosted[0]}", "only a content of role 'model' has what Google's tools did")
         if (image := _image_of(part, at)) is not None:
             shown_parts.append(image)
         elif part.text:
@@ -261,11 +277,8 @@ def _part(raw: Raw, where: str) -> WirePart:
 
 def _check(part: WirePart, where: str, index: int | None = None) -> None:
     """Raises RequestError for a part that cannot be shown, or is two at once."""
-    at = where if index is None else f"{where}.parts[{index}]"
-    if any((part.executable_code, part.code_execution_result, part.tool_call, part.tool_response)):
-        refuse(at, "code and tools that Google runs are not supported: offer functions that the client runs")
     if part.kinds > 1:
-        refuse(at, "holds more than one kind of data")
+        refuse(where if index is None else f"{where}.parts[{index}]", "holds more than one kind of data")
 
 
 def _system_text(raw: Raw, where: str) -> str:
@@ -274,7 +287,7 @@ def _system_text(raw: Raw, where: str) -> str:
         assert isinstance(text, str)
         return text
     part = _part(raw, where)
-    if part.kinds and part.text is None:
+    if (part.kinds and part.text is None) or part.hosted:
         refuse(where, "a system instruction holds text only")
     return part.text or ""
 

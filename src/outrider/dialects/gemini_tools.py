@@ -5,9 +5,8 @@ handed on as it is; `parameters`, Google's own dialect of OpenAPI, becomes JSON 
 as a type of its own, counts as numbers, and without what only Google's servers read (`propertyOrdering`, the format
 `enum`, unspecified types).
 
-Tools that Google would run itself (search, code execution, URL context) are refused: nothing here can run them, and a
-model that is asked to search without them makes its findings up. Gemini CLI asks for them in calls of their own, and
-tells its agent that they failed.
+Tools that Google would run itself (search, code execution, URL context) are not shown to the model, and noted: nothing
+here can run them. A choice of functions is a wish, but for NONE, which hides them.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
 """
@@ -19,18 +18,17 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.decode import decode, depth_exceeds, refuse, shown
+from outrider.dialects.decode import depth_exceeds, refuse, shown
 from outrider.dialects.gemini_fields import Fields, absent, camel, decode_object, fields, items
+from outrider.dialects.settings import TOOL
 from outrider.messages import ToolSpec
 
 MAX_TOOL_DEPTH = 64
 """How deep a tool's schema may nest: chat templates print it recursively."""
 
-_SERVER_RUN = frozenset(
-    {"googleSearch", "googleSearchRetrieval", "enterpriseWebSearch", "parallelAiSearch", "googleMaps"}
-)
-_SERVER_RUN |= {"codeExecution", "urlContext", "retrieval", "fileSearch", "computerUse", "mcpServers"}
+_DECLARATIONS = "functionDeclarations"
 _MODES = frozenset({"MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"})
+_WISHES = frozenset({"ANY", "VALIDATED"})
 
 _GOOGLE_ONLY = frozenset({"propertyOrdering", "nullable"})
 _SCHEMAS_BY_NAME = frozenset({"properties", "$defs", "defs", "definitions", "patternProperties"})
@@ -47,20 +45,34 @@ class _Declaration(msgspec.Struct, rename="camel"):
     parameters_json_schema: Any = None
 
 
-class _Calling(msgspec.Struct):
+class _Calling(msgspec.Struct, rename="camel"):
     mode: str | None = None
+    allowed_function_names: list[str] | None = None
 
 
 _DECLARATION = msgspec.json.Decoder(_Declaration)
 _CALLING = msgspec.json.Decoder(_Calling)
 
 
-def asked_tools(body: Fields) -> tuple[tuple[ToolSpec, ...], bytes]:
-    """The tools the model is told of, and the bytes that determine them. Raises RequestError."""
+class Tools(msgspec.Struct, frozen=True):
+    """The tools the model is told of, the bytes that determine them, and what of tools and choice has no effect."""
+
+    specs: tuple[ToolSpec, ...] = ()
+    raw: bytes = b""
+    notes: tuple[str, ...] = ()
+
+
+def asked_tools(body: Fields) -> Tools:
+    """Raises RequestError."""
     raw = bytes(body.get("tools", b""))
-    tools = [tool for index, item in enumerate(items(raw, "tools")) for tool in _declared(item, f"tools[{index}]")]
-    hidden = _mode(body.get("toolConfig", Raw())) == "NONE"
-    return ((), b"") if hidden or not tools else (tuple(tools), raw)
+    entries = [fields(item, f"tools[{index}]") for index, item in enumerate(items(raw, "tools"))]
+    specs = [spec for index, entry in enumerate(entries) for spec in _declared(entry, f"tools[{index}]")]
+    notes = [TOOL + name for entry in entries for name in entry if name != _DECLARATIONS]
+    calling = _calling(body.get("toolConfig", Raw()))
+    mode = (calling.mode or "AUTO").upper()
+    if mode in _WISHES or calling.allowed_function_names:
+        notes.append("toolConfig")
+    return Tools((), b"", tuple(notes)) if mode == "NONE" or not specs else Tools(tuple(specs), raw, tuple(notes))
 
 
 def json_schema(schema: Any) -> Any:
@@ -76,15 +88,10 @@ def json_schema(schema: Any) -> Any:
     return _with_null(converted) if named.get("nullable") is True else converted
 
 
-def _declared(raw: Raw, where: str) -> list[ToolSpec]:
+def _declared(tool: Fields, where: str) -> list[ToolSpec]:
     """The functions of one entry of `tools`."""
-    tool = fields(raw, where)
-    for name in tool:
-        if name in _SERVER_RUN:
-            refuse(f"{where}.{name}", "cannot be run here: offer the model functions that the client runs")
-    at = f"{where}.functionDeclarations"
-    declarations = items(tool.get("functionDeclarations", Raw()), at)
-    return [_spec(declaration, f"{at}[{index}]") for index, declaration in enumerate(declarations)]
+    at = f"{where}.{_DECLARATIONS}"
+    return [_spec(one, f"{at}[{index}]") for index, one in enumerate(items(tool.get(_DECLARATIONS, Raw()), at))]
 
 
 def _spec(raw: Raw, where: str) -> ToolSpec:
@@ -144,12 +151,12 @@ def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _mode(tool_config: Raw) -> str:
-    if absent(tool_config):
-        return "AUTO"
-    calling = fields(tool_config, "toolConfig").get("functionCallingConfig", Raw())
+def _calling(tool_config: Raw) -> _Calling:
+    calling = Raw() if absent(tool_config) else fields(tool_config, "toolConfig").get("functionCallingConfig", Raw())
+    if absent(calling):
+        return _Calling()
     at = "toolConfig.functionCallingConfig"
-    mode = None if absent(calling) else decode(_CALLING, calling, at).mode
-    if mode is not None and mode.upper() not in _MODES:
-        refuse(f"{at}.mode", f"unknown mode {shown(mode)}; known: {', '.join(sorted(_MODES))}")
-    return (mode or "AUTO").upper()
+    read = decode_object(_CALLING, calling, at)
+    if read.mode is not None and read.mode.upper() not in _MODES:
+        refuse(f"{at}.mode", f"unknown mode {shown(read.mode)}; known: {', '.join(sorted(_MODES))}")
+    return read

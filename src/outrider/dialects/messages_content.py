@@ -2,7 +2,8 @@
 
 It knows no request around them and no reply. A block is cut into the raw JSON of the fields that count, so that what
 counts for nothing (`cache_control`, `signature`, `citations`) is neither parsed nor compared. Invariant: nothing that
-the model would have seen is left out silently; a kind of block that cannot be shown is a 400 that names it.
+the model would have seen is left out silently; a kind of block that cannot be shown is a 400 that names it, but for
+HOSTED_BLOCKS, which the request notes.
 
 What the model sees: text blocks of one message without anything between them; those of a system prompt on lines of
 their own; a document as its text between `<document>` tags; a tool result that is an error as it is, with
@@ -84,6 +85,22 @@ _READ: dict[str, Callable[[Block], Iterable[Raw]]] = {
     "tool_reference": lambda block: (block.tool_name,),
 }
 """The fields that are read of each kind of block."""
+
+HOSTED_BLOCKS = frozenset(
+    {
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "container_upload",
+    }
+)
+"""What tools of Anthropic's servers did, and files for them: never made here, and not shown to the model."""
 
 _STRING = msgspec.json.Decoder(str)
 _NULLABLE = msgspec.json.Decoder(str | None)

@@ -6,6 +6,10 @@ is; a message is decoded by `MessagesHistory.parse` alone, and a marker that mov
 One message on the wire is not always one of ours: the tool results of a user message are messages of their own, in
 their order among what else it says, and assistant messages that follow each other are one reply.
 
+Tools that Anthropic's servers run, and what they once did, are not shown to the model, and noted. Of the tools whose
+schema only its own models know, those in `CLIENT_TOOLS` are told by the parameters that the client's side is documented
+to take; the others are left out and noted.
+
 Source: Anthropic API reference, "Create a Message" and "Count tokens in a Message".
 """
 
@@ -19,7 +23,19 @@ from msgspec import Meta, Raw
 
 from outrider.dialects.base import AskedSampling, Caller, Memory, ModelRequest, WireCall
 from outrider.dialects.decode import decode, depth_exceeds, refuse, shown
+from outrider.dialects.extras import (
+    Extras,
+    Object,
+    Thought,
+    asked_form,
+    response_format,
+    sampled_as,
+    template_thinking,
+    unknown_in,
+    words_for_thinking,
+)
 from outrider.dialects.messages_content import (
+    HOSTED_BLOCKS,
     Block,
     Content,
     Placed,
@@ -30,6 +46,8 @@ from outrider.dialects.messages_content import (
     tool_message,
     user_message,
 )
+from outrider.dialects.messages_tools import CLIENT_TOOLS
+from outrider.dialects.settings import HISTORY, MESSAGES, TOOL, BodyReader, bounded
 from outrider.messages import Message, Role, ToolSpec
 
 MAX_TOKENS = 1 << 24
@@ -50,35 +68,38 @@ class _Wire(msgspec.Struct, gc=False):
 class _ToolChoice(msgspec.Struct):
     type: str
     name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(Extras, kw_only=True):
     model: str
     messages: list[_Wire]
     system: Content | None = None
     tools: Raw = Raw()
     tool_choice: _ToolChoice | None = None
-    mcp_servers: Raw = Raw()
+    thinking: Object | None = None
+    output_config: Object | None = None
+    output_format: Object | None = None
     stream: bool | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     stop_sequences: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=64)] | None = None
 
 
 class _Tool(msgspec.Struct):
-    name: Annotated[str, Meta(min_length=1)]
+    name: str | None = None
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
 class _Tools(msgspec.Struct, frozen=True):
-    """Tools as read, and the bytes they were read from."""
+    """Tools as read, the bytes they were read from, and the kinds of those that the model is not told of."""
 
     specs: tuple[ToolSpec, ...] = ()
     raw: bytes = b""
+    hosted: tuple[str, ...] = ()
 
 
 class _Span(msgspec.Struct, gc=False):
@@ -92,43 +113,48 @@ class _Span(msgspec.Struct, gc=False):
     stop: int | None = None
 
 
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = BodyReader(_Body, MESSAGES)
 _TOOLS: msgspec.json.Decoder[list[_Tool] | None] = msgspec.json.Decoder(list[_Tool] | None)
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool = True) -> ModelRequest:
     """The request in `body`. Raises RequestError; most of what is wrong in a message is found when it is parsed.
     `memory` keeps the last tools, so that a session's unchanged ones are read once."""
-    wire = decode(_BODY, body)
+    read = _BODY.read(body)
+    wire = read.wire
     if not wire.messages:
         refuse("messages", "must not be empty")
-    if bytes(wire.mcp_servers) not in (b"", b"null", b"[]"):
-        refuse("mcp_servers", "is not supported: servers are reached by the client, which offers their tools")
     if generate and wire.messages[-1].role == "assistant":
         refuse("messages", "must not end with an assistant message: the beginning of a reply cannot be given")
     tools = _asked_tools(wire, memory)
+    thought = _thought(wire)
+    history = MessagesHistory(wire.system, wire.messages)
+    hidden = not tools.specs or (wire.tool_choice is not None and wire.tool_choice.type == "none")
     return ModelRequest(
         model=wire.model,
-        messages=MessagesHistory(wire.system, wire.messages),
-        tools=tools.specs,
-        tools_raw=tools.raw,
-        sampling=_asked_sampling(wire),
+        messages=history,
+        tools=() if hidden else tools.specs,
+        tools_raw=b"" if hidden else tools.raw,
+        sampling=_asked_sampling(wire, thought),
+        ignored=bounded([*read.notes, *_notes(wire, tools), *history.notes, *thought.notes]),
         stream=bool(wire.stream),
         caller=_caller(call),
     )
 
 
 class MessagesHistory:
-    """`WireMessages` over the blocks of each message."""
+    """`WireMessages` over the blocks of each message. `notes` name the kinds of blocks that are left out."""
 
-    __slots__ = ("_has_system", "_spans", "_wire")
+    __slots__ = ("_has_system", "_spans", "_wire", "notes")
 
     def __init__(self, system: Content | None, wire: list[_Wire]) -> None:
         told = system_text(placed(system, "system"))
         self._has_system = bool(told)
         self._wire = [_Wire("system", told), *wire] if told else wire
         self._spans: list[_Span] = []
+        self.notes: list[str] = []
         for index, message in enumerate(self._wire):
+            self._leave_out(message)
             self._add(index, message)
 
     def __len__(self) -> int:
@@ -167,6 +193,15 @@ class MessagesHistory:
         name = f"messages[{where}].content" if where >= 0 else "system"
         return placed(self._wire[number].content, name, span.start, span.stop)
 
+    def _leave_out(self, message: _Wire) -> None:
+        """Take what hosted tools did out of a message."""
+        if isinstance(message.content, str):
+            return
+        hosted = [block.type for block in message.content if block.type in HOSTED_BLOCKS]
+        if hosted:
+            self.notes += [HISTORY + kind for kind in hosted]
+            message.content = [block for block in message.content if block.type not in HOSTED_BLOCKS]
+
     def _add(self, index: int, message: _Wire) -> None:
         role = _ROLES.get(message.role)
         if role is None:
@@ -195,7 +230,8 @@ def _split(index: int, content: list[Block]) -> Iterator[_Span]:
 
 
 def _asked_tools(wire: _Body, memory: Memory) -> _Tools:
-    """The tools the model is told of; none of them where the client forbids their use."""
+    """The tools that are told, also where the client forbids their use. Raises RequestError for a choice that does not
+    exist; any other than `none` is a wish: what the model samples is not constrained."""
     tools = memory.get(_TOOLS_KEY)
     if not isinstance(tools, _Tools) or tools.raw != bytes(wire.tools):
         tools = memory[_TOOLS_KEY] = _read_tools(bytes(wire.tools))
@@ -205,22 +241,32 @@ def _asked_tools(wire: _Body, memory: Memory) -> _Tools:
     if choice.type not in _TOOL_CHOICES:
         refuse("tool_choice.type", f"unknown choice {shown(choice.type)}; known: {', '.join(sorted(_TOOL_CHOICES))}")
     if choice.type == "tool" and choice.name not in [spec["function"]["name"] for spec in tools.specs]:
-        refuse("tool_choice.name", "must be the name of one of the tools")
-    return _Tools() if choice.type == "none" else tools
+        refuse("tool_choice.name", "must be the name of one of the tools that the client runs: no other is run")
+    return tools
 
 
 def _read_tools(raw: bytes) -> _Tools:
-    read = decode(_TOOLS, raw, "tools") if raw else None
-    if not read:
-        return _Tools()
-    return _Tools(tuple([_tool_spec(tool, f"tools[{index}]") for index, tool in enumerate(read)]), raw)
+    read = (decode(_TOOLS, raw, "tools") if raw else None) or []
+    specs = [_tool_spec(tool, f"tools[{index}]") for index, tool in enumerate(read) if _is_told(tool)]
+    return _Tools(tuple(specs), raw, tuple([tool.type or "" for tool in read if not _is_told(tool)]))
+
+
+def _is_told(tool: _Tool) -> bool:
+    return tool.type in (None, "custom") or _client_tool(tool) is not None
+
+
+def _client_tool(tool: _Tool) -> ToolSpec | None:
+    """What is documented of a client's tool, by its type without its date."""
+    family = (tool.type or "").rpartition("_")[0]
+    return CLIENT_TOOLS.get(family)
 
 
 def _tool_spec(tool: _Tool, where: str) -> ToolSpec:
-    """The tool in OpenAI form. One that Anthropic's servers run, or whose schema only its models know, is refused:
-    to leave it out would promise the client what nobody does."""
-    if tool.type not in (None, "custom"):
-        refuse(f"{where}.type", f"{shown(tool.type)} is not supported: only custom tools, with an input_schema, are")
+    """The tool in OpenAI form."""
+    if not tool.name:
+        refuse(f"{where}.name", "must be a non-empty string")
+    if (documented := _client_tool(tool)) is not None:
+        return {"type": "function", "function": {"name": tool.name, **documented}}
     if tool.input_schema is None:
         refuse(f"{where}.input_schema", "is missing")
     if depth_exceeds(tool.input_schema, MAX_TOOL_DEPTH):
@@ -229,14 +275,36 @@ def _tool_spec(tool: _Tool, where: str) -> ToolSpec:
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
 
-def _asked_sampling(wire: _Body) -> AskedSampling:
-    return AskedSampling(
+def _notes(wire: _Body, tools: _Tools) -> list[str]:
+    """What has no effect of the fields that are read here."""
+    notes = [TOOL + kind for kind in tools.hosted]
+    if wire.tool_choice is not None:
+        if wire.tool_choice.type not in ("none", "auto"):
+            notes.append("tool_choice")
+        if wire.tool_choice.disable_parallel_tool_use:
+            notes.append("tool_choice.disable_parallel_tool_use")
+    if wire.output_config is not None and wire.output_config.get("effort") is not None:
+        notes.append("output_config.effort")
+    return notes + unknown_in("output_config", wire.output_config, ("effort", "format"))
+
+
+def _thought(wire: _Body) -> Thought:
+    told, thinking = template_thinking(wire), words_for_thinking("thinking", wire.thinking)
+    return Thought(told.on if thinking.on is None else thinking.on, told.notes + thinking.notes)
+
+
+def _asked_sampling(wire: _Body, thought: Thought) -> AskedSampling:
+    own = AskedSampling(
         temperature=wire.temperature,
         top_p=wire.top_p,
-        top_k=-1 if wire.top_k == 0 else wire.top_k,
         max_tokens=None if wire.max_tokens is None else min(wire.max_tokens, MAX_TOKENS),
         stop=tuple(wire.stop_sequences or ()),
+        thinking=thought.on,
     )
+    form = response_format(wire.output_format, "output_format")
+    if form is None and wire.output_config is not None:
+        form = response_format(wire.output_config.get("format"), "output_config.format")
+    return sampled_as(wire, own, asked_form(wire, form))
 
 
 def _caller(call: WireCall) -> Caller:

@@ -102,6 +102,22 @@ _READ: dict[str, Callable[[Item], Iterable[Raw]]] = {
 }
 """The fields that are read of each kind of item. All but additional tools are (part of) messages."""
 
+HOSTED_ITEMS = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "mcp_call",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "tool_search_call",
+        "tool_search_output",
+    }
+)
+"""What tools of OpenAI's own servers did: no message of ours, and never made here."""
+
 _SPOKEN_BY_ASSISTANT = frozenset({"reasoning", "function_call", "custom_tool_call", "local_shell_call"})
 _SHELL = "local_shell"
 
@@ -122,7 +138,8 @@ class _Span(msgspec.Struct, gc=False):
 
 
 class ResponsesHistory:
-    """`WireMessages` over the items of a conversation, the instructions first. Additional tools are not among them.
+    """`WireMessages` over the items of a conversation, the instructions first. Additional tools, and what hosted tools
+    did, are not among them.
     Raises RequestError for an item of an unknown kind or role."""
 
     __slots__ = ("_instructions", "_items", "_spans")

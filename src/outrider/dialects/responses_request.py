@@ -5,7 +5,7 @@ request is one scan of its bytes; each message is decoded by `ResponsesHistory.p
 
 `instructions` are the first system message of this request only: a later one that names it by `previous_response_id`
 brings its own. What the API would do on its side and nobody does here (background work, conversations and prompts
-kept by a server) is refused; what only tunes its service is tolerated.
+kept by a server) is refused. Hosted tools, and what a server once did with them, are not shown to the model, and noted.
 
 Source: OpenAI API reference, "Create a model response".
 """
@@ -18,10 +18,12 @@ import msgspec
 from msgspec import Meta, Raw
 
 from outrider.dialects.base import AskedSampling, Caller, Memory, ModelRequest, WireCall
-from outrider.dialects.decode import decode, depth_exceeds, refuse
-from outrider.dialects.responses_items import Item, Placed, ResponsesHistory
+from outrider.dialects.decode import depth_exceeds, refuse
+from outrider.dialects.extras import Extras, Thought, asked_form, response_format, sampled_as, template_thinking
+from outrider.dialects.responses_items import HOSTED_ITEMS, Item, Placed, ResponsesHistory
 from outrider.dialects.responses_store import ResponseStore, store_of
 from outrider.dialects.responses_tools import MAX_TOOL_DEPTH, Tool, ToolList, Tools, check_choice, read_tools
+from outrider.dialects.settings import HISTORY, RESPONSES, TOOL, BodyReader, bounded
 
 MAX_TOKENS = 1 << 24
 """An output limit above this means no limit; clients do send such."""
@@ -30,6 +32,8 @@ _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
 _ORDINARY = "turn"
 _NOTHING = frozenset({b"", b"null"})
+_NO_MESSAGE = HOSTED_ITEMS | {"additional_tools"}
+_StopString = Annotated[str, Meta(min_length=1)]
 
 
 class _Reasoning(msgspec.Struct):
@@ -46,16 +50,14 @@ class _TurnMetadata(msgspec.Struct):
     request_kind: str | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(Extras, kw_only=True):
     model: str | None = None
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    background: bool | None = None
-    conversation: Raw = Raw()
-    prompt: Raw = Raw()
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=64)] | None = None
     tools: Raw = Raw()
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -83,32 +85,31 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool
 
 
-_BODY = msgspec.json.Decoder(_Body)
+_BODY = BodyReader(_Body, RESPONSES)
 _TURN = msgspec.json.Decoder(_TurnMetadata)
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool = True) -> ModelRequest:
     """The request in `body`. Raises RequestError; most of what is wrong in an item is found when it is parsed."""
-    wire = decode(_BODY, body)
+    read = _BODY.read(body)
+    wire = read.wire
     _check(wire, generate=generate)
     store = store_of(memory)
     conversation = store.conversation(wire.previous_response_id, _items(wire.input), stored=wire.store is not False)
-    history = ResponsesHistory(wire.instructions, [at for at in conversation if at.item.kind() != "additional_tools"])
+    history = ResponsesHistory(wire.instructions, [at for at in conversation if at.item.kind() not in _NO_MESSAGE])
     if len(history) == bool(wire.instructions):
         refuse("input", "must not be empty")
     tools = read_tools(_tool_lists(wire, conversation), memory)
     check_choice(wire.tool_choice, tools)
+    thought = _thought(wire)
     told = tools if wire.tool_choice != "none" else Tools()
     return ModelRequest(
         model=wire.model or "",
         messages=history,
         tools=told.specs(),
         tools_raw=told.raw if told.table else b"",
-        sampling=AskedSampling(
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            max_tokens=None if wire.max_output_tokens is None else min(wire.max_output_tokens, MAX_TOKENS),
-        ),
+        sampling=_asked_sampling(wire, thought),
+        ignored=bounded([*read.notes, *_notes(wire, conversation, tools), *thought.notes]),
         stream=bool(wire.stream),
         caller=_caller(call),
         private=Asked(
@@ -126,14 +127,43 @@ def _check(wire: _Body, *, generate: bool) -> None:
     """Refuse what cannot be done, before anything is read."""
     if generate and wire.model is None:
         refuse("model", "is missing")
-    if wire.background:
-        refuse("background", "is not supported: a model call is answered while its client waits")
-    if bytes(wire.conversation) not in _NOTHING:
-        refuse("conversation", "is not supported: send the items, or previous_response_id")
-    if bytes(wire.prompt) not in _NOTHING:
-        refuse("prompt", "is not supported: send instructions and input")
     if _LOGPROBS in (wire.include or ()):
         refuse("include", "log-probabilities are not served in this dialect: ask Chat Completions for them")
+
+
+def _notes(wire: _Body, conversation: list[Placed], tools: Tools) -> list[str]:
+    """What has no effect of the fields that are read here."""
+    notes = [TOOL + kind for kind in tools.hosted]
+    kinds = dict.fromkeys(at.item.kind() for at in conversation)
+    notes += [HISTORY + kind for kind in kinds if kind in HOSTED_ITEMS]
+    if wire.tool_choice not in (None, "none", "auto"):
+        notes.append("tool_choice")
+    if wire.parallel_tool_calls is False:
+        notes.append("parallel_tool_calls")
+    if wire.text is not None and wire.text.verbosity is not None:
+        notes.append("text.verbosity")
+    return notes
+
+
+def _thought(wire: _Body) -> Thought:
+    told = template_thinking(wire)
+    effort = wire.reasoning.effort if wire.reasoning is not None else None
+    if effort is None:
+        return told
+    return Thought(False, told.notes) if effort == "none" else Thought(told.on, (*told.notes, "reasoning.effort"))
+
+
+def _asked_sampling(wire: _Body, thought: Thought) -> AskedSampling:
+    stop = wire.stop or ()
+    own = AskedSampling(
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        max_tokens=None if wire.max_output_tokens is None else min(wire.max_output_tokens, MAX_TOKENS),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        thinking=thought.on,
+    )
+    form = wire.text.format if wire.text is not None else None
+    return sampled_as(wire, own, asked_form(wire, response_format(form, "text.format")))
 
 
 def _items(sent: str | list[Item] | None) -> list[Item]:

@@ -5,10 +5,9 @@ It knows no items and no reply. Invariant: every tool in the table is one that t
 - A function is told in the nested form of Chat Completions, its keys in the client's order.
 - A custom tool is told as a function with the one string `input`; a grammar is described, not enforced.
 - The tools of a namespace are told with its name before theirs, and what it says of itself with the first of them.
-- Tools that OpenAI's servers would run (HOSTED) have nobody to run them here: the model is not told of them, and the
-  reply's `tools`, which are those in force, show that they are gone. To choose one by name is a 400.
-- Tools whose form only OpenAI's models know (a shell, a computer, patches without a schema) are a 400: their client
-  counts on them.
+- All others are hosted: OpenAI's servers would run them, or only its models know their form (a shell, a computer,
+  patches without a schema). The model is not told of them, the request notes them, and the reply's `tools`, which are
+  those in force, show that they are gone. To choose one is a 400.
 
 Source: OpenAI API reference, "Create a model response", tools.
 """
@@ -27,21 +26,7 @@ from outrider.messages import ToolSpec
 
 MAX_TOOL_DEPTH = 64
 """How deep a tool's schema may nest: chat templates print it recursively."""
-HOSTED = frozenset(
-    {
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-        "file_search",
-        "code_interpreter",
-        "image_generation",
-        "mcp",
-        "tool_search",
-        "programmatic_tool_calling",
-    }
-)
-
+_READ = frozenset({"function", "custom", "namespace"})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
 """For servers, not for models. (`strict` promises that arguments follow their schema: nothing here enforces that.)"""
@@ -61,11 +46,12 @@ class Tool(msgspec.Struct, frozen=True):
 
 class Tools(msgspec.Struct, frozen=True):
     """A request's tools by the name that the model knows. `raw` is the bytes that determine them, `in_force` the
-    client's own JSON of those that are, for the reply."""
+    client's own JSON of those that are, for the reply; `hosted` are the kinds of those that are not."""
 
     table: dict[str, Tool] = {}
     raw: bytes = b""
     in_force: msgspec.Raw = msgspec.Raw(b"[]")
+    hosted: tuple[str, ...] = ()
 
     def specs(self) -> tuple[ToolSpec, ...]:
         return tuple([tool.spec for tool in self.table.values()])
@@ -110,13 +96,18 @@ def check_choice(choice: str | dict[str, Any] | None, tools: Tools) -> None:
 def _read(lists: list[ToolList], raw: bytes) -> Tools:
     table: dict[str, Tool] = {}
     in_force: list[Any] = []
+    hosted: list[str] = []
     for part in lists:
         sent = decode(_TOOLS, part.raw, part.where) or []
         for index, spec in enumerate(sent):
             where = f"{part.where}[{index}]"
             if depth_exceeds(spec, MAX_TOOL_DEPTH):
                 refuse(where, f"nests more than {MAX_TOOL_DEPTH} levels deep")
-            if str(spec.get("type")) in HOSTED:
+            kind = spec.get("type")
+            if not isinstance(kind, str) or not kind:
+                refuse(f"{where}.type", "must be a non-empty string")
+            if kind not in _READ:
+                hosted.append(kind)
                 continue
             if part.top:
                 in_force.append(spec)
@@ -125,7 +116,9 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
                 if known is not None and (known.name, known.namespace) != (tool.name, tool.namespace):
                     refuse(where, f"two tools would be told to the model as {shown(flat)}")
                 table[flat] = tool
-    return Tools(table, raw, msgspec.Raw(msgspec.json.encode(in_force))) if table else Tools(raw=raw)
+    if not table:
+        return Tools(raw=raw, hosted=tuple(hosted))
+    return Tools(table, raw, msgspec.Raw(msgspec.json.encode(in_force)), tuple(hosted))
 
 
 def _tools_of(spec: dict[str, Any], where: str) -> Iterator[tuple[str, Tool]]:

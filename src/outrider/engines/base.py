@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.messages import Message, ToolSpec
 from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan
 
@@ -22,7 +23,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one turn, complete: an engine adds no default of its own. top_k -1 means off.
 
     `stop` strings are matched on the decoded output; generation ends with the token that completes the match,
-    which is part of the output ids. `stop_token_ids` end it likewise.
+    which is part of the output ids. `stop_token_ids` end it likewise, but not among the first `min_tokens`, in which
+    they are not sampled. The repetition penalty looks at prompt and output, the other two at the output;
+    `logit_bias` is added to the logits by token id. A `constraint` is given to `TakesConstraints` only.
     """
 
     max_tokens: int
@@ -33,6 +36,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    constraint: Constraint | None = None
+
+    @property
+    def altered(self) -> bool:
+        """Whether tokens are drawn from another distribution than temperature and truncation make of the logits."""
+        return (
+            self.min_tokens > 0
+            or self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or bool(self.logit_bias)
+            or self.constraint is not None
+        )
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +80,15 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation by an engine that only takes messages (capture and text mode)."""
+    """One generation by an engine that only takes messages (capture and text mode). `thinking` says whether the model
+    is to think; None leaves it to the engine's template."""
 
     request_id: str
     session_key: str
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     sampling: SamplingParams
+    thinking: bool | None = None
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +163,13 @@ class SetsVersion(Protocol):
     """An engine whose policy version can be told to it once its weights have changed."""
 
     async def set_version(self, version: int) -> None: ...
+
+
+@runtime_checkable
+class TakesConstraints(Protocol):
+    """An engine that holds a reply to a form of one of these kinds; one without this attribute takes none."""
+
+    constraints: frozenset[ConstraintKind]
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ import asyncio
 
 import msgspec
 
-from outrider.engines.base import ChatEngine, Engine, EngineHealth
+from outrider.constraint import ConstraintKind
+from outrider.engines.base import ChatEngine, Engine, EngineHealth, TakesConstraints
 from outrider.engines.load import Load
 from outrider.trajectory import LogprobKind, TokenMode
 from outrider.wire import EngineStatus
@@ -21,14 +22,15 @@ engine cache room, a running one its steps."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine serves, under which policy version as last known, and what its ids and log-probabilities
-    are."""
+    """Which engine serves, under which policy version as last known, what its ids and log-probabilities are, and to
+    which forms it can hold a reply."""
 
     engine: str
     mode: TokenMode
     logprob_kind: LogprobKind
     version: int
     context_tokens: int | None
+    constraints: frozenset[ConstraintKind] = frozenset()
 
 
 class Member:
@@ -102,6 +104,7 @@ class Member:
             logprob_kind=self.engine.logprob_kind,
             version=self.version,
             context_tokens=self.health.context_tokens,
+            constraints=self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset(),
         )
 
     def status(self) -> EngineStatus:

@@ -15,18 +15,29 @@ from typing import Any, Literal
 
 import msgspec
 
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions
 from outrider.engines.checks import most_characters, too_long
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of
-from outrider.engines.wire import LOGPROB_KINDS, checked_logprobs, decode, finish_of, served_model
+from outrider.engines.wire import (
+    LOGPROB_KINDS,
+    altering,
+    checked_logprobs,
+    decode,
+    finish_of,
+    served_model,
+    structured_outputs,
+)
 from outrider.errors import EngineError, EngineUnavailable
 from outrider.messages import Message, Part, Role, Text, ToolCall
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
+_OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
+_OPENAI_FORMS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA})
 
 
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
@@ -89,6 +100,7 @@ class OpenAIEngine:
         own = read_options(OpenAIOptions, options.options)
         self.name = options.name
         self.mode = TokenMode.CAPTURE if own.ids else TokenMode.TEXT
+        self.constraints = frozenset(ConstraintKind) if own.ids else _OPENAI_FORMS
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode] if own.ids else LogprobKind.NONE
         self._model = options.model
         self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
@@ -154,11 +166,16 @@ class OpenAIEngine:
             body["stop"] = list(sampling.stop)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
+        altered = altering(sampling)
+        body |= altered if capture else {name: altered[name] for name in _OPENAI_ALTERS if name in altered}
+        if sampling.constraint is not None:
+            body |= _form(sampling.constraint)
+        if capture and request.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": request.thinking}
         if capture:
             body |= {
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
-                "repetition_penalty": 1.0,
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "logprobs": True,
                 "return_token_ids": True,
@@ -266,6 +283,18 @@ class _PartialCall:
 
     def whole(self, fallback_id: str) -> ToolCall:
         return ToolCall(self._id or fallback_id, self._name, "".join(self._arguments))
+
+
+def _form(constraint: Constraint) -> dict[str, Any]:
+    """OpenAI's own words for JSON, vLLM's for what that API does not have."""
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return {"response_format": {"type": "json_object"}}
+        case ConstraintKind.JSON_SCHEMA:
+            schema = {"name": "reply", "schema": msgspec.json.decode(constraint.text), "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case _:
+            return {"structured_outputs": structured_outputs(constraint)}
 
 
 def _written(message: Message, *, reasoning: bool) -> dict[str, Any]:

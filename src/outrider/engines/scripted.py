@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
 from outrider.engines.gate import Gate
 from outrider.engines.options import read_options
@@ -88,6 +89,7 @@ class ScriptedEngine:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
+    constraints = frozenset(ConstraintKind)  # a script is what its author made it
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
 from outrider.engines.batch import arrivals
 from outrider.engines.connections import Buffer
 from outrider.engines.failures import Sizes, StatusFailure, failure_of_event, translate
@@ -23,7 +24,7 @@ from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.ids import body_with_ids
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of, version_of
-from outrider.engines.wire import checked_logprobs, decode, finish_of, served_model
+from outrider.engines.wire import bias_by_text, checked_logprobs, decode, finish_of, served_model
 from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import LogprobKind, TokenMode
 
@@ -66,6 +67,7 @@ class SGLangEngine:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
+    constraints = frozenset(ConstraintKind)
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         own = read_options(ServerOptions, options.options)
@@ -223,6 +225,34 @@ def request_name(request: GenerateRequest, attempt: int) -> str:
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
 
 
+def _altering(sampling: SamplingParams) -> dict[str, Any]:
+    """Penalties and bias, those that ask for something."""
+    params: dict[str, Any] = {}
+    if sampling.repetition_penalty != 1:
+        params["repetition_penalty"] = sampling.repetition_penalty
+    for name, value in (
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
+        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
+        ("logit_bias", bias_by_text(sampling)),
+    ):
+        if value:
+            params[name] = value
+    return params
+
+
+def _constraint(constraint: Constraint) -> dict[str, str]:
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return {"json_schema": '{"type": "object"}'}  # as its own chat route does
+        case ConstraintKind.JSON_SCHEMA:
+            return {"json_schema": constraint.text}
+        case ConstraintKind.REGEX:
+            return {"regex": constraint.text}
+        case ConstraintKind.GRAMMAR:
+            return {"ebnf": constraint.text}
+
+
 def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
     sampling = request.sampling
     # A key the server does not know here is a 400, so only documented ones.
@@ -237,9 +267,12 @@ def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
+        **_altering(sampling),
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
+    if sampling.constraint is not None:
+        params |= _constraint(sampling.constraint)
     body = {
         "sampling_params": params,
         "return_logprob": True,

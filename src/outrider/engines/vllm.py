@@ -3,7 +3,7 @@
 Servers without that route (before 0.11, or started without `--enable-scale-out`), and those whose route does not
 stream (before 0.20), are driven through `/v1/completions` with ids, which the first request finds out. Both
 log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). It knows no
-conversation.
+conversation. Structured output needs a server of 0.11 or later.
 Invariant: an id is only ever passed on together with the log-probability the server gave for that very id.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.batch import arrivals
 from outrider.engines.connections import Buffer
@@ -23,7 +24,16 @@ from outrider.engines.http import DEFAULT_RETRY, HttpClient, RetryPolicy
 from outrider.engines.ids import body_with_ids
 from outrider.engines.options import ServerOptions, read_options, server_url
 from outrider.engines.versions import LabelSpan, spans_of, version_of
-from outrider.engines.wire import LOGPROB_KINDS, ModelCard, checked_logprobs, decode, finish_of, served_model
+from outrider.engines.wire import (
+    LOGPROB_KINDS,
+    ModelCard,
+    altering,
+    checked_logprobs,
+    decode,
+    finish_of,
+    served_model,
+    structured_outputs,
+)
 from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import TokenMode
 
@@ -86,6 +96,7 @@ class VLLMEngine:
     """
 
     mode = TokenMode.TOKENS
+    constraints = frozenset(ConstraintKind)
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         own = read_options(VLLMOptions, options.options)
@@ -300,15 +311,17 @@ def _sampling(request: GenerateRequest) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
+        "stop": list(sampling.stop),
         "logprobs": 0,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
+        **altering(sampling),
     }
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
+    if sampling.constraint is not None:
+        fields["structured_outputs"] = structured_outputs(sampling.constraint)
     return fields
 
 

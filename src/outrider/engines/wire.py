@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.base import SamplingParams
 from outrider.errors import EngineMisbehaved, EngineRejected
 from outrider.trajectory import FinishReason, LogprobKind
 
@@ -81,3 +83,34 @@ def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
             return card
     served = ", ".join(card.id for card in cards) or "no model"
     raise EngineRejected(f"engine {engine!r} does not serve {wanted!r}", hint=f"it serves {served}")
+
+
+def altering(sampling: SamplingParams) -> dict[str, Any]:
+    """The penalties and the bias in vLLM's words, which the completions and chat routes of others share. The repetition
+    penalty is always among them: a model's generation_config.json may have another."""
+    fields: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
+    for name, value in (
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
+        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
+        ("logit_bias", bias_by_text(sampling)),
+    ):
+        if value:
+            fields[name] = value
+    return fields
+
+
+def bias_by_text(sampling: SamplingParams) -> dict[str, float]:
+    """The bias with ids as JSON has keys."""
+    return {str(token): bias for token, bias in sampling.logit_bias.items()}
+
+
+def structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    """A constraint in vLLM's words."""
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return {"json_object": True}
+        case ConstraintKind.JSON_SCHEMA:
+            return {"json": msgspec.json.decode(constraint.text)}
+        case kind:
+            return {kind.value: constraint.text}

@@ -35,6 +35,7 @@ def interrupted_result(
         tokens=counts.tokens,
         samples=counts.samples,
         policy=policy,
+        ignored=counts.ignored,
         labels={} if task is None else task.labels,
         error=error,
     )

@@ -96,6 +96,8 @@ class Reader:
             drift_tokens=turn.drift_tokens,
             versions=turn.versions,
             sampling=turn.sampling,
+            altered=turn.altered,
+            ignored=turn.ignored,
             timings=turn.timings,
         )
 

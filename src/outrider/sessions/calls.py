@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -78,6 +78,7 @@ class TokenCall:
         *,
         dialect: str,
         session_key: str,
+        thinking: bool | None,
     ) -> None:
         self.id = uuid4().hex
         self._endpoint = endpoint
@@ -86,6 +87,7 @@ class TokenCall:
         self._request = request
         self._sampling = sampling
         self._allowance = allowance
+        self._thinking = thinking
         self._dialect = dialect
         self._session_key = session_key
         self._received = time.time()
@@ -107,6 +109,7 @@ class TokenCall:
                 prompt_tail=self._joined.prompt.tail(self._endpoint.renderer),
                 tools=self._request.tools,
                 stop=self._sampling.stop,
+                stop_ids=self._sampling.stop_token_ids,
                 call_id=self.id[:12],
             )
             generation = self._endpoint.pool.generate(
@@ -214,7 +217,9 @@ class TokenCall:
             stop_match=self._last.stop_match if self._last else None,
             dialect=self._dialect,
             engine=served.engine,
-            sampling=msgspec.to_builtins(self._sampling),
+            sampling=recorded(self._sampling, self._thinking),
+            altered=self._sampling.altered,
+            ignored=self._request.ignored,
             cached_tokens=self._last.cached_tokens if self._last else None,
             drift_tokens=self._drift,
             messages=self._joined.added,
@@ -241,6 +246,12 @@ def _cut(chunk: Chunk, tokens: int) -> Chunk:
         stop_match=None,
         versions=(),
     )
+
+
+def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
+    """What a turn keeps of how it was sampled."""
+    told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
+    return told | {"thinking": thinking}
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:

@@ -19,7 +19,7 @@ from outrider.engines.member import Assignment
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.allowance import Allowance
-from outrider.sessions.calls import Endpoint, clamped, count_differences
+from outrider.sessions.calls import Endpoint, clamped, count_differences, recorded
 from outrider.tokens.canonical import digest, extend, message_key
 from outrider.trajectory import (
     FinishReason,
@@ -52,6 +52,7 @@ class CaptureCall:
         *,
         dialect: str,
         session_key: str,
+        thinking: bool | None,
     ) -> None:
         self.id = uuid4().hex
         self._endpoint = endpoint
@@ -60,6 +61,7 @@ class CaptureCall:
         self._messages = messages
         self._sampling = sampling
         self._allowance = allowance
+        self._thinking = thinking
         self._dialect = dialect
         self._session_key = session_key
         self._received = time.time()
@@ -78,6 +80,7 @@ class CaptureCall:
                     messages=self._messages,
                     tools=self._request.tools,
                     sampling=self._sampling,
+                    thinking=self._thinking,
                 )
             )
             async with aclosing(generation):
@@ -131,7 +134,9 @@ class CaptureCall:
             mode=served.mode,
             dialect=self._dialect,
             engine=served.engine,
-            sampling=msgspec.to_builtins(self._sampling),
+            sampling=recorded(self._sampling, self._thinking),
+            altered=self._sampling.altered,
+            ignored=self._request.ignored,
             drift_tokens=placed.drift,
             messages=self._messages[placed.known_messages :],
             reply=last.reply,

@@ -12,11 +12,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
+import msgspec
+
 from outrider.aside import Steps
 from outrider.dialects.base import AskedSampling, Dialect, Memory, ModelRequest, WireCall
 from outrider.engines.base import SamplingParams
 from outrider.engines.member import Assignment
-from outrider.errors import ContextOverflow, EngineError, OutriderError, RequestError, ServiceError
+from outrider.errors import ContextOverflow, EngineError, EngineRejected, OutriderError, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
 from outrider.sessions.allowance import Allowance, LimitReached
@@ -24,8 +26,10 @@ from outrider.sessions.calls import Call, Endpoint, Step, TokenCall
 from outrider.sessions.capture import CaptureCall, CaptureRecord
 from outrider.sessions.intake import FREE_VALUES, LARGE, Bodies, Body, Capacity
 from outrider.sessions.seeds import derived_seed
+from outrider.sessions.wishes import check_form, in_openais_words, rests_on_the_client
 from outrider.shield import shielded
 from outrider.spec import Limits, Sampling
+from outrider.tokens.nodes import PromptNode
 from outrider.tokens.reading import parsing
 from outrider.tokens.renderer import History
 from outrider.tokens.tree import TokenTree
@@ -125,7 +129,11 @@ class Conversation:
             _check_number(request, await self.context_tokens())
         try:
             async with self._reading:
-                return await self._finish(self.tree.measuring(request.messages, request.tools, request.tools_raw))
+                return await self._finish(
+                    self.tree.measuring(
+                        request.messages, request.tools, request.tools_raw, thinking=self._switched_thinking(request)
+                    )
+                )
         except RequestError as error:
             if (await self._assigned()).mode is not TokenMode.TOKENS and await self._shows_images(request):
                 raise RequestError(
@@ -150,6 +158,11 @@ class Conversation:
             async with aclosing(self._run(request, dialect)) as steps:
                 async for step in steps:
                     yield step
+        except EngineRejected as error:
+            if not rests_on_the_client(request.sampling):
+                self.failure = error
+                raise
+            raise RequestError(error.message, hint=error.hint, field=error.field) from error
         except asyncio.CancelledError:
             self.hung_up = self.hung_up or self._open
             raise
@@ -243,25 +256,38 @@ class Conversation:
     async def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
         _check_number(request, context)
+        check_form(request, assigned)
         if assigned.mode is not TokenMode.TOKENS:
             messages = await self._finish(parsing(request.messages))
+            wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
+            ignored: tuple[str, ...] = ()
+            if assigned.mode is TokenMode.TEXT:
+                sampling, ignored = in_openais_words(sampling, wanted, request.sampling)
             return CaptureCall(
                 self.endpoint,
                 self._captured,
-                request,
+                msgspec.structs.replace(request, ignored=request.ignored + ignored),
                 messages,
                 sampling,
                 self._allowance,
                 dialect=dialect,
                 session_key=self.session_key,
+                thinking=wanted,
             )
 
+        thinking = self._switched_thinking(request)
         async with self._reading:
             joined = await self._finish(
-                self.tree.joining(request.messages, request.tools, request.tools_raw, context=context)
+                self.tree.joining(
+                    request.messages, request.tools, request.tools_raw, thinking=thinking, context=context
+                )
             )
+        if self._wanted_thinking(request) not in (None, thinking):
+            request = msgspec.structs.replace(request, ignored=(*request.ignored, "thinking"))
         sampling = self._sampling_for(request.sampling, context, prompt_tokens=joined.prompt.length)
+        if sampling.constraint is not None:
+            self._check_thoughtless(joined.prompt)
         return TokenCall(
             self.endpoint,
             self.tree,
@@ -271,13 +297,36 @@ class Conversation:
             self._allowance,
             dialect=dialect,
             session_key=self.session_key,
+            thinking=thinking,
         )
+
+    def _wanted_thinking(self, request: ModelRequest) -> bool | None:
+        """The task's choice, else the client's; None leaves it to the chat template."""
+        return _first(self._sampling.thinking, request.sampling.thinking, None)
+
+    def _switched_thinking(self, request: ModelRequest) -> bool | None:
+        """What the end of the prompt is to say: nothing where the family has no words for it. A reply that is held to a
+        form does not think: reasoning is no part of any form."""
+        if not self.endpoint.renderer.switches_thinking:
+            return None
+        return self._wanted_thinking(request) if request.sampling.constraint is None else False
+
+    def _check_thoughtless(self, prompt: PromptNode) -> None:
+        """Raises RequestError for a prompt that has the model think, before a reply that is held to a form."""
+        renderer = self.endpoint.renderer
+        if renderer.thinking(prompt.tail(renderer)):
+            raise RequestError(
+                "a reply cannot be held to a form here: the prompt begins the model's reasoning, and its chat template"
+                " cannot switch that off",
+                hint="ask without structured output",
+            )
 
     async def _finish(self, steps: Steps[T]) -> T:
         return await self.endpoint.aside.finish(steps)
 
     def _sampling_for(self, asked: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
-        """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left."""
+        """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left. What no task can
+        choose is the client's."""
         task = self._sampling
         room = self._allowance.unsampled
         if context is not None:
@@ -294,7 +343,13 @@ class Conversation:
             min_p=_first(task.min_p, asked.min_p, 0.0),
             seed=self._seed_for(asked.seed),
             stop=asked.stop,
-            stop_token_ids=self.endpoint.renderer.stop_ids,
+            stop_token_ids=tuple(dict.fromkeys((*self.endpoint.renderer.stop_ids, *asked.stop_token_ids))),
+            min_tokens=asked.min_tokens or 0,
+            repetition_penalty=_first(task.repetition_penalty, asked.repetition_penalty, 1.0),
+            presence_penalty=_first(task.presence_penalty, asked.presence_penalty, 0.0),
+            frequency_penalty=_first(task.frequency_penalty, asked.frequency_penalty, 0.0),
+            logit_bias=asked.logit_bias,
+            constraint=asked.constraint,
         )
 
     def _seed_for(self, asked: int | None) -> int | None:

@@ -244,6 +244,7 @@ class LocalNode:
             seconds=ending.seconds,
             samples=counts.samples,
             policy=policy,
+            ignored=counts.ignored,
             labels=assignment.task.labels,
         )
 

@@ -24,7 +24,8 @@ class PromptNode:
     rendered, not sampled; `tools` is the digest of the request's tools, empty where it had none;
     `conversation` is 0 for the session's first one and counts those that began independently of it, or with other
     tools or another system prompt. `splice` says how a prompt that has another's history was put together, `fork` why
-    and from which turn it forked, where the tools or the system prompt changed.
+    and from which turn it forked, where the tools or the system prompt changed. `thinking` is None where the prompt
+    ends as the family's do, else whether its end has the model think.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class PromptNode:
         "quoted",
         "splice",
         "system",
+        "thinking",
         "tools",
     )
 
@@ -59,6 +61,7 @@ class PromptNode:
         system: bytes,
         history: bytes,
         splice: Splice | None = None,
+        thinking: bool | None = None,
     ) -> None:
         self.parent = parent
         self.delta = delta
@@ -73,6 +76,7 @@ class PromptNode:
         self.history = history
         self.splice = splice
         self.fork: tuple[ForkCause, int] | None = None
+        self.thinking = thinking
         self.first_turn: int | None = None
         self.conversation = 0
 

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.aside import PIECE, Steps
+from outrider.errors import RequestError
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import MessageKey, Shown, digest, extend, message_key, tools_key
 from outrider.tokens.nodes import PromptNode, Splice, TurnNode, call_ids_agree, quotes_agree, reasoning_agrees
+from outrider.tokens.renderer import Opening
 from outrider.trajectory import pack_ids
 
 LONG = 16
@@ -48,7 +50,8 @@ class Request(msgspec.Struct, kw_only=True):
     is the longest recorded prefix, and accounts for `covered` messages; up to the prompt `known` the reasoning sent
     back was found to agree with what is recorded. The first `recalled` messages were not read anew; `fresh` are those
     of the others that had to be parsed, by their positions, and `sizes` are the bytes of the recalled ones together and
-    of each other one."""
+    of each other one. `opening` is how its prompt is to end, where that is not as usual: a history may go on with
+    thinking switched."""
 
     messages: WireMessages
     tools: Sequence[ToolSpec]
@@ -60,6 +63,7 @@ class Request(msgspec.Struct, kw_only=True):
     sizes: list[int]
     matched: TurnNode | None = None
     covered: int = 0
+    opening: Opening | None = None
 
     def match(self, turns: dict[bytes, list[TurnNode]]) -> None:
         """Find `matched` in the turns by their paths. Of several that read alike it is the newest whose call ids the
@@ -74,7 +78,25 @@ class Request(msgspec.Struct, kw_only=True):
 
     def repeats(self, prompt: PromptNode) -> bool:
         """Whether it is the request of a prompt that has its path."""
+        return prompt.thinking == self.thinking and self.shares_messages(prompt)
+
+    def shares_messages(self, prompt: PromptNode) -> bool:
+        """The same, thinking aside."""
         return prompt.matched is self.matched and quotes_agree(prompt, self.keys)
+
+    @property
+    def thinking(self) -> bool | None:
+        return None if self.opening is None else self.opening.thinking
+
+    def opened(self, added: list[int]) -> list[int]:
+        """The ids of a prompt's end with the opening that is asked for. Raises RequestError where they have another
+        end than the family's prompts."""
+        if self.opening is None:
+            return added
+        kept = len(added) - len(self.opening.before)
+        if kept < 0 or added[kept:] != self.opening.before:
+            raise RequestError("thinking cannot be switched here: the prompt does not end as the family's prompts do")
+        return added[:kept] + self.opening.after
 
     @property
     def rewritten(self) -> bool:
@@ -120,7 +142,7 @@ class Request(msgspec.Struct, kw_only=True):
         before = parent.prompt.history if parent is not None else b""
         return PromptNode(
             parent,
-            pack_ids(added),
+            pack_ids(self.opened(added)),
             matched=self.matched,
             path=self.paths[-1],
             quoted=tuple(assistants.items()),
@@ -130,6 +152,7 @@ class Request(msgspec.Struct, kw_only=True):
             system=self.system() if parent is None else parent.prompt.system,
             history=_path(before, self.keys[lead if parent is None else parent.prompt.messages :]),
             splice=splice,
+            thinking=self.thinking,
         )
 
     def system(self) -> bytes:

@@ -30,6 +30,16 @@ from outrider.tokens.tokenizer import Tokenizer
 
 History = Literal["recorded", "template"]
 
+
+class Opening(msgspec.Struct, frozen=True):
+    """How a prompt ends that has the model think, or not, against the family's default: with `after` in the place of
+    `before`."""
+
+    thinking: bool
+    before: list[int]
+    after: list[int]
+
+
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
 """Families whose bridge and parser were checked (tests/tokens) to look back no further than the last turn
 close, so that they are given the prompt's tail instead of all of it."""
@@ -110,6 +120,15 @@ class Renderer(Protocol):
 
     def thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt itself opens the model's reasoning."""
+        ...
+
+    @property
+    def switches_thinking(self) -> bool:
+        """Whether the end of a prompt can turn thinking on and off."""
+        ...
+
+    def opening(self, thinking: bool | None) -> Opening | None:
+        """The end of a prompt that asks for this; None for the usual end, also where thinking cannot be switched."""
         ...
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls: ...
@@ -258,6 +277,26 @@ class FamilyRenderer:
             return False
         return self.tokenizer.decode(prompt[-self._opener_length :]).rstrip().endswith(self.markup.think_open)
 
+    @property
+    def switches_thinking(self) -> bool:
+        return bool(self._openings)
+
+    def opening(self, thinking: bool | None) -> Opening | None:
+        found = self._openings.get(thinking) if thinking is not None else None
+        return found if found is not None and found.after != found.before else None
+
+    @cached_property
+    def _openings(self) -> dict[bool | None, Opening]:
+        """Of families whose templates switch thinking by nothing but the end of the prompt, which is checked for the
+        WINDOW_FAMILIES (tests/tokens). A template of the model's own may do otherwise."""
+        if self._layout is None or self._template is not None:
+            return {}
+        usual = _opener(self._parsing)
+        return {
+            on: Opening(on, usual, _opener(_create(self.tokenizer, self.family, retention="all", enable_thinking=on)))
+            for on in (False, True)
+        }
+
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
         try:
             parsed = self._parsing.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
@@ -291,6 +330,13 @@ class _ShownEnd(msgspec.Struct, frozen=True):
     opener: list[int]
 
 
+def _opener(family: Any) -> list[int]:
+    """The ids behind a conversation with which the model's turn begins."""
+    laid_out = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
+    own = np.flatnonzero(np.asarray(laid_out.message_indices) >= 0)
+    return list(laid_out.token_ids[int(own[-1]) + 1 :])
+
+
 def _ends_with(ids: list[int], end: list[int]) -> bool:
     return ids[len(ids) - len(end) :] == end
 
@@ -318,10 +364,12 @@ def make_renderer(tokenizer: Tokenizer, name: str | None) -> FamilyRenderer:
     return FamilyRenderer(tokenizer, name, template=template)
 
 
-def _create(tokenizer: Tokenizer, family: str, *, retention: str | None, layout: Skeleton | None = None) -> Any:
+def _create(
+    tokenizer: Tokenizer, family: str, *, retention: str | None, layout: Skeleton | None = None, **settings: Any
+) -> Any:
     try:
         config = TypeAdapter[Any](renderers.RendererConfig).validate_python(
-            {"name": family, "thinking_retention": retention}
+            {"name": family, "thinking_retention": retention, **settings}
         )
         return renderers.create_renderer(layout or tokenizer, config)
     except ValidationError as error:

@@ -31,6 +31,10 @@ from outrider.trajectory import (
     unpack_logprobs,
 )
 
+MAX_IGNORED = 64
+"""So many names of what had no effect are counted for a session; the others are counted together."""
+OTHERS = "others"
+
 Policy = Mapping[BranchKind, BranchPolicy]
 
 
@@ -91,11 +95,12 @@ def _gone_on(turns: Sequence[Turn], lines: Sequence[Lineage]) -> set[int]:
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """What a session's turns come to: its tokens, its rows, and its forks by cause."""
+    """What a session's turns come to: its tokens, its rows, its forks by cause, and what had no effect by name."""
 
     tokens: TokenCounts
     samples: int
     forks: dict[str, int]
+    ignored: dict[str, int]
 
 
 def count(turns: Sequence[Turn], policy: Policy = POLICY) -> Counts:
@@ -103,7 +108,15 @@ def count(turns: Sequence[Turn], policy: Policy = POLICY) -> Counts:
     lines = lineages(turns)
     kept = _kept(turns, lines, policy)
     forks = Counter(turn.cause.value for turn in turns if turn.cause is not None)
-    return Counts(_count_tokens(turns, lines, kept, policy), len(kept), dict(forks))
+    return Counts(_count_tokens(turns, lines, kept, policy), len(kept), dict(forks), _ignored(turns))
+
+
+def _ignored(turns: Sequence[Turn]) -> dict[str, int]:
+    """In how many turns each thing had no effect. Names are partly the client's: the rarest of too many are one."""
+    counted = Counter(name for turn in turns for name in turn.ignored)
+    shown = dict(counted.most_common(MAX_IGNORED))
+    rest = counted.total() - sum(shown.values())
+    return shown | ({OTHERS: rest} if rest else {})
 
 
 def count_tokens(turns: Sequence[Turn], policy: Policy = POLICY) -> TokenCounts:
@@ -211,6 +224,7 @@ def _sample(
         max_version=max(versions, default=-1),
         labels=result.labels,
         images=_images(path),
+        altered=tuple([turn.index for turn in path if turn.altered]),
     )
 
 

@@ -39,9 +39,9 @@ class Reply(msgspec.Struct, frozen=True):
 class ReplyStream:
     """Reads one turn. `push` the ids as they come, then `finish` once.
 
-    The turn is over at its first stop id. Without tools in the request, tool-call markup is plain text; with
-    them, whatever is not a well-formed call comes back as text. `call_id` names the calls of formats that carry
-    no id of their own.
+    The turn is over at its first stop id, the family's or one of `stop_ids`. Without tools in the request, tool-call
+    markup is plain text; with them, whatever is not a well-formed call comes back as text. `call_id` names the calls of
+    formats that carry no id of their own.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class ReplyStream:
         prompt_tail: Sequence[int],
         tools: Sequence[ToolSpec],
         stop: Sequence[str],
+        stop_ids: Sequence[int] = (),
         call_id: str,
     ) -> None:
         self._renderer = renderer
@@ -59,7 +60,7 @@ class ReplyStream:
         self._stop = tuple(stop)
         self._call_id = call_id
         self._decoder = renderer.tokenizer.stream()
-        self._stops = frozenset(renderer.stop_ids)
+        self._stops = frozenset((*renderer.stop_ids, *stop_ids))
         self._ids: list[int] = []
         self._spoken: int | None = None
         self._pending = ""

@@ -63,21 +63,31 @@ class TokenTree:
         self._conversations = 0
         self.forks: dict[ForkCause, int] = {}
 
-    def join(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Joined:
-        """Find or make the request's prompt. Raises RequestError for a message that cannot be read or
-        rendered; the tree is then unchanged."""
-        return whole(self.joining(messages, tools, tools_raw))
+    def join(
+        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
+    ) -> Joined:
+        """Find or make the request's prompt. `thinking` switches the model's reasoning, for this turn alone. Raises
+        RequestError for a message that cannot be read or rendered; the tree is then unchanged."""
+        return whole(self.joining(messages, tools, tools_raw, thinking=thinking))
 
-    def measure(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> int:
+    def measure(
+        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
+    ) -> int:
         """The length of the prompt that `join` would give; nothing is recorded. Raises as `join` does."""
-        return whole(self.measuring(messages, tools, tools_raw))
+        return whole(self.measuring(messages, tools, tools_raw, thinking=thinking))
 
     def joining(
-        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, context: int | None = None
+        self,
+        messages: WireMessages,
+        tools: Sequence[ToolSpec],
+        tools_raw: bytes,
+        *,
+        thinking: bool | None = None,
+        context: int | None = None,
     ) -> Steps[Joined]:
         """`join` in pieces. Raises ContextOverflow for a prompt that leaves no room in a context of so many tokens;
         the tree is then unchanged, too."""
-        request = yield from self._read(messages, tools, tools_raw)
+        request = yield from self._read(messages, tools, tools_raw, thinking)
         known = self._known(request)
         if known is None:
             if context is not None:
@@ -95,13 +105,15 @@ class TokenTree:
             self._add(request, joined)
         return joined
 
-    def measuring(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[int]:
+    def measuring(
+        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
+    ) -> Steps[int]:
         """`measure` in pieces."""
-        request = yield from self._read(messages, tools, tools_raw)
+        request = yield from self._read(messages, tools, tools_raw, thinking)
         if (known := self._known(request)) is not None:
             return known.length
         laid_out = yield from self._lay_out(request)
-        return (laid_out.parent.length if laid_out.parent is not None else 0) + len(laid_out.added)
+        return (laid_out.parent.length if laid_out.parent is not None else 0) + len(request.opened(laid_out.added))
 
     def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
         """Record a turn's sampled ids. `reply` is the message the client was given: None when it was given
@@ -116,8 +128,11 @@ class TokenTree:
             self._histories.add(turn)
         return turn
 
-    def _read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[Request]:
+    def _read(
+        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, thinking: bool | None
+    ) -> Steps[Request]:
         request = yield from self._reader.read(messages, tools, tools_raw)
+        request.opening = self._renderer.opening(thinking)
         request.match(self._turns)
         return request
 
@@ -239,6 +254,8 @@ class TokenTree:
         return self._renderer.bridge(prompt, output, request.parsed(covered), request.tools, self._history)
 
     def _cause(self, request: Request) -> ForkCause:
+        if any(request.shares_messages(prompt) for prompt in self._prompts.get(request.paths[-1], ())):
+            return ForkCause.SIBLING  # the same messages with thinking switched
         roles = {key.role for key in request.keys[request.covered :]}
         if request.matched is None or request.rewritten or not roles:
             return ForkCause.HISTORY_REWRITTEN

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.options import read_options
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError
@@ -54,6 +55,7 @@ class EmbeddedEngine:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.RAW
+    constraints = frozenset(ConstraintKind)
 
     def __init__(self, options: EngineOptions) -> None:
         missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
@@ -96,7 +98,11 @@ class EmbeddedEngine:
         worker = self._running()
         if len(self._live) >= MAX_REQUESTS:
             raise EngineUnavailable(f"engine {self.name} has {MAX_REQUESTS} requests already")
-        generation = worker.admission.check(request)
+        if request.sampling.constraint is None:
+            generation = worker.admission.check(request)
+        else:  # compiling a schema may take long
+            generation = await asyncio.to_thread(worker.admission.check, request)
+            worker = self._running()  # it may have ended meanwhile
         output: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # bounded by max_tokens
         self._live[generation] = output
         worker.post(lambda batch: batch.add(generation))

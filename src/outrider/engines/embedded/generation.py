@@ -6,14 +6,17 @@ are of the vocabulary, its prompt leaves room for a token, its sampling paramete
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
-from outrider.engines.base import GenerateRequest
+from outrider.engines.base import GenerateRequest, SamplingParams
+from outrider.engines.embedded.forms import Form, Forms
 from outrider.engines.embedded.sampler import Draw, Stream, check_sampling
 from outrider.engines.embedded.stops import Stop, StopWatch
 from outrider.errors import ContextOverflow, EngineRejected
 from outrider.tokens.tokenizer import Tokenizer
-from outrider.trajectory import Ids, VersionSpan
+from outrider.trajectory import FinishReason, Ids, VersionSpan
 
 NONE = -1
 
@@ -35,7 +38,11 @@ class Generation:
         """Take the next token, sampled by `version`; how the generation ends, if this ends it."""
         self.last = draw.token
         self._versions.append(version)
-        return self.watch.push(draw.token)
+        self.stream.accept(draw.token)
+        stop = self.watch.push(draw.token)
+        if stop is None and self.stream.form_finished:
+            return Stop(FinishReason.ABORT if self.stream.form_failed else FinishReason.STOP)
+        return stop
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """The versions of the output's tokens, as half-open spans over it."""
@@ -49,21 +56,22 @@ class Generation:
 
 
 class Admission:
-    """What a request must fit: the size of the vocabulary, the context in tokens, and, for stop strings, a
-    tokenizer. Immutable."""
+    """What a request must fit: the size of the vocabulary, the context in tokens, and, for stop strings and forms, a
+    tokenizer."""
 
     def __init__(self, *, vocab: int, context: int, tokenizer: Tokenizer | None) -> None:
         self.context = context
         self._vocab = vocab
         self._tokenizer = tokenizer
+        self._forms = Forms(Path(tokenizer.name_or_path), vocab) if tokenizer else None
 
     def encode(self, text: str) -> list[int] | None:
         """The model's ids of a text, special tokens included; None without a tokenizer."""
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def check(self, request: GenerateRequest) -> Generation:
-        """A generation for the request; its output ends where the context does. Raises ContextOverflow or
-        EngineRejected."""
+        """A generation for the request; its output ends where the context does. With a constraint it may take a second.
+        Raises ContextOverflow or EngineRejected."""
         sampling = request.sampling
         check_sampling(sampling)
         prompt: Ids = np.ascontiguousarray(request.input_ids, dtype=np.int32)
@@ -76,6 +84,16 @@ class Admission:
             raise ContextOverflow(f"the prompt of {len(prompt)} tokens leaves no room in the context of {self.context}")
         if sampling.stop and self._tokenizer is None:
             raise EngineRejected("stop strings need a tokenizer.json in the model's folder", field="stop")
+        if any(not 0 <= token < self._vocab for token in sampling.logit_bias):
+            raise EngineRejected("logit_bias has ids outside the model's vocabulary", field="logit_bias")
         text = self._tokenizer.stream() if sampling.stop and self._tokenizer else None
         limit = min(sampling.max_tokens, room)
-        return Generation(prompt, Stream(sampling), StopWatch(sampling, limit=limit, text=text))
+        stream = Stream(sampling, prompt=prompt, form=self._form(sampling))
+        return Generation(prompt, stream, StopWatch(sampling, limit=limit, text=text))
+
+    def _form(self, sampling: SamplingParams) -> Form | None:
+        if sampling.constraint is None:
+            return None
+        if self._forms is None:
+            raise EngineRejected("structured output needs a tokenizer.json in the model's folder")
+        return self._forms.compile(sampling.constraint, sampling.stop_token_ids)

@@ -12,7 +12,8 @@ import msgspec
 import orjson
 
 from outrider.asgi import Receive, Scope, Send, while_connected
-from outrider.engines.base import Engine
+from outrider.constraint import Constraint
+from outrider.engines.base import Engine, TakesConstraints
 from outrider.errors import EngineRejected
 from outrider.tokens.tokenizer import Tokenizer
 
@@ -100,6 +101,13 @@ Routes = dict[tuple[str, str], Callable[[Call], Awaitable[None]]]
 
 ErrorBody = Callable[[str, int], Any]
 """A message and a status in a protocol's own error shape."""
+
+
+def held_to(engine: Engine, constraint: Constraint | None) -> Constraint | None:
+    """The form that a reply is asked to have. Raises EngineRejected where the engine cannot hold it to that."""
+    if constraint is None or (isinstance(engine, TakesConstraints) and constraint.kind in engine.constraints):
+        return constraint
+    raise EngineRejected(f"this engine cannot hold a reply to a {constraint.kind.value}")
 
 
 class Served(Protocol):

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, SamplingParams, SetsVersion
-from outrider.engines.serve.asgi import Call, CommonRoutes, Routes, ServeSettings
+from outrider.engines.serve.asgi import Call, CommonRoutes, Routes, ServeSettings, held_to
 from outrider.engines.versions import label_of, version_of
 from outrider.errors import EngineError, EngineRejected
 from outrider.tokens.tokenizer import TextStream
@@ -40,6 +41,22 @@ class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Raises EngineRejected for more than one form."""
+        forms = {
+            ConstraintKind.JSON_SCHEMA: self.json_schema,
+            ConstraintKind.REGEX: self.regex,
+            ConstraintKind.GRAMMAR: self.ebnf,
+        }
+        found = [Constraint(kind, text) for kind, text in forms.items() if text is not None]
+        if len(found) > 1:
+            raise EngineRejected("only one of regex, json_schema and ebnf can be set", field="sampling_params")
+        return found[0] if found else None
 
 
 class _Generate(msgspec.Struct, kw_only=True):
@@ -102,6 +119,12 @@ class ServedSGLang:
                 seed=sampling.sampling_seed,
                 stop=stop,
                 stop_token_ids=tuple(sampling.stop_token_ids or ()),
+                min_tokens=sampling.min_new_tokens,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                logit_bias=sampling.logit_bias or {},
+                constraint=held_to(self.engine, sampling.constraint()),
             ),
         )
         version = (await self.engine.health()).version

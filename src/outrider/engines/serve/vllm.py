@@ -12,8 +12,9 @@ from urllib.parse import parse_qs
 import msgspec
 import numpy as np
 
+from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, SamplingParams, SetsVersion
-from outrider.engines.serve.asgi import Call, CommonRoutes, Routes, ServeSettings
+from outrider.engines.serve.asgi import Call, CommonRoutes, Routes, ServeSettings, held_to
 from outrider.engines.versions import label_of, version_of
 from outrider.errors import EngineError, EngineRejected
 from outrider.tokens.tokenizer import TextStream
@@ -23,6 +24,28 @@ COMPLETION_TOKENS = 16
 """vLLM's `max_tokens` on the completions route when none is given."""
 
 ERROR_TYPES = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError"}
+
+
+class _StructuredOutputs(msgspec.Struct):
+    json: Any = None
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def constraint(self) -> Constraint:
+        """Raises EngineRejected unless exactly one form is asked for."""
+        found = []
+        if self.json is not None:
+            found.append(Constraint(ConstraintKind.JSON_SCHEMA, msgspec.json.encode(self.json).decode()))
+        if self.json_object:
+            found.append(Constraint(ConstraintKind.JSON_OBJECT))
+        if self.regex is not None:
+            found.append(Constraint(ConstraintKind.REGEX, self.regex))
+        if self.grammar is not None:
+            found.append(Constraint(ConstraintKind.GRAMMAR, self.grammar))
+        if len(found) != 1:
+            raise EngineRejected("structured_outputs must ask for exactly one form", field="structured_outputs")
+        return found[0]
 
 
 class _Sampling(msgspec.Struct, kw_only=True):
@@ -35,6 +58,12 @@ class _Sampling(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    structured_outputs: _StructuredOutputs | None = None
 
 
 class _Generate(msgspec.Struct, kw_only=True):
@@ -105,6 +134,7 @@ class ServedVLLM:
         if max_tokens is None:
             max_tokens = max(((await self.engine.health()).context_tokens or 32768) - len(prompt), 1)
         stop = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop or ())
+        form = sampling.structured_outputs
         return GenerateRequest(
             request_id=request_id,
             session_key=call.header(b"x-session-id") or request_id,
@@ -118,6 +148,12 @@ class ServedVLLM:
                 seed=sampling.seed,
                 stop=stop,
                 stop_token_ids=tuple(sampling.stop_token_ids or ()),
+                min_tokens=sampling.min_tokens,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                logit_bias=sampling.logit_bias or {},
+                constraint=held_to(self.engine, form.constraint() if form is not None else None),
             ),
         )
 

@@ -1,0 +1,494 @@
+"""Every field of the tables, sent: it is passed on, noted, refused or no business of the reply's, as its row says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from outrider.constraint import ConstraintKind
+from outrider.dialects.base import AskedSampling, ModelRequest, WireCall
+from outrider.dialects.chat import ChatDialect
+from outrider.dialects.gemini import GeminiDialect
+from outrider.dialects.messages_api import MESSAGES as MESSAGES_ROUTE
+from outrider.dialects.messages_api import MessagesDialect
+from outrider.dialects.responses import ResponsesDialect
+from outrider.dialects.settings import TABLES, Setting, Treatment
+from outrider.errors import RequestError
+from support import gemini, responses, wire
+
+HI = {"role": "user", "content": "hi"}
+SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}}
+TEXT = '{"type":"object","properties":{"z":{"type":"string"},"a":{"type":"integer"}}}'
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+VALUES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "topP": 0.5,
+    "top_k": 5,
+    "topK": 5,
+    "min_p": 0.1,
+    "seed": 3,
+    "min_tokens": 2,
+    "stop_token_ids": [7],
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "presencePenalty": 0.5,
+    "frequency_penalty": 0.5,
+    "frequencyPenalty": 0.5,
+    "logit_bias": {"5": -1},
+    "max_tokens": 9,
+    "max_completion_tokens": 9,
+    "max_output_tokens": 9,
+    "maxOutputTokens": 9,
+    "stop": "x",
+    "stop_sequences": ["x"],
+    "stopSequences": ["x"],
+    "structured_outputs": {"json": SCHEMA},
+    "guided_json": SCHEMA,
+    "guided_regex": "a|b",
+    "regex": "a|b",
+    "guided_choice": ["a.", "b"],
+    "guided_grammar": 'root ::= "a"',
+    "ebnf": 'root ::= "a"',
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+    "text.format": {"type": "json_schema", "name": "x", "schema": SCHEMA},
+    "output_format": {"type": "json_schema", "schema": SCHEMA},
+    "output_config.format": {"type": "json_schema", "schema": SCHEMA},
+    "responseMimeType": "application/json",
+    "responseSchema": {"type": "OBJECT"},
+    "responseJsonSchema": SCHEMA,
+    "chat_template_kwargs.enable_thinking": False,
+    "chat_template_kwargs.thinking": False,
+    "enable_thinking": False,
+    "thinking.type": "disabled",
+    "reasoning.enabled": False,
+    "reasoning_effort": "none",
+    "reasoning.effort": "none",
+    "thinkingConfig.thinkingBudget": 0,
+    "chat_template_kwargs": {"flavour": 1},
+    "modalities": ["text", "audio"],
+    "responseModalities": ["TEXT", "AUDIO"],
+    "function_call": {"name": "f"},
+    "truncation": "auto",
+    "parallel_tool_calls": False,
+    "include_reasoning": False,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "output_config.effort": "high",
+    "text.verbosity": "low",
+    "thinkingConfig.thinkingLevel": "HIGH",
+    "thinking.budget_tokens": 99,
+    "reasoning.max_tokens": 99,
+    "add_generation_prompt": False,
+    "n": 2,
+    "best_of": 2,
+    "candidateCount": 2,
+    "functions": [{"name": "f"}],
+    "metadata": {"user_id": "x"},
+    "user": "x",
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "tool_choice.disable_parallel_tool_use": True,
+}
+"""What is sent of a field: a value that asks for something. Of all others it is 2."""
+
+ELSEWHERE = {
+    *("model", "messages", "input", "contents", "system", "systemInstruction", "instructions", "stream"),
+    *("stream_options", "tools", "tool_choice", "toolConfig", "generationConfig", "logprobs", "return_token_ids"),
+    *("previous_response_id", "store", "include", "reasoning.summary", "thinkingConfig.includeThoughts"),
+}
+"""Passed on, and no part of the sampling: other tests are about these."""
+
+ROWS = [pytest.param(name, row, id=f"{name}-{row.name}") for name, table in TABLES.items() for row in table]
+
+
+def read(dialect: str, **fields: Any) -> ModelRequest:
+    match dialect:
+        case "chat":
+            body, call = {"model": "m", "messages": [HI], **fields}, wire.CALL
+            return ChatDialect().parse(call, json.dumps(body).encode(), {})
+        case "responses":
+            body, call = {"model": "m", "input": "hi", **fields}, responses.CALL
+            return ResponsesDialect().parse(call, json.dumps(body).encode(), {})
+        case "messages":
+            body, call = {"model": "m", "messages": [HI], **fields}, WireCall("POST", MESSAGES_ROUTE)
+            return MessagesDialect().parse(call, json.dumps(body).encode(), {})
+        case _:
+            body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}], **fields}
+            return GeminiDialect().parse(gemini.GENERATE, json.dumps(body).encode(), {})
+
+
+def sent(row: Setting, value: Any) -> dict[str, Any]:
+    """The body's fields that hold the row's with this value."""
+    whole = value
+    for name in reversed(row.name.split(".")):
+        whole = {name: whole}
+    if "tool_choice" in whole:
+        whole["tool_choice"]["type"] = "auto"
+    return whole
+
+
+def value_of(row: Setting) -> Any:
+    short = row.name.removeprefix("generationConfig.")
+    return VALUES.get(short, VALUES.get(short.split(".")[-1], 2))
+
+
+@pytest.mark.parametrize(("dialect", "row"), ROWS)
+def test_a_field_is_treated_as_its_row_says(dialect: str, row: Setting) -> None:
+    name = row.name.removeprefix("generationConfig.")
+    usual = read(dialect)
+    if row.treatment is Treatment.REFUSED:
+        with pytest.raises(RequestError) as caught:
+            read(dialect, **sent(row, value_of(row)))
+        assert caught.value.field == row.name
+        assert row.reason in caught.value.message
+        return
+    if name in ELSEWHERE:
+        return
+    request = read(dialect, **sent(row, value_of(row)))
+    match row.treatment:
+        case Treatment.PASSED:
+            assert request.sampling != usual.sampling
+            assert request.ignored == ()
+        case Treatment.NOTED:
+            assert request.sampling == usual.sampling
+            [note] = request.ignored
+            assert note.startswith(row.name)
+        case Treatment.OTHER:
+            assert (request.sampling, request.ignored) == (usual.sampling, ())
+
+
+@pytest.mark.parametrize(("dialect", "row"), ROWS)
+def test_a_value_that_asks_for_nothing_is_nothing(dialect: str, row: Setting) -> None:
+    if "." in row.name or row.name in ELSEWHERE:
+        return
+    for value in (None, *row.neutral):
+        request = read(dialect, **sent(row, value))
+        assert request.ignored == ()
+        assert request.sampling == read(dialect).sampling
+
+
+@pytest.mark.parametrize("dialect", TABLES)
+def test_an_unknown_field_is_noted(dialect: str) -> None:
+    assert read(dialect, future={"x": 1}).ignored == ("unknown.future",)
+
+
+def test_an_unknown_field_of_googles_configuration_is_noted() -> None:
+    request = read("gemini", generation_config={"from_the_future": 1, "top_k": 3})
+    assert request.ignored == ("unknown.generationConfig.fromTheFuture",)
+    assert request.sampling.top_k == 3
+
+
+FORMS: list[tuple[str, dict[str, Any], ConstraintKind, str]] = [
+    ("chat", {"response_format": VALUES["response_format"]}, ConstraintKind.JSON_SCHEMA, TEXT),
+    ("chat", {"response_format": {"type": "json_object"}}, ConstraintKind.JSON_OBJECT, ""),
+    ("chat", {"guided_json": TEXT}, ConstraintKind.JSON_SCHEMA, TEXT),
+    ("chat", {"structured_outputs": {"json_object": True}}, ConstraintKind.JSON_OBJECT, ""),
+    ("chat", {"structured_outputs": {"choice": ["a.b", "(c)"]}}, ConstraintKind.REGEX, r"(a\.b|\(c\))"),
+    ("chat", {"structured_outputs": {"grammar": "x"}}, ConstraintKind.GRAMMAR, "x"),
+    ("chat", {"ebnf": "x"}, ConstraintKind.GRAMMAR, "x"),
+    ("responses", {"text": {"format": VALUES["text.format"]}}, ConstraintKind.JSON_SCHEMA, TEXT),
+    ("responses", {"text": {"format": {"type": "json_object"}}}, ConstraintKind.JSON_OBJECT, ""),
+    ("responses", {"guided_regex": "x+"}, ConstraintKind.REGEX, "x+"),
+    ("messages", {"output_format": VALUES["output_format"]}, ConstraintKind.JSON_SCHEMA, TEXT),
+    ("messages", {"output_config": {"format": VALUES["output_format"]}}, ConstraintKind.JSON_SCHEMA, TEXT),
+    ("gemini", {"generationConfig": {"responseMimeType": "application/json"}}, ConstraintKind.JSON_OBJECT, ""),
+    ("gemini", {"generationConfig": {"responseJsonSchema": SCHEMA}}, ConstraintKind.JSON_SCHEMA, TEXT),
+    (
+        "gemini",
+        {"generation_config": {"response_mime_type": "application/json", "response_schema": {"type": "OBJECT"}}},
+        ConstraintKind.JSON_SCHEMA,
+        '{"type":"object"}',
+    ),
+    (
+        "gemini",
+        {
+            "generationConfig": {
+                "responseMimeType": "text/x.enum",
+                "responseSchema": {"type": "STRING", "enum": ["a", "b"]},
+            }
+        },
+        ConstraintKind.REGEX,
+        "(a|b)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("dialect", "fields", "kind", "text"), FORMS)
+def test_every_word_for_structured_output(
+    dialect: str, fields: dict[str, Any], kind: ConstraintKind, text: str
+) -> None:
+    constraint = read(dialect, **fields).sampling.constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.text) == (kind, text)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"),
+    [
+        ("chat", {"response_format": {"type": "text"}}),
+        ("responses", {"text": {"format": {"type": "text"}}}),
+        ("responses", {"text": {"format": None}}),
+        ("messages", {"output_config": {"format": None}}),
+        ("gemini", {"generationConfig": {"responseMimeType": "text/plain"}}),
+    ],
+)
+def test_text_is_no_form(dialect: str, fields: dict[str, Any]) -> None:
+    assert read(dialect, **fields).sampling == AskedSampling()
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(70):
+    DEEP = {"properties": {"a": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "field", "fields"),
+    [
+        ("chat", "response_format.type", {"response_format": {"type": "xml"}}),
+        ("chat", "response_format.schema", {"response_format": {"type": "json_schema"}}),
+        ("chat", "response_format.schema", {"response_format": {"type": "json_schema", "json_schema": {"schema": 7}}}),
+        ("chat", "guided_json", {"guided_json": "{"}),
+        ("chat", "guided_json", {"guided_json": DEEP}),
+        ("chat", "guided_json", {"guided_json": {"title": "x" * 70_000}}),
+        ("chat", "structured_outputs", {"regex": "a", "ebnf": "b"}),
+        ("chat", "structured_outputs.structural_tag", {"structured_outputs": {"structural_tag": "{}"}}),
+        ("chat", "logit_bias", {"logit_bias": {"the": 1}}),
+        ("chat", "presence_penalty", {"presence_penalty": 3}),
+        ("messages", "output_format.schema", {"output_format": {"type": "json_schema"}}),
+        ("gemini", "generationConfig.responseMimeType", {"generationConfig": {"responseMimeType": "audio/wav"}}),
+        (
+            "gemini",
+            "generationConfig.responseSchema.enum",
+            {"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING"}}},
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named(dialect: str, field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(dialect, **fields)
+    assert (caught.value.field or "").startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "on", "notes"),
+    [
+        ("chat", {"reasoning_effort": "high"}, None, ("reasoning_effort",)),
+        ("chat", {"reasoning": {"effort": "low", "max_tokens": 5}}, None, ("reasoning.effort", "reasoning.max_tokens")),
+        ("chat", {"reasoning": {"enabled": True, "exclude": True, "new": 1}}, True, ("unknown.reasoning.new",)),
+        ("chat", {"thinking": {"type": "auto", "new": 1}}, None, ("unknown.thinking.new",)),
+        ("chat", {"thinking": {"type": "enabled", "budget_tokens": 5}}, True, ("thinking.budget_tokens",)),
+        ("chat", {"chat_template_kwargs": {"enable_thinking": True}}, True, ()),
+        ("responses", {"reasoning": {"effort": "medium", "summary": "auto"}}, None, ("reasoning.effort",)),
+        ("responses", {"reasoning": {"effort": "none"}}, False, ()),
+        ("messages", {"thinking": {"type": "adaptive"}}, None, ()),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, True, ("thinking.budget_tokens",)),
+        (
+            "messages",
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+            False,
+            ("output_config.effort",),
+        ),
+        ("messages", {"output_config": {"task_budget": {}}}, None, ("unknown.output_config.task_budget",)),
+        ("gemini", {"generationConfig": {"thinkingConfig": {"thinkingBudget": -1}}}, None, ()),
+        (
+            "gemini",
+            {"generation_config": {"thinking_config": {"thinking_budget": 8192, "thinking_level": "LOW"}}},
+            None,
+            ("generationConfig.thinkingConfig.thinkingLevel", "generationConfig.thinkingConfig.thinkingBudget"),
+        ),
+    ],
+)
+def test_every_word_for_thinking(dialect: str, fields: dict[str, Any], on: bool | None, notes: tuple[str, ...]) -> None:
+    request = read(dialect, **fields)
+    assert (request.sampling.thinking, request.ignored) == (on, notes)
+
+
+HOSTED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("chat", {"tools": [FUNCTION, {"type": "web_search"}]}, ("tools.web_search",)),
+    ("chat", {"tools": [FUNCTION], "web_search_options": {"search_context_size": "low"}}, ("web_search_options",)),
+    (
+        "responses",
+        {"tools": [FLAT, {"type": "mcp", "server_label": "x"}, {"type": "local_shell"}]},
+        ("tools.mcp", "tools.local_shell"),
+    ),
+    (
+        "messages",
+        {
+            "tools": [
+                {"name": "f", "input_schema": {"type": "object"}},
+                {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+                {"type": "code_execution_20250825", "name": "code_execution"},
+                {"type": "mcp_toolset", "mcp_server_name": "x"},
+            ],
+            "mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}],
+        },
+        ("mcp_servers", "tools.web_search_20250305", "tools.code_execution_20250825", "tools.mcp_toolset"),
+    ),
+    (
+        "gemini",
+        {
+            "tools": [
+                {"functionDeclarations": [{"name": "f"}]},
+                {"googleSearch": {}},
+                {"url_context": {}, "codeExecution": {}},
+            ]
+        },
+        ("tools.googleSearch", "tools.urlContext", "tools.codeExecution"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("dialect", "fields", "notes"), HOSTED)
+def test_hosted_tools_are_not_shown_and_noted(dialect: str, fields: dict[str, Any], notes: tuple[str, ...]) -> None:
+    request = read(dialect, **fields)
+    assert [tool["function"]["name"] for tool in request.tools] == ["f"]
+    assert request.ignored == notes
+
+
+@pytest.mark.parametrize(
+    ("dialect", "tools"),
+    [
+        ("chat", [{"type": "web_search"}]),
+        ("responses", [{"type": "web_search"}]),
+        ("messages", [{"type": "web_search_20250305", "name": "web_search"}]),
+        ("gemini", [{"googleSearch": {}}]),
+    ],
+)
+def test_hosted_tools_alone_are_no_tools(dialect: str, tools: list[Any]) -> None:
+    request = read(dialect, tools=tools)
+    assert (request.tools, request.tools_raw, len(request.ignored)) == ((), b"", 1)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "tools", "choice"),
+    [
+        ("chat", [FUNCTION, {"type": "web_search"}], {"type": "web_search"}),
+        ("chat", [FUNCTION], {"type": "function", "function": {"name": "g"}}),
+        ("responses", [FLAT, {"type": "web_search"}], {"type": "web_search"}),
+        (
+            "messages",
+            [{"type": "web_search_20250305", "name": "web_search"}],
+            {"type": "tool", "name": "web_search"},
+        ),
+    ],
+)
+def test_a_choice_of_a_hosted_tool_cannot_be_met(dialect: str, tools: list[Any], choice: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(dialect, tools=tools, tool_choice=choice)
+    assert (caught.value.field or "").startswith("tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"),
+    [
+        ("chat", {"tools": [FUNCTION], "tool_choice": "required"}),
+        ("chat", {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ("responses", {"tools": [FLAT], "tool_choice": {"type": "function", "name": "f"}}),
+        ("messages", {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}),
+        (
+            "gemini",
+            {
+                "tools": [{"functionDeclarations": [{"name": "f"}]}],
+                "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}},
+            },
+        ),
+    ],
+)
+def test_a_choice_of_tools_is_a_wish(dialect: str, fields: dict[str, Any]) -> None:
+    request = read(dialect, **fields)
+    assert len(request.tools) == 1
+    assert len(request.ignored) == 1
+
+
+def test_anthropics_own_client_tools_are_told_by_what_is_documented_of_them() -> None:
+    tools = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+        {"type": "computer_20250124", "name": "computer", "display_width_px": 9},
+    ]
+    request = read("messages", tools=tools)
+    told = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in request.tools}
+    assert told.keys() == {"bash", "str_replace_based_edit_tool"}
+    assert told["bash"].keys() == {"command", "restart"}
+    assert {"command", "path", "old_str", "new_str"} < told["str_replace_based_edit_tool"].keys()
+    assert request.ignored == ("tools.computer_20250124",)
+
+
+def said(request: ModelRequest) -> list[tuple[str, str]]:
+    read_as = [request.messages.parse(index) for index in range(len(request.messages))]
+    return [(message.role.value, message.content) for message in read_as]
+
+
+CALLED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    (
+        "responses",
+        {
+            "input": [
+                HI,
+                {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search"}},
+                {"type": "mcp_list_tools", "server_label": "x", "tools": []},
+                {"role": "assistant", "content": "found"},
+                {"role": "user", "content": "so"},
+            ]
+        },
+        ("history.web_search_call", "history.mcp_list_tools"),
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                HI,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+                        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                        {"type": "text", "text": "found"},
+                    ],
+                },
+                {"role": "user", "content": "so"},
+            ]
+        },
+        ("history.server_tool_use", "history.web_search_tool_result"),
+    ),
+    (
+        "gemini",
+        {
+            "contents": [
+                {"role": "user", "parts": [{"text": "hi"}]},
+                {
+                    "role": "model",
+                    "parts": [
+                        {"executableCode": {"language": "PYTHON", "code": "1"}},
+                        {"code_execution_result": {"outcome": "OUTCOME_OK", "output": "1"}},
+                        {"text": "found"},
+                    ],
+                },
+                {"role": "user", "parts": [{"text": "so"}]},
+            ]
+        },
+        ("history.codeExecutionResult", "history.executableCode"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("dialect", "fields", "notes"), CALLED)
+def test_what_hosted_tools_did_is_not_shown_and_noted(
+    dialect: str, fields: dict[str, Any], notes: tuple[str, ...]
+) -> None:
+    request = read(dialect, **fields)
+    assert said(request) == [("user", "hi"), ("assistant", "found"), ("user", "so")]
+    assert request.ignored == notes
+
+
+def test_what_hosted_tools_did_is_noted_of_a_history_that_was_read_before() -> None:
+    memory: dict[str, Any] = {}
+    _, fields, notes = CALLED[2]
+    for _ in range(2):
+        request = GeminiDialect().parse(gemini.GENERATE, json.dumps(fields).encode(), memory)
+        assert request.ignored == notes

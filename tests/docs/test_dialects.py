@@ -1,0 +1,51 @@
+"""The page about dialects has every field that the tables have, each with what becomes of it and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.dialects.settings import EXTRAS, SAMPLERS, TABLES, Setting, Treatment
+from outrider.tokens.renderer import WINDOW_FAMILIES
+
+from .pages import code, page
+
+PAGE = page("docs/dialects.md")
+Rows = set[tuple[str, str, str]]
+
+
+def written(first: str) -> Rows:
+    """The rows of the table that begins so, one for each field."""
+    (found,) = (table for table in PAGE.tables(first) if table.columns[0] == first)
+    return {(code(name), told, why) for names, told, why in found.rows for name in names.split(", ")}
+
+
+def held(rows: tuple[Setting, ...]) -> Rows:
+    return {(row.name, row.treatment.value, row.reason) for row in rows}
+
+
+def test_samplers_and_extras_are_there() -> None:
+    assert written("Sampler") == held(SAMPLERS)
+    assert written("Extra") == held(EXTRAS)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "first"),
+    [("chat", "Chat field"), ("responses", "Responses field"), ("messages", "Messages field")],
+)
+def test_every_field_of_a_dialect_is_there(dialect: str, first: str) -> None:
+    assert written(first) | held(SAMPLERS) | held(EXTRAS) == held(TABLES[dialect])
+    assert not written(first) & (held(SAMPLERS) | held(EXTRAS))
+
+
+def test_every_field_of_googles_is_there_but_the_samplers() -> None:
+    missing = held(TABLES["gemini"]) - written("Gemini field")
+    assert written("Gemini field") <= held(TABLES["gemini"])
+    assert {told for _, told, _ in missing} == {Treatment.REFUSED.value}
+    names = {name.removeprefix("generationConfig.") for name, _, _ in missing}
+    shared = {row.name.replace("_", "").lower() for row in SAMPLERS}
+    assert {name for name in names if name.lower() not in shared} <= set(PAGE.spans)
+
+
+def test_every_treatment_and_switchable_family_is_named() -> None:
+    assert all(f"**{treatment.value}**" in PAGE.text for treatment in Treatment)
+    assert set(PAGE.spans) >= WINDOW_FAMILIES

@@ -1,0 +1,146 @@
+"""What a client asks for besides its messages: what of it the engine is told, what is recorded, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.scripted import ScriptedEngine
+from outrider.errors import EngineRejected, RequestError
+from outrider.lifecycle import StopReason
+from outrider.spec import Sampling
+from outrider.tokens.samples import MAX_IGNORED, OTHERS, build_samples, count
+from outrider.trajectory import SessionResult
+
+from .world import BASH, a_world, echoed
+
+USER = {"role": "user", "content": "hello"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+RESULT = SessionResult(session_id="s", group_id="g", sample_index=0, attempt=1, stop_reason=StopReason.COMPLETED)
+
+
+async def test_what_alters_sampling_reaches_the_engine_and_is_recorded(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"presence_penalty": 0.5, "logit_bias": {"7": -5}, "min_tokens": 1, "stop_token_ids": [9]}
+    async with a_world(tmp_path, ["x<|im_end|>", "y<|im_end|>"]) as world:
+        first = await world.ask(USER, **fields)
+        await world.ask(USER, echoed(first), USER)
+        told = world.engine.requests[0].sampling
+        assert (told.presence_penalty, told.logit_bias, told.min_tokens) == (0.5, {7: -5.0}, 1)
+        assert told.stop_token_ids[-1] == 9
+        assert len(told.stop_token_ids) > 1
+        one, two = world.turns
+        assert (one.sampling["presence_penalty"], one.sampling["logit_bias"]) == (0.5, {"7": -5.0})
+        assert (one.altered, two.altered) == (True, False)
+        [row] = build_samples(world.turns, RESULT)
+        assert (row.turns, row.altered) == ((0, 1), (0,))
+
+
+async def test_the_tasks_penalties_and_thinking_win(tmp_path: Path) -> None:
+    task = Sampling(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, thinking=False)
+    asked = {"repetition_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": 1, "enable_thinking": True}
+    async with a_world(tmp_path, ["x<|im_end|>"], sampling=task) as world:
+        await world.ask(USER, **asked)
+        [turn] = world.turns
+        assert not turn.altered
+        assert turn.sampling["thinking"] is False
+        assert shown(world.engine).endswith("<think>\n\n</think>\n\n")
+
+
+async def test_thinking_is_switched_for_one_turn_and_counted_alike(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"]) as world:
+        first = await world.ask(USER, reasoning_effort="none")
+        await world.ask(USER, echoed(first), USER)
+        assert [turn.sampling["thinking"] for turn in world.turns] == [False, None]
+        assert first.prompt_tokens == len(world.engine.requests[0].input_ids)
+        assert world.turns[1].parent == 0
+
+
+async def test_what_has_no_effect_is_noted_with_the_turn_and_counted(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>", "y<|im_end|>"]) as world:
+        first = await world.ask(USER, tools=[BASH, {"type": "web_search"}], verbosity="low", from_the_future=1)
+        await world.ask(USER, echoed(first), USER, tools=[BASH, {"type": "web_search"}])
+        assert set(world.turns[0].ignored) == {"verbosity", "unknown.from_the_future", "tools.web_search"}
+        counted = count(world.turns).ignored
+        assert counted == {"tools.web_search": 2, "verbosity": 1, "unknown.from_the_future": 1}
+
+
+async def test_names_that_clients_make_up_are_bounded(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"]) as world:
+        for call in range(4):
+            await world.ask(USER, **{f"made_up_{call}_{number}_{'x' * 99}\n": 1 for number in range(100)})
+        for turn in world.turns:
+            assert len(turn.ignored) == 32
+            assert all(len(name) <= 64 and name.isprintable() for name in turn.ignored)
+        counted = count(world.turns).ignored
+        assert len(counted) == MAX_IGNORED + 1
+        assert counted[OTHERS] == 4 * 32 - MAX_IGNORED
+
+
+async def test_a_reply_is_held_to_a_form_and_does_not_think(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["{}<|im_end|>"]) as world:
+        await world.ask(USER, response_format=FORM, enable_thinking=True)
+        [turn] = world.turns
+        assert world.engine.requests[0].sampling.constraint == Constraint(
+            ConstraintKind.JSON_SCHEMA, '{"type":"object","properties":{"a":{"type":"integer"}}}'
+        )
+        assert turn.sampling["constraint"]["kind"] == "json_schema"
+        assert turn.altered
+        assert shown(world.engine).endswith("</think>\n\n")
+        assert turn.ignored == ("thinking",)
+
+
+async def test_a_form_and_tools_at_once_are_refused(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["{}<|im_end|>"]) as world:
+        with pytest.raises(RequestError, match="cannot call a tool"):
+            await world.ask(USER, response_format=FORM, tools=[BASH])
+        await world.ask(USER, response_format=FORM, tools=[BASH], tool_choice="none")
+        assert len(world.turns) == 1
+
+
+REJECTS = {"reply": "x<|im_end|>", "fail": "rejected"}
+
+
+async def test_what_an_engine_refuses_of_the_clients_own_is_no_failure_of_the_engine(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [REJECTS]) as world:
+        for fields in ({"guided_regex": "(unclosed"}, {"logit_bias": {"999999": 1}}, {"stop_token_ids": [999_999]}):
+            with pytest.raises(RequestError, match="by its script"):
+                await world.ask(USER, **fields)
+            assert world.conversation.failure is None
+        with pytest.raises(EngineRejected):
+            await world.ask(USER)
+        assert isinstance(world.conversation.failure, EngineRejected)
+
+
+async def test_a_stop_token_of_the_clients_is_no_text(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["one two<|im_end|>"]) as world:
+        assert world.engine._tokenizer is not None
+        ids = world.engine._tokenizer.encode("one two")
+        first = await world.ask(USER, stop_token_ids=[ids[-1]])
+        assert first.reply.content == world.engine._tokenizer.decode(ids[:-1])
+        await world.ask(USER, echoed(first), USER)
+        assert world.turns[1].parent == 0
+
+
+class Plain(ScriptedEngine):
+    """An engine of somebody's that says nothing of forms."""
+
+    constraints = frozenset()
+
+
+async def test_an_engine_that_cannot_is_not_asked(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["{}<|im_end|>"], kind=Plain) as world:
+        with pytest.raises(RequestError, match="cannot hold a reply to a json_schema") as caught:
+            await world.ask(USER, response_format=FORM)
+        assert caught.value.hint
+        assert not world.engine.requests
+        assert world.conversation.failure is None
+
+
+def shown(engine: ScriptedEngine) -> str:
+    """The newest prompt as text."""
+    assert engine._tokenizer is not None
+    return engine._tokenizer.decode(engine.requests[-1].input_ids.tolist())
