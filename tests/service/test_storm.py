@@ -46,7 +46,7 @@ def graded_where_nothing_starts(rng: random.Random) -> GroupSpec:
 
 
 def out_of_agent_time(rng: random.Random) -> GroupSpec:
-    return group(*["ask"] * rng.randint(0, 2), "wait forever", limits={"agent_seconds": rng.uniform(0.01, 0.2)})
+    return group(*["ask"] * rng.randint(0, 2), "wait forever", limits={"agent_seconds": rng.uniform(0.01, 1.0)})
 
 
 def out_of_session_time(rng: random.Random) -> GroupSpec:
@@ -59,7 +59,7 @@ def hangs_before_the_run(rng: random.Random) -> GroupSpec:
 
 
 def in_the_middle_of_a_reply(rng: random.Random) -> GroupSpec:
-    return group("ask", instruction="never end", limits={"agent_seconds": rng.uniform(0.02, 0.2)})
+    return group("ask", instruction="never end", limits={"agent_seconds": rng.uniform(0.02, 1.0)})
 
 
 def out_of_turns(rng: random.Random) -> GroupSpec:
