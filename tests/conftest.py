@@ -1,7 +1,9 @@
-"""For all tests: how many examples a property is tried on, and which tests may run at the same time as others."""
+"""For all tests: how many examples a property is tried on, what is made once, which tests may run beside others."""
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,19 @@ settings.load_profile("fast")  # unless --hypothesis-profile names the other
 def pytest_configure() -> None:
     """A shell starts what runs in its background deaf to Ctrl-C, which our tests send to programs that they start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session")
+def ipython_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An OUTRIDER_HOME for all tests that open an IPython, of every worker: to make what they show takes seconds."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ipython-home"
 
 
 class TwoHalves(LoadScopeScheduling):

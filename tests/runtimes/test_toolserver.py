@@ -6,7 +6,6 @@ import asyncio
 import marshal
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -88,14 +87,12 @@ def dead(pid: str) -> bool:
 
 
 async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_path: Path) -> None:
-    server = await hosted(tmp_path, lifetime=0.7)
+    server = await hosted(tmp_path, lifetime=2)
     try:
         args = {"argv": [], "script": "echo $$ > pid; setsid sleep 3030 & echo $! > child; wait", "env": {}}
         args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
-        started = time.monotonic()
         with pytest.raises(RuntimeFailure, match="end of its lifetime"):
             await server.tools.call("exec", args, ExecDone)
-        assert time.monotonic() - started < 30
         async with asyncio.timeout(30):
             await readable(server._child.pidfd)
         assert all(dead((tmp_path / name).read_text().strip()) for name in ("pid", "child"))
