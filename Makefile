@@ -33,10 +33,11 @@ demo: $(STAMPS)/demo ## roll out 32 sessions with a real (tiny) model in real sa
 	$(BIN)/outrider demo $(ARGS)
 
 test: $(STAMPS)/dev ## the fast tests
-	$(ONE_THREAD) $(BIN)/pytest -n 2 $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 test-deep: $(STAMPS)/dev ## storms, fuzzers and properties on many examples
-	$(ONE_THREAD) $(BIN)/pytest -n 2 -m "(deep or hypothesis) and not real" --hypothesis-profile deep --timeout 600 $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal -m "(deep or hypothesis) and not real" \
+		--hypothesis-profile deep --timeout 600 $(ARGS)
 
 check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff format --check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -33,14 +33,15 @@ def joined_sparing(tree: TokenTree, messages: list[Message]) -> tuple[Joined, in
     raise AssertionError("the same texts are wanted again and again")
 
 
-def kinds() -> Iterator[FamilyRenderer]:
-    for family in FAMILIES:
+def kinds(families: Sequence[str]) -> Iterator[FamilyRenderer]:
+    for family in families:
         yield from (family_renderer(family), plain_family(family))
 
 
+@pytest.mark.parametrize("families", [FAMILIES[:1], pytest.param(FAMILIES[1:], marks=pytest.mark.deep)], ids=repr)
 @pytest.mark.parametrize("messages", [SHORT, LONG, MANY], ids=["short", "long", "many"])
-def test_what_is_encoded_ahead_makes_the_same_prompts(messages: list[Message]) -> None:
-    for renderer in kinds():
+def test_what_is_encoded_ahead_makes_the_same_prompts(messages: list[Message], families: Sequence[str]) -> None:
+    for renderer in kinds(families):
         tree, other = TokenTree(renderer, "recorded"), TokenTree(renderer, "recorded")
         first, tries = joined_sparing(tree, messages)
         assert first.prompt.delta == other.join(ParsedMessages(messages), (), b"").prompt.delta
