@@ -17,10 +17,12 @@ STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Tests and benchmarks run side by side: torch must not spin on every core in each of them.
 ONE_THREAD := OMP_NUM_THREADS=1
+# Tests start hundreds of Python programs: without compiled files, each would compile all that it imports again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check test-real fuzz bench policy clean
+.PHONY: help venv demo test test-deep check test-real fuzz bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +33,11 @@ demo: $(STAMPS)/demo ## roll out 32 sessions with a real (tiny) model in real sa
 	$(BIN)/outrider demo $(ARGS)
 
 test: $(STAMPS)/dev ## the fast tests
-	$(ONE_THREAD) $(BIN)/pytest -n 2 $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+
+test-deep: $(STAMPS)/dev ## storms, fuzzers and properties on many examples
+	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal -m "(deep or hypothesis) and not real" \
+		--hypothesis-profile deep --timeout 600 $(ARGS)
 
 check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff format --check

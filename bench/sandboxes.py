@@ -120,23 +120,33 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 def cpu_seconds() -> float:
     """Of this process, of all children that it has waited for, and of the zygote with those that it has waited for."""
+    ticks = sum(ticks_of(pid) for pid in children_of(os.getpid()))
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    ticks = sum(sum(map(int, stat_of(pid)[11:15])) for pid in children_of(os.getpid()))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def of_process(pid: int, name: str) -> str:
+    """A file that the kernel has of a process; empty when that has just gone."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in of_process(pid, f"task/{pid}/children").split()]
 
 
-def stat_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def ticks_of(pid: int) -> int:
+    """Processor time of a child and of those that it has waited for. That of one that has gone, which has none here, is
+    in the time of this process's children by then."""
+    return sum(map(int, of_process(pid, "stat").rpartition(")")[2].split()[11:15]))
 
 
 def unshared_kib(pid: int) -> int:
     """What a process would give back if it ended, and its part of what it shares."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    lines = of_process(pid, "smaps_rollup").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:

@@ -1,14 +1,47 @@
-"""For all tests: which of them may run at the same time as others."""
+"""For all tests: how many examples a property is tried on, what is made once, which tests may run beside others."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 PROGRAMS = f"{Path(__file__).parent.name}/real/"
+
+ALWAYS: dict[str, Any] = {
+    # Neither says anything of the code under test on a machine that has other things to do.
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+# `make test`: the same few examples on every machine. `make test-deep`: many, and others each time; a failure prints
+# how to try its example again.
+settings.register_profile("fast", max_examples=25, derandomize=True, **ALWAYS)
+settings.register_profile("deep", max_examples=500, print_blob=True, **ALWAYS)
+settings.load_profile("fast")  # unless --hypothesis-profile names the other
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in its background deaf to Ctrl-C, which our tests send to programs that they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session")
+def ipython_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An OUTRIDER_HOME for all tests that open an IPython, of every worker: to make what they show takes seconds."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ipython-home"
 
 
 class TwoHalves(LoadScopeScheduling):
@@ -19,6 +52,6 @@ class TwoHalves(LoadScopeScheduling):
         return "programs" if nodeid.startswith(PROGRAMS) else "sandboxes"
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoHalves | None:
     return TwoHalves(config, log) if config.getvalue("dist") == "loadscope" else None

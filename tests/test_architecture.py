@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
-MAX_LINES = 400
 
 LAYERS = (
     (
@@ -165,12 +164,6 @@ def only_the_cli_prints(module: Module) -> Iterator[str]:
             yield module.at(node, f"{name}: only the command line prints and configures logging")
 
 
-def files_are_short(module: Module) -> Iterator[str]:
-    length = len(module.source.splitlines())
-    if length > MAX_LINES:
-        yield f"{module.path}:{MAX_LINES + 1}: the file has {length} lines, more than {MAX_LINES}"
-
-
 def modules_say_what_they_are(module: Module) -> Iterator[str]:
     if module.source and not ast.get_docstring(module.tree):
         yield module.at(module.tree, "the module has no docstring")
@@ -183,7 +176,6 @@ RULES: dict[Callable[[Module], Iterator[str]], str] = {
     tasks_have_an_owner: "'x'\nself._loop.create_task(f())",
     environment_is_read_in_config: "'x'\nfrom os import environ",
     only_the_cli_prints: "'x'\nlogging.getLogger().addHandler(h)",
-    files_are_short: "'x'" + "\n" * (MAX_LINES + 1),
     modules_say_what_they_are: "x = 1",
 }
 

@@ -1,4 +1,5 @@
-"""The gateway under odd, broken and ordinary requests, a few sessions of each dialect; `make fuzz` throws many more.
+"""The gateway under odd, broken and ordinary requests, a few sessions of each dialect; `make test-deep` and `make fuzz`
+throw many more.
 
 `python scripts/fuzz_gateway.py --dialect chat --seed 1 --session 7` plays one session of a failing run again. The other
 tests here are of the fuzzer: that it sees what is wrong.
@@ -26,19 +27,19 @@ from support.fuzz.stage import Ground, Stage, a_stage
 from support.fuzz.verdict import as_json, as_table
 from support.fuzz.wire import exchange
 
-REQUESTS = 1000
 SEED = 2
 REQUEST = Request(method="POST", path="/v1/chat/completions")
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("requests", [250, pytest.param(10_000, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("dialect", SPEAKERS)
-async def test_no_request_breaks_the_gateway_or_loses_a_token(tmp_path: Path, dialect: str) -> None:
-    tally = await Campaign(SPEAKERS[dialect](), Ground(tmp_path), SEED).run(REQUESTS)
+async def test_no_request_breaks_the_gateway_or_loses_a_token(tmp_path: Path, dialect: str, requests: int) -> None:
+    tally = await Campaign(SPEAKERS[dialect](), Ground(tmp_path), SEED).run(requests)
     assert not tally.failures, as_table(dialect, SEED, tally, 0.0)
-    assert tally.requests == REQUESTS
-    assert tally.statuses[200] > REQUESTS * 0.4
-    assert tally.statuses[400] > REQUESTS * 0.1
+    assert tally.requests == requests
+    assert tally.statuses[200] > requests * 0.4
+    assert tally.statuses[400] > requests * 0.1
     assert tally.sampled == tally.trained + tally.masked + tally.dropped
     assert min(tally.trained, tally.dropped) > 0
     assert set(tally.joins) == {"root", "append", "fork", "retry"}

@@ -1,10 +1,12 @@
 """Every benchmark runs in its smallest form, so that none of them rots. What they measure is not judged here.
 
-Those that start processes of their own run with the real programs (`make test-real`).
+Those that start processes of their own run with the real programs (`make test-real`), the other slow ones with `make
+test-deep`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,7 @@ async def test_dialects_are_measured_side_by_side() -> None:
     check_shown("dialects", found)
 
 
+@pytest.mark.deep
 async def test_memory_counts_at_least_the_ids() -> None:
     found = await memory.measure(memory.Plan(conversations=1, calls=4))
 
@@ -82,6 +85,7 @@ async def test_memory_counts_at_least_the_ids() -> None:
     check_shown("memory", found)
 
 
+@pytest.mark.deep
 async def test_sessions_end_well_and_are_timed() -> None:
     found = await sessions.measure(sessions.Plan({"memory": sessions.GROUP_SIZE}))
 
@@ -89,6 +93,7 @@ async def test_sessions_end_well_and_are_timed() -> None:
     check_shown("sessions", found)
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
 async def test_sandboxes_start_and_answer() -> None:
     found = await sandboxes.measure(sandboxes.Plan(starts=8, calls=4, alive=2, slow_starts=1))
@@ -96,6 +101,17 @@ async def test_sandboxes_start_and_answer() -> None:
     assert found["kinds"]["namespace"]["calls"]["bash"]["per_second"] > 0
     assert found["alive"]["mib_each"] > 0
     check_shown("sandboxes", found)
+
+
+async def test_a_process_that_has_just_gone_has_used_nothing_more() -> None:
+    child = await asyncio.create_subprocess_exec("true")
+    await child.wait()
+    assert (sandboxes.ticks_of(child.pid), sandboxes.unshared_kib(child.pid), sandboxes.children_of(child.pid)) == (
+        0,
+        0,
+        [],
+    )
+    assert sandboxes.cpu_seconds() > 0
 
 
 @pytest.mark.real
@@ -115,6 +131,7 @@ async def test_the_store_takes_turns() -> None:
     check_shown("store", found)
 
 
+@pytest.mark.deep
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     command = [sys.executable, "-m", "bench", "store", "--quick", "--json", str(file)]

@@ -44,7 +44,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
         [sys.executable, "-c", program, "demo", "--json", "--out", str(folder / "out")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -58,7 +58,7 @@ def test_every_session_ends_without_error_or_drift(demo: tuple[dict[str, Any], P
     assert 0.0 <= line["mean_reward"] <= 1.0
     assert line["sampled_tokens"] == line["trained_tokens"] > GROUPS * SAMPLES
     assert line["runtime"] == choose_runtime()[0]
-    assert line["seconds"] < 60
+    assert line["seconds"] < 150
 
 
 def test_the_files_hold_what_the_line_says(demo: tuple[dict[str, Any], Path]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -89,14 +89,12 @@ def damaged(body: bytes, at: int, junk: bytes) -> bytes:
     return body[:at] + junk + body[at + len(junk) :]
 
 
-@settings(max_examples=100, deadline=None)
 @given(ALMOST)
 def test_an_almost_valid_body_is_read_or_refused(body: Any) -> None:
     with suppress(RequestError):
         read_whole(json.dumps(body).encode())
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     ALMOST, st.integers(min_value=0), st.binary(min_size=1, max_size=4) | st.sampled_from([rb"\ud8", b"NaN", b"[{["])
 )
@@ -105,7 +103,6 @@ def test_a_damaged_body_is_read_or_refused(body: Any, at: int, junk: bytes) -> N
         read_whole(damaged(json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass"), at, junk))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=64))
 def test_bytes_are_refused(body: bytes) -> None:
     with suppress(RequestError):
@@ -136,7 +133,6 @@ def as_sent(message: Message) -> dict[str, Any]:
     return sent
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(WELL_FORMED, min_size=1, max_size=5), st.sampled_from([None, 1]), st.booleans())
 def test_raw_and_parse_agree_with_what_was_sent(messages: list[Message], indent: int | None, ascii_only: bool) -> None:
     body = json.dumps(
@@ -192,7 +188,6 @@ STEP = st.builds(
 CALLS = st.lists(st.builds(ToolCall, id=TEXT, name=TEXT, arguments=TEXT), max_size=3).map(tuple)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(STEP, max_size=5),
     CALLS,

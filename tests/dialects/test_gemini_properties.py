@@ -6,7 +6,7 @@ import json
 import random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.dialects.base import Completion, Memory
@@ -64,7 +64,6 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=100, deadline=None)
 @given(completions(), st.booleans(), st.booleans())
 def test_a_stream_says_what_the_one_piece_reply_says(
     said: tuple[list[Delta], Completion], thoughts: bool, events: bool
@@ -123,7 +122,6 @@ def _call_echoed(part: dict[str, Any], habits: dict[str, bool], dice: random.Ran
     return {name: call, **dice.choice([{}, {"thoughtSignature": "skip_thought_signature_validator"}])}
 
 
-@settings(max_examples=200, deadline=None)
 @given(completions(), st.randoms(use_true_random=False), st.sampled_from([GENERATE, EVENTS, ARRAY]))
 def test_what_we_said_is_recognised_when_it_comes_back(
     said: tuple[list[Delta], Completion], dice: random.Random, call: Any

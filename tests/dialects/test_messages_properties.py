@@ -8,7 +8,7 @@ from typing import Any
 
 from anthropic.types import Message as WireMessage
 from anthropic.types import RawMessageStreamEvent
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -74,14 +74,12 @@ def read(body: bytes) -> ModelRequest:
     return request
 
 
-@settings(max_examples=150, deadline=None)
 @given(BODY, st.none() | st.integers(0, 400))
 def test_an_odd_request_raises_nothing_but_request_error(body: Any, cut: int | None) -> None:
     with suppress(RequestError):
         read(json.dumps(body).encode()[:cut])
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=40))
 def test_bytes_raise_nothing_but_request_error(body: bytes) -> None:
     with suppress(RequestError):
@@ -180,7 +178,6 @@ def joined(blocks: list[dict[str, Any]], kind: str, field: str) -> str:
     return "".join(block[field] for block in blocks if block["type"] == kind)
 
 
-@settings(max_examples=150, deadline=None)
 @given(STEPS, CALLS, st.sampled_from(FinishReason), st.sampled_from([None, 7, "STOP", "é", "a"]))
 def test_a_stream_says_what_the_one_piece_reply_says(
     steps: list[Delta], calls: tuple[ToolCall, ...], finish: FinishReason, stop_match: int | str | None
@@ -231,7 +228,6 @@ def echoes(draw: st.DrawFn, content: list[dict[str, Any]]) -> list[dict[str, Any
     return [{"role": "assistant", "content": blocks}]
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), STEPS, CALLS, st.sampled_from([None, 1]), st.booleans(), st.booleans())
 def test_a_reply_that_comes_back_is_recognised(
     data: st.DataObject, steps: list[Delta], calls: tuple[ToolCall, ...], indent: int | None, ascii: bool, stream: bool

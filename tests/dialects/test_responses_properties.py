@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.dialects.base import Completion, Memory, ModelRequest
@@ -105,14 +105,12 @@ def damaged(body: bytes, at: int, junk: bytes) -> bytes:
     return body[:at] + junk + body[at + len(junk) :]
 
 
-@settings(max_examples=100, deadline=None)
 @given(ALMOST)
 def test_an_almost_valid_body_is_answered_or_refused(body: Any) -> None:
     with suppress(RequestError):
         answer_whole(json.dumps(body).encode())
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     ALMOST, st.integers(min_value=0), st.binary(min_size=1, max_size=4) | st.sampled_from([rb"\ud8", b"NaN", b"[{["])
 )
@@ -121,7 +119,6 @@ def test_a_damaged_body_is_answered_or_refused(body: Any, at: int, junk: bytes) 
         answer_whole(damaged(json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass"), at, junk))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=64))
 def test_bytes_are_refused(body: bytes) -> None:
     with suppress(RequestError):
@@ -129,7 +126,6 @@ def test_bytes_are_refused(body: bytes) -> None:
         raise AssertionError("64 random bytes are no request")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(ITEM, max_size=3), st.lists(ITEM, max_size=3))
 def test_equal_bytes_are_equal_messages(one: list[Any], other: list[Any]) -> None:
     known: dict[bytes, Any] = {}
@@ -175,7 +171,6 @@ def done_with(steps: list[Delta], calls: tuple[ToolCall, ...], finish: FinishRea
     return completion(text, *calls, reasoning="".join(step.reasoning for step in steps) or None, finish=finish)
 
 
-@settings(max_examples=100, deadline=None)
 @given(ORDERLY, CALLS, st.sampled_from(FinishReason), ASKED)
 def test_a_stream_is_the_response_that_the_one_piece_reply_is(
     steps: list[Delta], calls: tuple[ToolCall, ...], finish: FinishReason, asked: dict[str, Any]
@@ -218,7 +213,6 @@ def added_up(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
 HANDED_BACK = st.sampled_from(["keep", "drop", "sealed"])
 
 
-@settings(max_examples=100, deadline=None)
 @given(STEPS, CALLS, st.sampled_from(FinishReason), ASKED, HANDED_BACK, st.booleans(), st.booleans())
 def test_what_was_said_is_recognised_when_it_comes_back(
     steps: list[Delta],
@@ -242,7 +236,6 @@ def test_what_was_said_is_recognised_when_it_comes_back(
         assert again[1].reasoning == done.reply.reasoning
 
 
-@settings(max_examples=100, deadline=None)
 @given(STEPS, CALLS, st.sampled_from(FinishReason), ASKED, st.booleans())
 def test_a_stored_response_stands_for_what_was_said(
     steps: list[Delta], calls: tuple[ToolCall, ...], finish: FinishReason, asked: dict[str, Any], stream: bool
@@ -268,7 +261,6 @@ PLAIN = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(PLAIN, min_size=1, max_size=6), st.sampled_from([None, 1]), st.booleans())
 def test_every_word_that_was_sent_is_read(items: list[Any], indent: int | None, ascii_only: bool) -> None:
     sent = json.dumps({"model": "m", "input": items}, indent=indent, ensure_ascii=ascii_only).encode()

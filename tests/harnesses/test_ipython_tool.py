@@ -17,11 +17,11 @@ from outrider.spec import HarnessSpec
 from .conftest import calls, context, results, says
 
 
-def test_only_an_agent_with_ipython_shows_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_an_agent_with_ipython_shows_it(monkeypatch: pytest.MonkeyPatch, ipython_home: Path) -> None:
     pytest.importorskip("IPython")
-    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    monkeypatch.setenv("OUTRIDER_HOME", str(ipython_home))
     shown = make_harness(HarnessSpec(agent="tools", options={"tools": ["ipython"]})).mounts()
-    assert [path.is_relative_to(tmp_path) and (path / "bin/python3").exists() for path in shown] == [True]
+    assert [path.is_relative_to(ipython_home) and (path / "bin/python3").exists() for path in shown] == [True]
     assert make_harness(HarnessSpec(agent="tools")).mounts() == ()
 
 
@@ -40,8 +40,8 @@ def test_an_agent_may_ask_for_mounts() -> None:
     assert InProcessHarness(Mounting({})).mounts() == (Path("/opt/tools"),)
 
 
-async def test_the_model_calls_ipython(sandbox: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+async def test_the_model_calls_ipython(sandbox: Runtime, monkeypatch: pytest.MonkeyPatch, ipython_home: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(ipython_home))
     spec = HarnessSpec(agent="tools", options={"tools": ["ipython"]})
     given = context(sandbox, spec, calls(("ipython", json.dumps({"code": "x = 6\nx * 7"}))), says("42"))
     harness = make_harness(spec)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.rootfs.remove import remove_tree
@@ -136,7 +136,6 @@ LAYERS = st.lists(
 
 
 @given(st.lists(LAYERS, max_size=3))
-@settings(max_examples=150)
 def test_nothing_outside_is_touched(
     tmp_path_factory: pytest.TempPathFactory, layers: list[list[tuple[str, Any]]]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.runtimes.host import Host
+from outrider.runtimes.plans import make_skeleton
 
 from . import engines
 from .world import World
@@ -21,8 +22,18 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.fixture(scope="session")
+def skeleton(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the roots of all namespace sandboxes of these tests: a node takes half a second to make its own on a slow
+    disk, and nothing can write to it."""
+    made = tmp_path_factory.mktemp("skeleton") / "root"
+    make_skeleton(made)
+    return made
+
+
 @pytest.fixture
-async def world(folder: Path) -> AsyncIterator[World]:
+async def world(folder: Path, skeleton: Path) -> AsyncIterator[World]:
+    (folder / "skeleton").symlink_to(skeleton)
     async with Host(folder) as host:
         here = World(host)
         yield here

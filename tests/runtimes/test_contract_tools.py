@@ -36,11 +36,11 @@ chart = Chart()
 
 
 @pytest.fixture(scope="module")
-def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, ...]]:
-    """The service's own IPython, in a cache of these tests' own."""
+def mounts(ipython_home: Path) -> Iterator[tuple[Path, ...]]:
+    """The service's own IPython, in a cache of the tests' own."""
     pytest.importorskip("IPython")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OUTRIDER_HOME", os.environ.get("SANDBOX_CACHE") or str(tmp_path_factory.mktemp("home")))
+        patch.setenv("OUTRIDER_HOME", os.environ.get("SANDBOX_CACHE") or str(ipython_home))
         yield ipython_mounts()
 
 
@@ -125,7 +125,7 @@ async def test_ipython_is_interrupted_with_its_children(real: Runtime) -> None:
     shell = await real.open_shell("ipython")
     late = await shell.run("!sleep 3010", seconds=0.5)
     assert late.timed_out
-    late = await shell.run("print('begun')\nimport time\ntime.sleep(60)", seconds=0.5)
+    late = await shell.run("print('begun')\nimport time\ntime.sleep(60)", seconds=2)
     assert late.timed_out
     assert late.output.startswith("begun\n")
     assert "KeyboardInterrupt" in late.output

@@ -150,7 +150,7 @@ async def test_bridge_streams_and_passes_a_disconnect_on(world: World) -> None:
         )
         result = await sandbox.exec(["python3", "-c", program, sandbox.endpoint.rpartition(":")[2]], seconds=10)
         assert result.stdout == b"b'tick\\n'\n"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await left.wait()
 
 

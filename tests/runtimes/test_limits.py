@@ -80,7 +80,7 @@ async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:
     started = time.monotonic()
     await sandbox.exec(BOMB.replace("sleep 20", "true"), seconds=5)
     await sandbox.stop()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
 
 
 async def test_a_sandbox_whose_first_process_has_to_wait_for_all_others_is_stopped_in_time(world: World) -> None:
@@ -90,7 +90,7 @@ async def test_a_sandbox_whose_first_process_has_to_wait_for_all_others_is_stopp
     await asyncio.sleep(5)
     started = time.monotonic()
     await sandbox.stop()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10  # with a tenth of a processor they would take a minute
 
 
 async def test_cpu(world: World, kind: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.runtimes.inside.patch import Conflict, Entry, lines_of, plan_patch
@@ -149,7 +149,6 @@ def test_any_text_is_applied_or_refused(text: bytes, data: bytes) -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TREES, TREES, st.integers(1, 3), st.booleans())
 def test_what_git_writes_is_applied(before: Files, after: Files, context: int, moved: bool) -> None:
     if moved:

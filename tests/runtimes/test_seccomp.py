@@ -230,9 +230,9 @@ async def test_the_first_process_is_let_alone(world: World, kind: str) -> None:
     result = await sandbox.exec(["python3", "-c", program], seconds=20)
     assert result.stdout.startswith(b"True"), (result.stdout, result.stderr)
     own = (
-        "! command -v renice || renice -n 5 -p $$",
+        "! command -v renice || renice -n 19 -p $$",
         "ulimit -n 50 && test $(ulimit -n) = 50",
-        "python3 -c 'import os; os.nice(3); os.setpriority(os.PRIO_PROCESS, os.getpid(), 7)'",
+        "python3 -c 'import os; os.nice(3); os.setpriority(os.PRIO_PROCESS, os.getpid(), 19)'",
         "! command -v taskset || { taskset -c 0 true && taskset -p 1 $$; }",
         "python3 -c 'import os, resource; p = os.getpid(); resource.prlimit(p, resource.RLIMIT_NOFILE, (9, 9))'",
     )

@@ -6,7 +6,6 @@ import asyncio
 import marshal
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from .world import World
 
 pytestmark = pytest.mark.timeout(180)
 
-GIGABYTE = 1 << 30
 FLOOD = "echo first; head -c {} /dev/zero; echo last"
 ROOM = 7 * MAX_OUTPUT
 """What is kept, while it is put together and sent."""
@@ -44,16 +42,17 @@ async def peak(sandbox: Runtime) -> int:
     return int(fields["VmHWM"].split()[0]) << 10
 
 
-async def test_a_gigabyte_of_output_takes_no_more_memory_than_is_kept(sandbox: Runtime) -> None:
+@pytest.mark.parametrize("size", [1 << 26, pytest.param(1 << 30, marks=pytest.mark.deep)], ids=["64 MiB", "1 GiB"])
+async def test_much_output_takes_no_more_memory_than_is_kept(sandbox: Runtime, size: int) -> None:
     before = await peak(sandbox)
-    out = (await sandbox.exec(FLOOD.format(GIGABYTE), seconds=120)).stdout
+    out = (await sandbox.exec(FLOOD.format(size), seconds=120)).stdout
     assert (out[:6], out[-5:]) == (b"first\n", b"last\n")
-    assert b"\n[... %d bytes cut ...]\n" % (GIGABYTE + 11 - MAX_OUTPUT) in out
+    assert b"\n[... %d bytes cut ...]\n" % (size + 11 - MAX_OUTPUT) in out
     assert await peak(sandbox) - before < ROOM
     shell = await sandbox.open_shell()
-    shown = (await shell.run(FLOOD.format(GIGABYTE // 8), seconds=120)).output
+    shown = (await shell.run(FLOOD.format(size // 2), seconds=120)).output
     assert (shown[:6], shown[-5:]) == ("first\n", "last\n")
-    assert f"[... {GIGABYTE // 8 + 11 - MAX_OUTPUT} bytes cut ...]" in shown
+    assert f"[... {size // 2 + 11 - MAX_OUTPUT} bytes cut ...]" in shown
     assert await peak(sandbox) - before < ROOM
     assert (await shell.run("echo fine", seconds=30)).output == "fine\n"
 
@@ -88,14 +87,12 @@ def dead(pid: str) -> bool:
 
 
 async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_path: Path) -> None:
-    server = await hosted(tmp_path, lifetime=0.7)
+    server = await hosted(tmp_path, lifetime=2)
     try:
         args = {"argv": [], "script": "echo $$ > pid; setsid sleep 3030 & echo $! > child; wait", "env": {}}
         args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
-        started = time.monotonic()
         with pytest.raises(RuntimeFailure, match="end of its lifetime"):
             await server.tools.call("exec", args, ExecDone)
-        assert time.monotonic() - started < 30
         async with asyncio.timeout(30):
             await readable(server._child.pidfd)
         assert all(dead((tmp_path / name).read_text().strip()) for name in ("pid", "child"))

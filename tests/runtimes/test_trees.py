@@ -179,6 +179,7 @@ def test_the_way_to_a_folder_is_begun_anew_where_it_has_changed(tmp_path: Path) 
         os.close(fd)
 
 
+@pytest.mark.deep
 async def test_more_than_can_be_carried_is_told(world: World) -> None:
     sandbox = await world.start("process")
     await sandbox.exec("truncate -s 3G large", seconds=20)

@@ -23,6 +23,7 @@ from outrider.runtimes.base import SandboxContext
 from outrider.runtimes.memory import MemoryLedger, MemoryRuntime
 from outrider.spec import EvaluatorSpec, RuntimeSpec
 from outrider.trajectory import Verdict
+from support.clock import pass_time
 
 ACTOR = "service.stage:Actor"
 SANDBOX = "service.stage:StagedRuntime"
@@ -77,8 +78,8 @@ class Actor:
 
     ask: a model call · ask quietly: its errors are swallowed · leave: go on while one is under way · wait PLACE: until
     the test opens it · crash: raise · crash at COUNT: raise in the first attempts only · oddly HOW: raise one of ODD ·
-    break: the sandbox is gone · sleep SECONDS · run COMMAND: in the sandbox, failing as it does · note NAME: remember
-    the order
+    break: the sandbox is gone · sleep SECONDS · pass SECONDS: of the event loop's clock, at once · run COMMAND: in the
+    sandbox, failing as it does · note NAME: remember the order
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -121,6 +122,8 @@ class Actor:
                 time.sleep(float(rest))  # noqa: ASYNC251
             case "sleep":
                 await asyncio.sleep(float(rest))
+            case "pass":
+                await pass_time(float(rest))
             case "run":
                 result = await context.runtime.exec(rest, seconds=60)
                 assert result.exit_code == 0, result

@@ -69,11 +69,12 @@ async def add_engines(world: World, tokenizer: Path, count: int, *, percent: flo
 
 
 def draw(rng: random.Random, fates: Sequence[Fate], sessions: int) -> list[GroupSpec]:
-    """Groups of so many sessions in all: one of every fate, then any."""
+    """Groups of so many sessions in all: one of every fate, then as many or more of any."""
     groups: list[GroupSpec] = []
+    sizes = tuple(size for size in (1, 2, 4, 8, 16) if size <= sessions / len(fates) / 1.5)
     while (left := sessions - sum(spec.n for spec in groups)) > 0:
         fate = fates[len(groups)] if len(groups) < len(fates) else rng.choice(fates)
-        size = min(left, rng.choice((1, 2, 4, 8, 16)))
+        size = min(left, rng.choice(sizes))
         groups.append(fate(rng).model_copy(update={"n": size, "priority": rng.randint(-3, 3)}))
     return groups
 

@@ -54,8 +54,8 @@ async def test_what_patterns_match_is_kept(world: MakeWorld, temporary: Path, ki
     ("do", "limits", "ending"),
     [
         (("crash",), {}, StopReason.ERROR),
-        (("wait forever",), {"agent_seconds": 0.3}, StopReason.AGENT_TIMEOUT),
-        (("wait forever",), {"session_seconds": 0.5}, StopReason.SESSION_TIMEOUT),
+        (("pass 30",), {"agent_seconds": 20}, StopReason.AGENT_TIMEOUT),
+        (("pass 30",), {"session_seconds": 20}, StopReason.SESSION_TIMEOUT),
         (("ask", "ask"), {"turns": 2}, StopReason.MAX_TURNS),
     ],
 )

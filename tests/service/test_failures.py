@@ -114,7 +114,7 @@ async def test_a_failed_call_that_the_harness_got_over_is_no_failure(world: Make
 
 async def test_an_agent_that_spends_its_time_on_a_failed_call(world: MakeWorld) -> None:
     async with world([SAY, REJECTING]) as w:
-        session = await w.run("ask", "ask quietly", "wait forever", limits={"agent_seconds": 0.2})
+        session = await w.run("ask", "ask quietly", "pass 30", limits={"agent_seconds": 20})
         failed(session, Boundary.ENGINE, "engine_rejected")
         assert w.stage.count["graded"] == 0
 

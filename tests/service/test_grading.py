@@ -14,6 +14,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.runtimes.base import ExecResult
 from outrider.trajectory import SessionResult, Verdict
 from outrider.wire import SessionView
+from support.clock import pass_time
 
 from .conftest import MakeWorld
 from .stage import StagedRuntime, _stage
@@ -209,8 +210,12 @@ class HangingFresh(StagedRuntime):
 async def test_a_new_sandbox_that_is_never_ready_is_no_verdict(world: MakeWorld) -> None:
     async with world() as w:
         given = carried("ask", runtime={"kind": "service.test_grading:HangingFresh"}, max_attempts=1)
-        result = failed(await run(w, **given, limits={"session_seconds": 0.5}), Boundary.RUNTIME, "runtime_failure")
-        assert "not ready within 0.5 s" in str(result.error)
+        view = await w.submit(*given.pop("do"), **given, limits={"session_seconds": 20})
+        await w.stage.arrived["fresh"].wait()
+        await w.state(view.sessions[0].id, SessionState.EVALUATING)
+        await pass_time(100)  # of several tries
+        result = failed((await w.done(view.id)).sessions[0], Boundary.RUNTIME, "runtime_failure")
+        assert "not ready within 20 s" in str(result.error)
         w.assert_quiet()
 
 
@@ -218,8 +223,8 @@ async def test_a_new_sandbox_that_is_never_ready_is_no_verdict(world: MakeWorld)
     ("do", "limits", "ending"),
     [
         (("ask", "crash"), {}, StopReason.ERROR),
-        (("ask", "wait forever"), {"agent_seconds": 0.2}, StopReason.AGENT_TIMEOUT),
-        (("ask", "wait forever"), {"session_seconds": 0.3}, StopReason.SESSION_TIMEOUT),
+        (("ask", "pass 30"), {"agent_seconds": 20}, StopReason.AGENT_TIMEOUT),
+        (("ask", "pass 30"), {"session_seconds": 20}, StopReason.SESSION_TIMEOUT),
         (("ask", "ask", "ask"), {"turns": 2}, StopReason.MAX_TURNS),
         (("ask", "break"), {}, StopReason.ERROR),
     ],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.config import LanesConfig
-from outrider.lifecycle import StopReason
+from outrider.lifecycle import SessionState, StopReason
 from outrider.sessions.session import HARMFUL_SECONDS
+from support.clock import pass_time
 
 from .conftest import MakeWorld
 from .world import SAY, result_of
@@ -16,7 +17,7 @@ LONG = "maple jade zone " * 8 + SAY
 
 async def test_agent_timeout_is_graded(world: MakeWorld) -> None:
     async with world() as w:
-        session = await w.run("ask", "wait forever", limits={"agent_seconds": 0.2, "session_seconds": 30})
+        session = await w.run("ask", "pass 30", limits={"agent_seconds": 20, "session_seconds": 60})
         result = result_of(session)
         assert (result.stop_reason, result.error) == (StopReason.AGENT_TIMEOUT, None)
         assert result.verdict is not None
@@ -28,7 +29,10 @@ async def test_agent_timeout_is_graded(world: MakeWorld) -> None:
 async def test_agent_timeout_in_the_middle_of_a_reply(world: MakeWorld) -> None:
     """What was sampled is recorded and dropped: nobody saw it."""
     async with world([{"reply": SAY, "stall": 1}]) as w:
-        result = result_of(await w.run("ask", limits={"agent_seconds": 0.2}))
+        view = await w.submit("ask", limits={"agent_seconds": 20})
+        await w.engine.stalled.wait()
+        await pass_time(30)
+        result = result_of((await w.done(view.id)).sessions[0])
         assert result.stop_reason is StopReason.AGENT_TIMEOUT
         assert (result.tokens.sampled, result.tokens.dropped, result.samples) == (1, 1, 0)
         w.assert_quiet()
@@ -36,7 +40,7 @@ async def test_agent_timeout_in_the_middle_of_a_reply(world: MakeWorld) -> None:
 
 async def test_session_timeout_has_no_verdict(world: MakeWorld) -> None:
     async with world() as w:
-        session = await w.run("ask", "wait forever", limits={"session_seconds": 0.3, "agent_seconds": 30})
+        session = await w.run("ask", "pass 30", limits={"session_seconds": 20, "agent_seconds": 60})
         result = result_of(session)
         assert (result.stop_reason, result.verdict, result.error) == (StopReason.SESSION_TIMEOUT, None, None)
         assert (result.turns, session.attempt, w.stage.count["graded"]) == (1, 1, 0)
@@ -64,11 +68,16 @@ async def test_session_timeout_before_the_run(world: MakeWorld, fields: dict) ->
 async def test_waiting_for_a_lane_is_charged_to_nobody(world: MakeWorld) -> None:
     """The last session's sandbox is ready for longer than the session may last."""
     async with world(lanes=LanesConfig(init=5, run=1, eval=1)) as w:
-        limits = {"session_seconds": 1.0, "agent_seconds": 0.9}
-        view = await w.submit("ask", "sleep 0.3", n=5, limits=limits)
-        results = [result_of(session) for session in (await w.done(view.id)).sessions]
-        assert [result.stop_reason for result in results] == [StopReason.COMPLETED] * 5
-        assert max(result.seconds.ready for result in results) > 1.0
+        first = await w.submit("wait door", "ask")
+        await w.stage.arrived["door"].wait()
+        view = await w.submit("ask", limits={"session_seconds": 20, "agent_seconds": 20})
+        await w.state(view.sessions[0].id, SessionState.READY)
+        await pass_time(30)
+        w.stage.open["door"].set()
+        for each in (first, view):
+            result = result_of((await w.done(each.id)).sessions[0])
+            assert result.stop_reason is StopReason.COMPLETED
+        assert result.seconds.ready > 0
         w.assert_quiet()
 
 

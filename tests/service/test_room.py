@@ -10,6 +10,7 @@ from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField
 from outrider.lifecycle import SessionState, StopReason
 from outrider.wire import RoomStats
+from support.clock import pass_time
 
 from .conftest import MakeWorld
 from .world import World, result_of
@@ -58,10 +59,15 @@ async def test_it_is_shown_and_given_back_when_the_sandbox_is_stopped(world: Mak
 
 async def test_waiting_is_charged_to_no_limit(world: MakeWorld) -> None:
     async with world(sandboxes=SMALL) as w:
-        first = await w.submit("sleep 0.5", "ask", runtime=needing(cpus=2))
-        await w.state(first.sessions[0].id, SessionState.RUNNING)
-        session = await w.run("ask", runtime=needing(cpus=2), limits={"session_seconds": 0.4, "agent_seconds": 0.4})
-        result = result_of(session)
+        await w.submit("wait door", "ask", runtime=needing(cpus=2))
+        await w.stage.arrived["door"].wait()
+        limits = {"session_seconds": 20, "agent_seconds": 20}
+        view = await w.submit("ask", runtime=needing(cpus=2), limits=limits)
+        while not room(w).waiting:
+            await w.service.status()
+        await pass_time(30)
+        w.stage.open["door"].set()
+        result = result_of((await w.done(view.id)).sessions[0])
         assert result.stop_reason is StopReason.COMPLETED
         assert result.seconds.queued > 0
         assert room(w).waited_seconds > 0

@@ -1,4 +1,4 @@
-"""A thousand sessions on the fakes, with everything going wrong that can."""
+"""Many sessions on the fakes, with everything going wrong that can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from .conftest import MakeWorld
 from .storm import Fate, add_engines, assert_over, draw, unleash
 from .world import group
 
-SESSIONS = 1000
 LANES = LanesConfig(init=8, run=24, eval=6)
 PREPARE = [{"run": "echo x > prepared"}, {"write": "y", "to": "written"}]
 HANGING = ("start", "exec")
@@ -47,7 +46,7 @@ def graded_where_nothing_starts(rng: random.Random) -> GroupSpec:
 
 
 def out_of_agent_time(rng: random.Random) -> GroupSpec:
-    return group(*["ask"] * rng.randint(0, 2), "wait forever", limits={"agent_seconds": rng.uniform(0.01, 0.2)})
+    return group(*["ask"] * rng.randint(0, 2), "wait forever", limits={"agent_seconds": rng.uniform(0.01, 1.0)})
 
 
 def out_of_session_time(rng: random.Random) -> GroupSpec:
@@ -60,7 +59,7 @@ def hangs_before_the_run(rng: random.Random) -> GroupSpec:
 
 
 def in_the_middle_of_a_reply(rng: random.Random) -> GroupSpec:
-    return group("ask", instruction="never end", limits={"agent_seconds": rng.uniform(0.02, 0.2)})
+    return group("ask", instruction="never end", limits={"agent_seconds": rng.uniform(0.02, 1.0)})
 
 
 def out_of_turns(rng: random.Random) -> GroupSpec:
@@ -148,18 +147,20 @@ ENDINGS = {
 }
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_a_thousand_sessions(world: MakeWorld, tokenizer: Path, seed: int) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("sessions", "seed"), [(200, 1), *(pytest.param(1000, seed, marks=pytest.mark.deep) for seed in range(4))]
+)
+async def test_many_sessions(world: MakeWorld, tokenizer: Path, sessions: int, seed: int) -> None:
     rng = random.Random(seed)
     async with world(lanes=LANES) as w:
         await add_engines(w, tokenizer, 6, percent=3)
-        groups = draw(rng, FATES, SESSIONS)
+        groups = draw(rng, FATES, sessions)
         started = time.monotonic()
-        views = await unleash(w, rng, groups, spared=len(FATES), cancelled=0.5, within=3.0)
+        views = await unleash(w, rng, groups, spared=len(FATES), cancelled=0.5, within=sessions / 400)
         seconds = time.monotonic() - started
         endings = await assert_over(w, groups, views)
         assert endings.keys() >= ENDINGS, endings
         failures = sum(engine.failures for engine in w.service.pool.status())
         assert failures > 0
-        print(f"{SESSIONS} sessions in {seconds:.1f} s, {failures} engine failures: {dict(endings)}")
+        print(f"{sessions} sessions in {seconds:.1f} s, {failures} engine failures: {dict(endings)}")

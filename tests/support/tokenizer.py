@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from outrider.tokens.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -53,8 +56,15 @@ def make_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+@cache
+def _written() -> tuple[str, Tokenizer]:
+    """The file, and one that is loaded: those that are loaded later have its encoder."""
+    backend = make_tokenizer()
+    return backend.to_str(pretty=True), Tokenizer(backend, name_or_path="kept", settings={})
+
+
 def write_tokenizer(folder: Path) -> Path:
     """Write tokenizer.json into `folder`, which is made where missing; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(_written()[0], encoding="utf-8")
     return folder

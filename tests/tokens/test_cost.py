@@ -6,7 +6,7 @@ import gc
 import json
 import tracemalloc
 from collections.abc import Sequence
-from time import perf_counter
+from time import thread_time
 
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, ToolSpec
 from outrider.tokens.renderer import FamilyRenderer, History
@@ -76,11 +76,11 @@ class Talk:
         self.sent += [reply, *results]
 
     def ask(self, question: str) -> float:
-        """Seconds that a continuation with other new messages takes to join and to be read out."""
+        """Seconds of the processor that a continuation with other new messages takes to join and to be read out."""
         messages = Sent([*self.sent, Message(role=Role.USER, content=question)])
-        start = perf_counter()
+        start = thread_time()
         self.tree.join(messages, TOOLS, RAW).prompt.ids()
-        return perf_counter() - start
+        return thread_time() - start
 
 
 def test_one_more_turn_costs_its_own_tokens() -> None:

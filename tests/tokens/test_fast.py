@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.tokens.fast import MAX_TEXT, fast_encoder
@@ -105,7 +105,6 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @given(st.lists(PARTS, max_size=12))
-@settings(max_examples=40)
 def test_it_agrees_on_any_text(name: str, parts: list[str]) -> None:
     backend = BACKENDS[name]
     text = "".join(parts).encode("utf-8", "replace").decode()
@@ -134,7 +133,14 @@ def test_it_is_not_used_where_it_is_seen_to_differ(monkeypatch: pytest.MonkeyPat
             return self
 
     monkeypatch.setattr("outrider.tokens.fast.fastokens.Tokenizer", Wrong)
-    assert fast_encoder(BACKEND) is None
+    another = tokenizers.Tokenizer.from_str(BACKEND.to_str())
+    another.add_tokens(["of no tokenizer that has an encoder"])
+    assert fast_encoder(another) is None
+
+
+def test_it_is_made_once_for_all_that_load_the_same_file() -> None:
+    encoder = fast_encoder(BACKEND)
+    assert encoder is fast_encoder(tokenizers.Tokenizer.from_str(BACKEND.to_str()))
 
 
 @pytest.mark.parametrize("character", [" ", "a", "\n", "1", "'"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.aside import whole
@@ -58,7 +58,6 @@ def said(rng: Random, number: int) -> list[Message]:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=25)
 def test_a_reader_with_a_memory_reads_as_one_without(seed: int) -> None:
     rng = Random(seed)
     tree = TokenTree(family_renderer("qwen3"), "recorded")
@@ -90,7 +89,6 @@ def test_a_long_history_is_not_read_again() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**32)), min_size=8, max_size=40))
-@settings(max_examples=15)
 def test_a_tree_with_a_memory_joins_as_one_without(moves: list[tuple[int, int]]) -> None:
     """The same session three times: with the memory as it is, with one for the shortest histories, and with none."""
     asked, *others = (_joins(moves, **limits) for limits in (NONE, SHORT, {}))

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidField, RequestError
@@ -39,7 +39,6 @@ def test_every_windowed_family_is_checked_here() -> None:
 @given(
     st.lists(asked, max_size=4), asked.filter(lambda m: m.role is not Role.ASSISTANT), st.integers(0, 2**32), st.data()
 )
-@settings(max_examples=120)
 def test_the_end_of_a_prompt_tells_as_much_as_all_of_it(
     history: list[Message], last: Message, seed: int, data: st.DataObject
 ) -> None:
@@ -99,7 +98,6 @@ def test_a_conversation_that_cannot_be_expressed_is_the_clients_error() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(st.lists(asked, min_size=1, max_size=3), st.lists(texts, min_size=1, max_size=2), st.data())
-@settings(max_examples=40)
 def test_late_system_messages_read_the_same_whether_new_or_rendered_whole(
     family: str, history: list[Message], late: list[str], data: st.DataObject
 ) -> None:
@@ -205,7 +203,6 @@ def test_remembered_ids_are_not_shared() -> None:
 
 
 @given(texts)
-@settings(max_examples=100)
 def test_text_survives_its_ids(text: str) -> None:
     tokenizer = small_tokenizer()
     ids = tokenizer.encode(text)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolCall
@@ -48,7 +48,6 @@ def plain_family(family: str) -> FamilyRenderer:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(st.lists(messages, max_size=4), systems, long_texts, st.sampled_from([TOOLS, ()]))
-@settings(max_examples=60)
 def test_prompts_are_the_same(
     family: str, history: list[Message], system: Message | None, last: str, tools: Any
 ) -> None:
@@ -59,7 +58,6 @@ def test_prompts_are_the_same(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(st.lists(messages.filter(lambda message: message.role is not Role.ASSISTANT), min_size=1, max_size=3))
-@settings(max_examples=60)
 def test_bridges_are_the_same(family: str, new: list[Message]) -> None:
     prompt = plain_family(family).render([Message(role=Role.USER, content=LONG)], TOOLS)
     output = [*small_tokenizer().encode(hermes_call("read_file", {"path": "a"})), *plain_family(family).stop_ids[:1]]

@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
@@ -57,7 +57,6 @@ def dense(text: str) -> str:
 
 
 @given(st.data())
-@settings(max_examples=80)
 def test_neither_spelling_nor_chunks_change_a_reply(data: st.DataObject) -> None:
     text = data.draw(replies())
     family = data.draw(st.sampled_from(FAMILIES))
@@ -73,7 +72,6 @@ def test_neither_spelling_nor_chunks_change_a_reply(data: st.DataObject) -> None
 
 
 @given(st.data())
-@settings(max_examples=80)
 def test_nothing_visible_is_lost(data: st.DataObject) -> None:
     """Text, reasoning and calls together hold every character of the reply but markers and white space."""
     parts = data.draw(st.lists(plain | bad_calls, max_size=5))
@@ -88,7 +86,6 @@ def test_nothing_visible_is_lost(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60)
 def test_well_formed_calls_are_read_as_the_family_reads_them(data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(FAMILIES))
     write = hermes_call if family == "qwen3" else xml_call
@@ -115,7 +112,6 @@ def test_well_formed_calls_are_read_as_the_family_reads_them(data: st.DataObject
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) + 40), max_size=40), st.sampled_from(FAMILIES), st.booleans())
-@settings(max_examples=80)
 def test_any_ids_at_all_make_a_reply(ids: list[int], family: str, offered: bool) -> None:
     tools = TOOLS if offered else ()
     reply = read([[token] for token in ids], family, tools)
@@ -124,7 +120,6 @@ def test_any_ids_at_all_make_a_reply(ids: list[int], family: str, offered: bool)
 
 
 @given(st.lists(st.integers(0, len(TOKENIZER) + 40), max_size=30))
-@settings(max_examples=80)
 def test_streamed_text_is_the_decoded_text(ids: list[int]) -> None:
     text = TOKENIZER.stream()
     assert "".join(text.push([token]) for token in ids) + text.finish() == TOKENIZER.decode(ids)
@@ -132,7 +127,6 @@ def test_streamed_text_is_the_decoded_text(ids: list[int]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60)
 def test_a_stop_string_ends_the_text_wherever_it_is_split(data: st.DataObject) -> None:
     before = data.draw(plain.filter(lambda text: "S" not in text and "<" not in text))
     after = data.draw(plain)

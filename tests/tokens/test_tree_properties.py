@@ -6,7 +6,7 @@ from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
@@ -118,7 +118,6 @@ class Clients:
 
 @pytest.mark.parametrize("history", ["recorded", "template"])
 @given(st.lists(steps, min_size=3, max_size=16), st.sampled_from(FAMILIES), policies)
-@settings(max_examples=120)
 def test_any_session_is_recorded_exactly(
     history: History, moves: list[tuple[str, int, str, int]], family: str, policy: Policy
 ) -> None:
@@ -134,7 +133,6 @@ def test_any_session_is_recorded_exactly(
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8))
-@settings(max_examples=40)
 def test_a_straight_session_is_one_sample(seed: int, length: int) -> None:
     """Appends only, with every invisible change a client makes: one row that trains on every sampled id."""
     rng = Random(seed)
@@ -160,7 +158,6 @@ def can_go_on(ids: list[int]) -> bool:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=60)
 def test_the_clients_echo_says_the_same(seed: int) -> None:
     """The clients' notion of "unchanged" agrees with the second opinion's."""
     rng = Random(seed)

@@ -5,11 +5,14 @@ A factory builds it from a running service; it owns nothing.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from functools import cache
 from importlib.metadata import version
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+import msgspec
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
@@ -95,6 +98,7 @@ def control_app(service: Service) -> FastAPI:
         title="Outrider",
         version=version("outrider"),
         description="Agent rollouts as a service for reinforcement learning.",
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
     )
@@ -118,8 +122,13 @@ def control_app(service: Service) -> FastAPI:
             raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
         return Response("ok\n", media_type="text/plain")
 
-    description = describe(app)
-    app.openapi = lambda: description  # type: ignore[method-assign]  # FastAPI's own way to change it
+    description = cache(lambda: msgspec.json.encode(describe(app)))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def described() -> Response:
+        """Made when it is first asked for, and not on the loop: that takes longer than all else of a start."""
+        return Response(await asyncio.to_thread(description), media_type="application/json")
+
     return app
 
 

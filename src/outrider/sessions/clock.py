@@ -23,13 +23,13 @@ class Budget:
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        started, stood = time.monotonic(), self._stood_still()
+        started, stood = loop.time(), self._stood_still()
         budget = self.remaining
 
         timer: asyncio.TimerHandle
 
         def charge() -> None:
-            worked = time.monotonic() - started - (self._stood_still() - stood)
+            worked = loop.time() - started - (self._stood_still() - stood)
             self.remaining = budget - max(0.0, worked)
 
         def look() -> None:

@@ -8,17 +8,16 @@ version. Invariant: the ids are those that `tokenizers` gives.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
-from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import fastokens
 import tokenizers
 
 from outrider.tokens.bytelevel import BYTE_OF_CHAR
-
-Encoder = Callable[[str], list[int]]
 
 PROBES = 200
 PROBE_PARTS = 12
@@ -28,21 +27,47 @@ MAX_TEXT = 1 << 20
 ASCII = [chr(code) for code in range(128)]
 
 
+class Encoder:
+    """Text to ids, from any thread."""
+
+    __slots__ = ("__weakref__", "_encode")
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._encode = fastokens.Tokenizer.from_json_str(json.dumps(settings)).encode
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text).ids
+        return ids
+
+
+AGREEING: WeakValueDictionary[bytes, Encoder] = WeakValueDictionary()
+"""Those in use, by the digest of the tokenizer that they agree with: a service and the engines in its process load the
+same file, and an encoder takes seconds and much memory to make for a large vocabulary."""
+
+
 def fast_encoder(backend: tokenizers.Tokenizer) -> Encoder | None:
     """An encoder of ASCII texts of up to MAX_TEXT characters that agrees with `backend` (special tokens in the text
     included), or None where that cannot be shown."""
-    settings = json.loads(backend.to_str())
+    written = backend.to_str()
+    digest = hashlib.sha256(written.encode()).digest()
+    encoder = AGREEING.get(digest)
+    if encoder is None and (encoder := _made(backend, json.loads(written))) is not None:
+        AGREEING[digest] = encoder
+    return encoder
+
+
+def _made(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> Encoder | None:
     if settings["model"].get("type") != "BPE" or settings["model"].get("dropout"):
         return None
     settings |= {"truncation": None, "padding": None}
     try:
-        encode = fastokens.Tokenizer.from_json_str(json.dumps(settings)).encode
+        encode = Encoder(settings)
         probes = _probes(settings)
-        given = [encode(probe).ids for probe in probes]
+        given = [encode(probe) for probe in probes]
     except Exception:  # the library raises what it likes for what it does not read
         return None
     wanted = [found.ids for found in backend.encode_batch_fast(probes, add_special_tokens=False)]
-    return (lambda text: encode(text).ids) if given == wanted else None
+    return encode if given == wanted else None
 
 
 def _probes(settings: dict[str, Any]) -> list[str]:

@@ -1,0 +1,23 @@
+"""Time that a test lets pass, for what would else depend on how busy the machine is: clocks of the event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+def stop_time() -> None:
+    """From now on no time passes for the running loop, but what `pass_time` lets pass."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    loop.time = lambda: now  # type: ignore[method-assign]  # asyncio asks the loop for the time, wherever it does
+
+
+async def pass_time(seconds: float, *, step: float = 0.02) -> None:
+    """Let so many seconds pass at once for the running loop: in small steps, each with all that is due then; in one
+    step, as when something holds the loop up."""
+    loop = asyncio.get_running_loop()
+    real, ahead = loop.time, 0.0
+    loop.time = lambda: real() + ahead  # type: ignore[method-assign]
+    while ahead < seconds:
+        ahead += step
+        await asyncio.sleep(0)
