@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from outrider.aside import Aside
 from outrider.backoff import Backoff
 from outrider.engines.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
@@ -155,7 +156,9 @@ async def test_a_redirect_is_no_delivery(tokenizer: Path) -> None:
 
 async def delivered(store: FailingStore, tokenizer: Path) -> None:
     """Deliver until nothing is left to be delivered."""
-    deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer)), pauses=Backoff(first=0.01, longest=0.01))
+    deliverer = Deliverer(
+        store, Reader(store, Tokenizer.load(tokenizer), Aside()), pauses=Backoff(first=0.01, longest=0.01)
+    )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliverer.run())
         while await SqlStore.deliveries(store, now=1e12, limit=1):
