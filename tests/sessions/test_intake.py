@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from outrider.aside import whole
-from outrider.errors import ContextOverflow, TooLarge
+from outrider.errors import ContextOverflow, RequestError, TooLarge
 from outrider.sessions.intake import (
     BYTES_PER_TOKEN,
-    LARGE,
+    FREE_SIZE,
     MAX_BODY,
     MAX_ESCAPES,
     MAX_IN_ALL,
     MAX_IN_SESSION,
     MAX_TEXT_BODY,
+    MAX_TOOLS,
     MAX_VALUES,
     Bodies,
     Capacity,
@@ -69,9 +70,9 @@ def test_values_are_counted_outside_of_strings(seed: int) -> None:
 
 def test_a_size_that_cannot_fit_is_an_overflow_and_one_that_is_not_read_is_too_large() -> None:
     small = Capacity(4096, images=False)
-    small.check_size(LARGE + BYTES_PER_TOKEN * 4096)
+    small.check_size(FREE_SIZE + BYTES_PER_TOKEN * 4096)
     with pytest.raises(ContextOverflow, match="context is 4096"):
-        small.check_size(LARGE + BYTES_PER_TOKEN * 4096 + 1)
+        small.check_size(FREE_SIZE + BYTES_PER_TOKEN * 4096 + 1)
     with pytest.raises(TooLarge):
         Capacity(1 << 20, images=False).check_size(MAX_TEXT_BODY + 1)
     Capacity(4096, images=True).check_size(MAX_BODY)
@@ -83,7 +84,7 @@ def test_more_values_than_the_context_has_room_for_are_refused() -> None:
     body = b"[" + b"{}," * 30_000 + b"{}]"
     with pytest.raises(ContextOverflow, match="at least 15000 tokens"):
         whole(Capacity(4096, images=False).checking(body))
-    whole(Capacity(1 << 16, images=False).checking(body))
+    whole(Capacity(1 << 14, images=False).checking(body))
     with pytest.raises(ContextOverflow):
         whole(Capacity(None, images=True).checking(b"{" * (MAX_VALUES + 1)))
     whole(Capacity(4096, images=False).checking(json.dumps("{}," * 30_000).encode()))
@@ -106,7 +107,7 @@ async def test_a_body_beyond_its_capacity_is_refused_while_it_arrives() -> None:
 
     with bodies.next() as body, pytest.raises(ContextOverflow):
         await body.received(endless(), small)
-    assert came == (LARGE + BYTES_PER_TOKEN * 4096) // (1 << 16) + 1
+    assert came == (FREE_SIZE + BYTES_PER_TOKEN * 4096) // (1 << 16) + 1
     assert (bodies.size, bodies.intake.size) == (0, 0)
 
 
@@ -161,3 +162,12 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
 
     with Bodies(Intake(seconds=0)).next() as body, pytest.raises(TooSlow):
         await body.received(never(), pictures)
+
+
+def test_no_client_offers_so_many_tools() -> None:
+    capacity = Capacity(1 << 20, images=False)
+    capacity.check_numbers(1 << 20, MAX_TOOLS)
+    with pytest.raises(RequestError, match="too many"):
+        capacity.check_numbers(1, MAX_TOOLS + 1)
+    with pytest.raises(ContextOverflow):
+        capacity.check_numbers((1 << 20) + 1, 0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from outrider.errors import RequestError
+from outrider.aside import whole
+from outrider.errors import ContextOverflow, RequestError, TooLarge
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, image_from_bytes
-from outrider.tokens.tree import Joined
+from outrider.tokens.tokenizer import MAX_SLOW_TEXT
+from outrider.tokens.tree import Joined, TokenTree
 from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, ForkCause, JoinKind
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
@@ -361,3 +363,20 @@ def test_arguments_nested_without_end_are_only_text() -> None:
     rollout = Rollout(family_renderer("qwen3"))
     quoted = Message(role=Role.ASSISTANT, tool_calls=(ToolCall("c", "read_file", deep),))
     assert outcome(rollout.join([QUESTION, quoted, result_of(quoted)])) == ROOT
+
+
+def test_a_text_that_takes_too_much_memory_to_encode_is_refused() -> None:
+    tree = TokenTree(family_renderer(), "recorded")
+    text = Message(role=Role.USER, content="\u00fc" * (MAX_SLOW_TEXT + 1))
+    with pytest.raises(TooLarge, match="too long to be encoded"):
+        tree.join(ParsedMessages([text]), (), b"")
+    tree.join(ParsedMessages([Message(role=Role.USER, content="go on")]), (), b"")
+
+
+def test_a_text_that_does_not_fit_is_refused_before_all_of_it_is_encoded() -> None:
+    tree = TokenTree(family_renderer(), "recorded")
+    text = Message(role=Role.USER, content="a word " * 1_000_000)
+    steps = tree.joining(ParsedMessages([text]), (), b"", context=4096)
+    with pytest.raises(ContextOverflow, match="the model's context is 4096"):
+        whole(steps)
+    assert tree.forks == {}

@@ -22,8 +22,8 @@ def run_service(work: Coroutine[Any, Any, T]) -> T:
 
 def calm_interpreter() -> None:
     """Keep the garbage collector and other threads from holding the event loop. To be called once all is loaded."""
-    # What is there now stays: the collector would look at it again and again, for 60 ms and more each time.
-    gc.collect()
+    # What is there now stays: the collector would look at it again and again, for 60 ms and more each time. It is not
+    # asked to collect first, which takes 100 ms; what little garbage loading has made stays, too.
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     # A thread that works lets the event loop have the interpreter after so long; the default is five times that.

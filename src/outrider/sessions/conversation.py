@@ -24,7 +24,7 @@ from outrider.messages import images_in
 from outrider.sessions.allowance import Allowance, LimitReached
 from outrider.sessions.calls import Call, Endpoint, Step, TokenCall
 from outrider.sessions.capture import CaptureCall, CaptureRecord
-from outrider.sessions.intake import FREE_VALUES, LARGE, Bodies, Body, Capacity
+from outrider.sessions.intake import LARGE, Bodies, Body, Capacity
 from outrider.sessions.seeds import derived_seed
 from outrider.sessions.wishes import check_form, in_openais_words, rests_on_the_client
 from outrider.shield import shielded
@@ -111,10 +111,9 @@ class Conversation:
         memory = self._memories.setdefault(dialect.name, {})
         try:
             received = await body.received(parts, self.capacity)
+            capacity = await self.capacity() if len(received) > LARGE else None
             async with self._reading:
-                if len(received) > LARGE:
-                    await self._finish((await self.capacity()).checking(received))
-                return await self._finish(_parsing(dialect, call, received, memory))
+                return await self._finish(_parsing(dialect, call, received, memory, capacity))
         except EngineError as error:
             self.failure = error
             raise
@@ -125,8 +124,6 @@ class Conversation:
         No engine is asked: for one that renders prompts itself the count is this renderer's, which knows no images.
         Raises RequestError; for images Ended and EngineError too, and ContextOverflow for far too much text.
         """
-        if len(request.messages) + len(request.tools) > FREE_VALUES:
-            _check_number(request, await self.context_tokens())
         try:
             async with self._reading:
                 return await self._finish(
@@ -255,7 +252,6 @@ class Conversation:
 
     async def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
-        _check_number(request, context)
         check_form(request, assigned)
         if assigned.mode is not TokenMode.TOKENS:
             messages = await self._finish(parsing(request.messages))
@@ -383,14 +379,17 @@ class Conversation:
         return self.broken
 
 
-def _parsing(dialect: Dialect, call: WireCall, body: bytes, memory: Memory) -> Steps[ModelRequest]:
+def _parsing(
+    dialect: Dialect, call: WireCall, body: bytes, memory: Memory, capacity: Capacity | None
+) -> Steps[ModelRequest]:
+    """Judge a body by its capacity, if it is given one, and read it."""
+    if capacity is not None:
+        yield from capacity.checking(body)
     yield len(body)
-    return dialect.parse(call, body, memory)
-
-
-def _check_number(request: ModelRequest, context: int | None) -> None:
-    """Raises ContextOverflow for more messages and tools than tokens."""
-    Capacity(context, images=True).check_number(len(request.messages) + len(request.tools))
+    request = dialect.parse(call, body, memory)
+    if capacity is not None:
+        capacity.check_numbers(len(request.messages), len(request.tools))
+    return request
 
 
 def _nothing() -> None:

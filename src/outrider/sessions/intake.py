@@ -25,19 +25,24 @@ MAX_IN_SESSION = 64 << 20
 """Bytes of all bodies of one session's calls that have not ended."""
 MAX_IN_ALL = 256 << 20
 """The same over all sessions, of bodies that are LARGE."""
-LARGE = 1 << 20
-"""Bytes up to which a body is read whatever it holds: its worst costs 20 ms."""
+LARGE = 256 << 10
+"""Bytes up to which a body is read whatever it holds: decoding the worst takes 10 ms."""
 BODY_SECONDS = 120.0
 """Time for a body to arrive. It comes from the same machine."""
 
 BYTES_PER_TOKEN = 64
 """A text with more bytes than this times the context does not fit: few tokens are so long."""
+FREE_SIZE = 1 << 20
+"""Bytes that are allowed beside, since not all are shown to the model."""
 VALUES_PER_TOKEN = 4
 """The same for JSON values: every message, tool, part and field that is shown to the model takes a token or more."""
 FREE_VALUES = 4096
 """Values that are allowed beside, since some are not shown."""
-MAX_VALUES = 1 << 18
-"""JSON values of any body: decoding so many takes 25 ms, during which the interpreter does nothing else."""
+MAX_VALUES = 1 << 17
+"""JSON values of any body: to write so many, as a chat template does with a tool, takes 25 ms, during which the
+interpreter does nothing else."""
+MAX_TOOLS = 4096
+"""Tools of a request. The providers take 128, and a chat template needs 0.1 ms for each."""
 MAX_ESCAPES = 1 << 21
 """Escaped characters of any body: 25 ms of decoding, too."""
 _PIECE = 1 << 20
@@ -168,7 +173,7 @@ class Capacity(msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         most = MAX_BODY if self.images else MAX_TEXT_BODY
-        return most if self.images or self.context is None else min(most, LARGE + BYTES_PER_TOKEN * self.context)
+        return most if self.images or self.context is None else min(most, FREE_SIZE + BYTES_PER_TOKEN * self.context)
 
     @property
     def values(self) -> int:
@@ -179,17 +184,19 @@ class Capacity(msgspec.Struct, frozen=True):
         """Raises ContextOverflow or TooLarge."""
         if size <= self.size:
             return
-        if self.context is not None and not self.images and size > LARGE + BYTES_PER_TOKEN * self.context:
-            raise self._overflow(1 + (size - LARGE) // BYTES_PER_TOKEN)
+        if self.context is not None and not self.images and size > FREE_SIZE + BYTES_PER_TOKEN * self.context:
+            raise self._overflow(1 + (size - FREE_SIZE) // BYTES_PER_TOKEN)
         raise TooLarge(
             f"the request body is larger than {self.size} bytes",
             hint=None if self.images else "the engine takes token ids: images are not read",
         )
 
-    def check_number(self, number: int) -> None:
-        """Raises ContextOverflow for more messages and tools than tokens."""
-        if self.context is not None and number > self.context:
-            raise self._overflow(number)
+    def check_numbers(self, messages: int, tools: int) -> None:
+        """Raises ContextOverflow for more messages than tokens, RequestError for more than MAX_TOOLS."""
+        if tools > MAX_TOOLS:
+            raise RequestError(f"{tools} tools are too many: at most {MAX_TOOLS} are taken", field="tools")
+        if self.context is not None and messages > self.context:
+            raise self._overflow(messages)
 
     def checking(self, body: bytes) -> Steps[None]:
         """Judge a LARGE body by its marks. Raises ContextOverflow or TooLarge."""

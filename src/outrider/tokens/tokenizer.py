@@ -25,6 +25,9 @@ SHORT_TEXT = 24
 
 MAX_REMEMBERED = 4096
 
+MAX_SLOW_TEXT = 2 << 20
+"""Characters of a text that is not for `fast.py`: 400 MB while it is encoded."""
+
 
 class Tokenizer:
     """Raises InvalidField from `load` when the folder holds no readable tokenizer.json."""
@@ -63,8 +66,15 @@ class Tokenizer:
                 self._remembered[text] = ids
         return list(ids)
 
+    def takes(self, text: str) -> bool:
+        """Whether it can be encoded within a bound of memory: the slower way takes 180 bytes for each character."""
+        return len(text) <= MAX_SLOW_TEXT or self._is_fast(text)
+
+    def _is_fast(self, text: str) -> bool:
+        return self._fast is not None and len(text) <= MAX_TEXT and text.isascii()
+
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self._fast is not None and not add_special_tokens and len(text) <= MAX_TEXT and text.isascii():
+        if self._fast is not None and not add_special_tokens and self._is_fast(text):
             return self._fast(text)
         # The fast way gives the same ids without their character offsets, a third of the time; it is for batches.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

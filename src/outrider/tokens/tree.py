@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.aside import Steps, whole
-from outrider.errors import ContextOverflow
+from outrider.errors import ContextOverflow, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import extend, message_key
 from outrider.tokens.heads import Elsewhere, Histories, history_begin
@@ -90,8 +90,7 @@ class TokenTree:
         request = yield from self._read(messages, tools, tools_raw, thinking)
         known = self._known(request)
         if known is None:
-            if context is not None:
-                yield from self._check_long_texts(request, context)
+            yield from self._check_long_texts(request, context)
             joined = yield from self._place(request)
         else:
             joined = _again(known)
@@ -112,6 +111,7 @@ class TokenTree:
         request = yield from self._read(messages, tools, tools_raw, thinking)
         if (known := self._known(request)) is not None:
             return known.length
+        yield from self._check_long_texts(request, None)
         laid_out = yield from self._lay_out(request)
         return (laid_out.parent.length if laid_out.parent is not None else 0) + len(request.opened(laid_out.added))
 
@@ -150,17 +150,19 @@ class TokenTree:
         if joined.cause is not None:
             self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
 
-    def _check_long_texts(self, request: Request, context: int) -> Steps[None]:
-        """Raises ContextOverflow where the new texts alone do not fit. To encode a text of many megabytes in one piece
-        takes seconds and a hundred times its memory."""
+    def _check_long_texts(self, request: Request, context: int | None) -> Steps[None]:
+        """Raises ContextOverflow where the new texts alone do not fit, and TooLarge for one that cannot be encoded. To
+        encode a text of many megabytes in one piece takes seconds and a hundred times its memory."""
         tokens = 0
         for message in request.fresh.values():
             for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
+                if not self._renderer.tokenizer.takes(text):
+                    raise TooLarge(f"a text of {len(text)} characters is too long to be encoded", field="messages")
                 for start in range(0, len(text) if len(text) > LONG_TEXT else 0, LONG_TEXT):
                     yield LONG_TEXT
                     # The whole may have a few tokens less than its parts, where they meet.
                     tokens += len(self._renderer.tokenizer.encode(text[start : start + LONG_TEXT])) - SEAM
-                    if tokens > context:
+                    if context is not None and tokens > context:
                         raise ContextOverflow(f"the prompt has over {tokens} tokens; the model's context is {context}")
 
     def _known(self, request: Request) -> PromptNode | None:
