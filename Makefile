@@ -32,8 +32,9 @@ venv: $(STAMPS)/dev ## install Outrider for development into .venv
 demo: $(STAMPS)/demo ## roll out 32 sessions with a real (tiny) model in real sandboxes
 	$(BIN)/outrider demo $(ARGS)
 
+# Three workers, also on two cores: many tests wait for other processes.
 test: $(STAMPS)/dev ## the fast tests
-	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 
 test-deep: $(STAMPS)/dev ## storms, fuzzers and properties on many examples
 	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal -m "(deep or hypothesis) and not real" \

@@ -375,7 +375,7 @@ def test_a_text_that_takes_too_much_memory_to_encode_is_refused() -> None:
 
 def test_a_text_that_does_not_fit_is_refused_before_all_of_it_is_encoded() -> None:
     tree = TokenTree(family_renderer(), "recorded")
-    text = Message(role=Role.USER, content="a word " * 1_000_000)
+    text = Message(role=Role.USER, content="a word " * 600_000)
     steps = tree.joining(ParsedMessages([text]), (), b"", context=4096)
     with pytest.raises(ContextOverflow, match="the model's context is 4096"):
         whole(steps)
