@@ -8,6 +8,7 @@ import pytest
 from outrider.aside import whole
 from outrider.errors import ContextOverflow, RequestError, TooLarge
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, image_from_bytes
+from outrider.tokens.reading import MAX_TOOL_VALUES
 from outrider.tokens.tokenizer import MAX_SLOW_TEXT
 from outrider.tokens.tree import Joined, TokenTree
 from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, ForkCause, JoinKind
@@ -380,3 +381,11 @@ def test_a_text_that_does_not_fit_is_refused_before_all_of_it_is_encoded() -> No
     with pytest.raises(ContextOverflow, match="the model's context is 4096"):
         whole(steps)
     assert tree.forks == {}
+
+
+def test_tools_that_take_too_long_to_write_are_refused() -> None:
+    raw = b"[" + b"1," * MAX_TOOL_VALUES + b"1]"
+    with pytest.raises(TooLarge, match="JSON values"):
+        TokenTree(family_renderer(), "recorded").join(
+            ParsedMessages([Message(role=Role.USER, content="a")]), TOOLS, raw
+        )

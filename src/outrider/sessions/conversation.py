@@ -252,6 +252,7 @@ class Conversation:
 
     async def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
+        Capacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         check_form(request, assigned)
         if assigned.mode is not TokenMode.TOKENS:
             messages = await self._finish(parsing(request.messages))
@@ -386,10 +387,7 @@ def _parsing(
     if capacity is not None:
         yield from capacity.checking(body)
     yield len(body)
-    request = dialect.parse(call, body, memory)
-    if capacity is not None:
-        capacity.check_numbers(len(request.messages), len(request.tools))
-    return request
+    return dialect.parse(call, body, memory)
 
 
 def _nothing() -> None:

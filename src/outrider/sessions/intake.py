@@ -25,8 +25,8 @@ MAX_IN_SESSION = 64 << 20
 """Bytes of all bodies of one session's calls that have not ended."""
 MAX_IN_ALL = 256 << 20
 """The same over all sessions, of bodies that are LARGE."""
-LARGE = 256 << 10
-"""Bytes up to which a body is read whatever it holds: decoding the worst takes 10 ms."""
+LARGE = 1 << 20
+"""Bytes up to which a body is read whatever it holds: decoding the worst takes 25 ms."""
 BODY_SECONDS = 120.0
 """Time for a body to arrive. It comes from the same machine."""
 
@@ -39,8 +39,7 @@ VALUES_PER_TOKEN = 4
 FREE_VALUES = 4096
 """Values that are allowed beside, since some are not shown."""
 MAX_VALUES = 1 << 17
-"""JSON values of any body: to write so many, as a chat template does with a tool, takes 25 ms, during which the
-interpreter does nothing else."""
+"""JSON values of any body: to decode so many takes 15 ms, during which the interpreter does nothing else."""
 MAX_TOOLS = 4096
 """Tools of a request. The providers take 128, and a chat template needs 0.1 ms for each."""
 MAX_ESCAPES = 1 << 21

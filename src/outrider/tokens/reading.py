@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.aside import PIECE, Steps
-from outrider.errors import RequestError
+from outrider.errors import RequestError, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.canonical import MessageKey, Shown, digest, extend, message_key, tools_key
 from outrider.tokens.nodes import PromptNode, Splice, TurnNode, call_ids_agree, quotes_agree, reasoning_agrees
@@ -28,6 +28,9 @@ STRIDE = 8
 """So many more messages are read anew before what was kept of a history is brought up to date."""
 KEPT = 4
 """Of how many histories the beginning is kept: agents that run side by side."""
+MAX_TOOL_VALUES = 1 << 17
+"""Lists, objects and commas of a request's tools. A chat template writes them as JSON: 25 ms for so many, during which
+the interpreter does nothing else."""
 KEPT_KEYS = 1 << 16
 """Of how many messages the digests are kept. A session that sends more of them is read anew."""
 
@@ -265,5 +268,7 @@ class RequestReader:
         if path is None:
             if len(raw) > PIECE:
                 yield len(raw)
+            if len(raw) > MAX_TOOL_VALUES and sum(map(raw.count, (b"[", b"{", b","))) > MAX_TOOL_VALUES:
+                raise TooLarge(f"the tools have more than {MAX_TOOL_VALUES} JSON values", field="tools")
             path = self._tools[short] = tools_key(list(tools))
         return path
