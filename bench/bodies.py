@@ -66,6 +66,12 @@ FLOODS: Mapping[str, Flood] = {
     "chat stops": _chat(b'"messages":[' + ONE + b'],"stop":[', b'"s"', b"]"),
     "chat spaces": _chat(b'"messages":[' + ONE, b" ", b"]", b""),
     "chat junk": Flood(CHAT, b"", b"[", b"", between=b""),
+    "chat image": _chat(
+        b'"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,',
+        b"AAAA",
+        b'"}}]}]',
+        b"",
+    ),
     "messages messages": Flood(MESSAGES, b"{" + MODEL + b'"messages":[', ONE, b"]}"),
     "messages blocks": Flood(
         MESSAGES, b"{" + MODEL + b'"messages":[{"role":"user","content":[', b'{"type":"text","text":"a"}', b"]}]}"
@@ -82,6 +88,14 @@ FLOODS: Mapping[str, Flood] = {
     "messages tools": Flood(
         MESSAGES, b"{" + MODEL + b'"messages":[' + ONE + b'],"tools":[', b'{"name":"f","input_schema":{}}', b"]}"
     ),
+    "messages image": Flood(
+        MESSAGES,
+        b"{" + MODEL + b'"messages":[{"role":"user","content":[{"type":"image","source":{"type":"base64",'
+        b'"media_type":"image/png","data":"',
+        b"AAAA",
+        b'"}}]}]}',
+        between=b"",
+    ),
     "responses items": Flood(RESPONSES, b"{" + b'"model":"policy","input":[', ONE, b"]}"),
     "responses calls": Flood(
         RESPONSES,
@@ -92,6 +106,14 @@ FLOODS: Mapping[str, Flood] = {
     "responses tools": Flood(
         RESPONSES, b'{"model":"policy","input":"a","tools":[', b'{"type":"function","name":"f"}', b"]}"
     ),
+    "responses image": Flood(
+        RESPONSES,
+        b'{"model":"policy","input":[{"role":"user","content":[{"type":"input_image",'
+        b'"image_url":"data:image/png;base64,',
+        b"AAAA",
+        b'"}]}]}',
+        between=b"",
+    ),
     "gemini contents": Flood(GEMINI, b'{"contents":[', b'{"role":"user","parts":[{"text":"a"}]}', b"]}"),
     "gemini parts": Flood(GEMINI, b'{"contents":[{"role":"user","parts":[', b'{"text":"a"}', b"]}]}"),
     "gemini answers": Flood(
@@ -100,6 +122,13 @@ FLOODS: Mapping[str, Flood] = {
         b'{"role":"model","parts":[{"functionCall":{"name":"f","args":{}}}]},'
         b'{"role":"user","parts":[{"functionResponse":{"name":"f","response":{}}}]}',
         b"]}",
+    ),
+    "gemini image": Flood(
+        GEMINI,
+        b'{"contents":[{"role":"user","parts":[{"inlineData":{"mimeType":"image/png","data":"',
+        b"AAAA",
+        b'"}}]}]}',
+        between=b"",
     ),
     "gemini tools": Flood(
         GEMINI,

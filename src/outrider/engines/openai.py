@@ -8,6 +8,7 @@ not at all.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -32,10 +33,12 @@ from outrider.engines.wire import (
     structured_outputs,
 )
 from outrider.errors import EngineError, EngineUnavailable
-from outrider.messages import Message, Part, Role, Text, ToolCall
+from outrider.messages import Message, Part, Role, Text, ToolCall, images_in
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
+LARGE_IMAGE = 256 << 10
+"""Bytes. A request with a larger one is written in a thread."""
 _OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
 _OPENAI_FORMS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA})
 
@@ -116,7 +119,11 @@ class OpenAIEngine:
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         reply = _Reply(self.name, request, self._version, capture=self.mode is TokenMode.CAPTURE)
         try:
-            body = encode(self._body(request, self._model or await self._first_model()))
+            model = self._model or await self._first_model()
+            if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
+                body = await asyncio.to_thread(lambda: encode(self._body(request, model)))
+            else:
+                body = encode(self._body(request, model))
             async with aclosing(self._http.events(ROUTE, lambda _: (body,))) as batches:
                 async for payloads in batches:
                     for payload in payloads:

@@ -1,0 +1,82 @@
+"""What a trainer sends and asks for does not hold the event loop either. Judged by the time that the loop's own thread
+is at work, which does not depend on what else the machine does."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from typing import Any
+
+from outrider.trajectory import BranchKind, LogprobKind, Sample, StopReason, TokenMode
+from outrider.watchdog import Watchdog
+from outrider.wire import SampleList
+
+from .conftest import MakeWorld
+from .world import group
+
+HELD = 0.1
+"""Seconds. On a quiet machine it is half of that at most."""
+
+
+def with_files(*contents: tuple[str, str]) -> bytes:
+    """A group's body whose task writes these files; each is its text and its encoding."""
+    spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
+    spec["task"]["runtime"]["prepare"] = [
+        {"write": text, "to": f"file-{number}", "encoding": encoding}
+        for number, (text, encoding) in enumerate(contents)
+    ]
+    return json.dumps(spec).encode()
+
+
+async def test_a_group_with_large_files_is_read_beside_the_loop(world: MakeWorld) -> None:
+    noise = base64.b64encode(random.Random(0).randbytes(6 << 20)).decode()
+    text = "a line of text\n" * (1 << 18)
+    body = with_files((noise, "base64"), (noise, "base64"), (text, "utf-8"))
+    async with world() as w, Watchdog() as watchdog:
+        spec = await w.service.parse(body)
+        done = await w.service.submit(spec)
+        await w.done(done.id)
+    assert watchdog.stalls.held < HELD
+
+
+async def test_a_group_of_many_small_parts_is_read_beside_the_loop(world: MakeWorld) -> None:
+    spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
+    spec["task"]["harness"]["options"]["do"] = [["note"] for _ in range(30_000)]
+    async with world() as w, Watchdog() as watchdog:
+        await w.service.parse(json.dumps(spec).encode())
+    assert watchdog.stalls.held < HELD
+
+
+def long_row(row: int, tokens: int) -> Sample:
+    return Sample(
+        group_id="g",
+        session_id="s",
+        attempt=1,
+        sample_index=0,
+        row=row,
+        rows=20,
+        kind=BranchKind.MAIN,
+        turns=(0,),
+        ids=list(range(tokens)),
+        loss_mask=[1] * tokens,
+        logprobs=[-0.123456789] * tokens,
+        versions=[7] * tokens,
+        prompt_length=0,
+        reward=1.0,
+        mode=TokenMode.TOKENS,
+        logprob_kind=LogprobKind.RAW,
+        stop_reason=StopReason.COMPLETED,
+        min_version=7,
+        max_version=7,
+    )
+
+
+async def test_rows_of_many_tokens_are_written_beside_the_loop(world: MakeWorld) -> None:
+    view = SampleList(samples=tuple(long_row(row, 50_000) for row in range(20)))
+    async with world() as w, Watchdog() as watchdog:
+        body = await w.service.reader.encoded(view)
+    assert watchdog.stalls.held < HELD
+    rows = json.loads(body)["samples"]
+    assert [row["row"] for row in rows] == list(range(20))
+    assert rows[3]["ids"] == list(range(50_000))
