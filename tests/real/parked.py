@@ -113,6 +113,7 @@ def _group(port: int) -> dict[str, Any]:
         "harness": {"agent": f"{__name__}:{ParkedAgent.__name__}", "options": {"port": port}},
         "runtime": {"kind": "memory"},
         "evaluator": {"kind": "callable", "path": f"{__name__}:{grade.__name__}"},
+        "branches": {"retry": "train"},  # so that all tokens are held against the model
         "max_attempts": 1,
     }
     return {"task": task, "n": 1}

@@ -8,7 +8,7 @@ import pwd
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,9 +52,14 @@ def cancel(user: str, *options: str) -> None:
 
 def wait_for_none(user: str) -> None:
     """Until nothing runs on this machine in this user's name, in whatever namespaces."""
+    wait_until(lambda left: not left, user)
+
+
+def wait_until(seen: Callable[[list[str]], bool], user: str) -> None:
+    """Until this user's processes are as wanted."""
     end = time.monotonic() + 15
-    while left := processes_of(user):
-        assert time.monotonic() < end, left
+    while not seen(found := processes_of(user)):
+        assert time.monotonic() < end, found
         time.sleep(0.05)
 
 
@@ -85,7 +90,8 @@ def test_a_job_that_is_cancelled(user: str, job: list[str], options: Sequence[st
         assert running.stdout is not None
         try:
             assert running.stdout.readline() == "busy\n", running.communicate()[1]
-            assert processes_of(user).count(f"sleep {MARK} ") == len(kinds())
+            # They begin in the background: each is `setsid` before it is `sleep`.
+            wait_until(lambda found: found.count(f"sleep {MARK} ") == len(kinds()), user)
             cancel(user, *options)
             running.communicate(timeout=30)
         finally:
