@@ -9,8 +9,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from outrider.messages import Message, Role, ToolCall
+from outrider.messages import Message, ParsedMessages, Role, ToolCall
 from outrider.tokens.samples import count
+from outrider.tokens.tree import SEEN_PATHS, TokenTree
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -23,6 +24,7 @@ from outrider.trajectory import (
 )
 
 from .harnesses import CODER, TASK, assistant, system, user
+from .renderers import family_renderer
 
 TURNS = 200
 
@@ -119,3 +121,13 @@ def test_twice_the_turns_take_twice_the_work(shape: Callable[[Record, int], None
         profile.runcall(count, record.turns)
         calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]  # missing in typeshed
     assert calls[1] < 2.6 * calls[0], calls
+
+
+@pytest.mark.deep
+def test_what_a_tree_keeps_of_ever_new_messages_is_bounded() -> None:
+    """A request may have tens of thousands of messages, and a session hundreds of such requests."""
+    tree = TokenTree(family_renderer(), "recorded")
+    for request in range(4):
+        messages = [Message(role=Role.USER, content=f"{request} {at}") for at in range(SEEN_PATHS // 3)]
+        tree.join(ParsedMessages(messages), (), b"")
+    assert len(tree._seen) <= SEEN_PATHS + SEEN_PATHS // 3 + 1

@@ -31,7 +31,7 @@ KEPT = 4
 MAX_TOOL_VALUES = 1 << 17
 """Lists, objects and commas of a request's tools. A chat template writes them as JSON: 25 ms for so many, during which
 the interpreter does nothing else."""
-KEPT_KEYS = 1 << 16
+KEPT_KEYS = 1 << 14
 """Of how many messages the digests are kept. A session that sends more of them is read anew."""
 
 

@@ -24,6 +24,9 @@ from outrider.trajectory import ForkCause, JoinKind, pack_ids, unpack_ids
 LONG_TEXT = 256 << 10
 """Characters. A longer text is measured in parts before it is encoded whole."""
 SEAM = 16
+SEEN_PATHS = 1 << 16
+"""Beginnings of histories that are kept, 10 MB of them. A session that has sent more messages begins anew to tell what
+its requests share."""
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -142,6 +145,8 @@ class TokenTree:
         self._conversations = max(self._conversations, prompt.conversation + 1)
         self._reader.remember(request, prompt)
         self._prompts.setdefault(request.paths[-1], []).append(prompt)
+        if len(self._seen) > SEEN_PATHS:
+            self._seen.clear()
         for path in reversed(request.paths):  # a path was seen with all that lead to it
             if self._seen.setdefault(path, prompt) is not prompt:
                 break
