@@ -47,7 +47,6 @@ class Watchdog:
         self._loop_thread = 0
         self._where = ""
         self._logged = -LOG_SECONDS
-        self._unlogged = 0.0
         self._witnesses: set[Witness] = set()
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -106,11 +105,10 @@ class Watchdog:
         for witness in self._witnesses:
             witness.total += stood
             witness.longest = max(witness.longest, stood)
-        self._unlogged = max(self._unlogged, stood)
         if now - self._logged >= LOG_SECONDS:
-            cause = self._where if held >= stood / 2 else "waiting for the interpreter or a processor"
-            log.warning("the event loop stood still for %.2f s: %s", self._unlogged, cause or "in one call")
-            self._logged, self._unlogged = now, 0.0
+            self._logged = now
+            where = self._where or "in one call"
+            log.warning("the event loop stood still for %.2f s, %.2f s of them at work: %s", stood, held, where)
 
     def _sample(self) -> None:
         """Note what the loop does once it has stood still for STALL."""
