@@ -25,6 +25,7 @@ def calm_interpreter() -> None:
     # What is there now stays: the collector would look at it again and again, for 60 ms and more each time. It is not
     # asked to collect first, which takes 100 ms; what little garbage loading has made stays, too.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    # A pass over the second generation looks at 80,000 objects at most, which takes 10 ms; one over all is rare.
+    gc.set_threshold(20_000, 4, 200)
     # A thread that works lets the event loop have the interpreter after so long; the default is five times that.
     sys.setswitchinterval(0.001)
