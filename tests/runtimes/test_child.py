@@ -11,7 +11,7 @@ from outrider.runtimes.child import Child
 from .test_leaks import Traces
 
 
-@pytest.mark.parametrize(("script", "by_itself"), [("read x", True), ("sleep 4006", False)])
+@pytest.mark.parametrize(("script", "by_itself"), [("read x", True), ("exec sleep 4006", False)])
 async def test_the_end_comes_in_any_case(script: str, by_itself: bool) -> None:
     before = Traces()
     ours, theirs = socket.socketpair()
