@@ -140,7 +140,7 @@ FLOODS: Mapping[str, Flood] = {
 
 
 def send(url: str, flood: Flood, size: int) -> int:
-    """The status of the answer to a body of so many bytes; 0 where the connection broke."""
+    """Send a body of about `size` bytes. The status of the answer; 0 if the connection broke."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=600)
