@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -54,6 +56,30 @@ async def test_a_cancelled_caller_is_cancelled_though_the_work_failed() -> None:
         await begun.wait()
         caller.cancel()
     assert caller.cancelled()
+
+
+async def test_what_a_failed_work_held_goes_at_once() -> None:
+    """Not only when the garbage collector comes: a refused request's body has megabytes."""
+
+    class Body:
+        """Held by nothing but the frame that failed."""
+
+    seen: list[weakref.ref[Body]] = []
+
+    async def fails() -> None:
+        body = Body()
+        seen.append(weakref.ref(body))
+        raise ValueError("no")
+
+    gc.disable()
+    try:
+        try:
+            await shielded(fails)
+        except ValueError:
+            assert seen[0]() is not None
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("moment", ["making", "use", "ending", "none"])
