@@ -26,7 +26,7 @@ from bench.processes import World, world
 from bench.speakers import CHAT, Speaker
 from bench.yardstick import Yardstick, a_yardstick
 from outrider.messages import Message, Role
-from outrider.tokens.renderer import Renderer, make_renderer
+from outrider.tokens.rendering.renderer import Renderer, make_renderer
 
 PROMPT_CHARACTERS = 2048
 REPLY_TOKENS = 16

@@ -21,14 +21,14 @@ from bench.corpus import Corpus
 from bench.dialogue import Dialogue
 from bench.parked import CONTEXT_TOKENS
 from outrider.dialects.base import Completion, WireCall
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat.dialect import ChatDialect
 from outrider.engines.base import EngineOptions
-from outrider.engines.pool import EnginePool
-from outrider.engines.scripted import ScriptedEngine
-from outrider.sessions.calls import Endpoint
+from outrider.engines.pool.pool import EnginePool
+from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
-from outrider.tokens.renderer import make_renderer
+from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.renderer import make_renderer
 from outrider.trajectory import Turn
 
 MESSAGE_TOKENS = 750

@@ -22,13 +22,13 @@ import uvloop
 
 from bench.corpus import Corpus
 from bench.parked import CONTEXT_TOKENS, parked
-from outrider.asgi import Receive, Scope, Send
 from outrider.cli.loop import calm_interpreter
 from outrider.engines.base import EngineOptions
-from outrider.engines.scripted import ScriptedEngine
-from outrider.engines.serve.app import engine_app, serving
-from outrider.engines.serve.asgi import ServeSettings
+from outrider.http_server import Receive, Scope, Send
 from outrider.spec import EngineSpec
+from outrider.testing.engine_servers.app import engine_app, serving
+from outrider.testing.engine_servers.asgi import ServeSettings
+from outrider.testing.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 60.0

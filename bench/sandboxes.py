@@ -26,8 +26,8 @@ from tests.runtimes import engines
 from bench.yardstick import a_yardstick
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext, Shell
-from outrider.runtimes.child import readable
-from outrider.runtimes.host import Host
+from outrider.runtimes.kernel.child import readable
+from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 YARDSTICK_CALLS = 200

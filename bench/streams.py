@@ -20,8 +20,8 @@ from bench.speakers import DIALECTS, MODEL, Speaker
 from outrider.dialects import dialects
 from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening
 from outrider.messages import Delta, Message, ToolSpec
-from outrider.tokens.renderer import Renderer, make_renderer
-from outrider.tokens.stream import ReplyPart, ReplyStream
+from outrider.tokens.rendering.renderer import Renderer, make_renderer
+from outrider.tokens.rendering.stream import ReplyPart, ReplyStream
 from outrider.trajectory import FinishReason
 
 PROMPT_TOKENS = 500

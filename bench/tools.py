@@ -31,7 +31,7 @@ from bench.yardstick import a_yardstick
 from outrider.plugins import resolve
 from outrider.pythons.ipython import ipython_mounts
 from outrider.runtimes.base import SandboxContext, ShellKind
-from outrider.runtimes.host import Host
+from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 RUNTIMES = ("namespace", "process")

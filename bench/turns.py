@@ -27,10 +27,10 @@ from bench.parked import parked
 from bench.processes import World, world
 from bench.yardstick import a_yardstick
 from outrider.api.gateway import Gateway
-from outrider.asgi import HANG_UP, HangUp
 from outrider.dialects.base import WireCall
-from outrider.dialects.chat import ChatDialect
-from outrider.engines.ids import body_with_ids, ids_json
+from outrider.dialects.chat.dialect import ChatDialect
+from outrider.engines.adapters.id_text import body_with_ids, ids_json
+from outrider.http_server import HANG_UP, HangUp
 from outrider.spec import EngineSpec
 
 NEW_TOKENS = 500

@@ -28,7 +28,7 @@ from outrider.demo.simulate import Rollout, Simulator
 from outrider.demo.task import ITEMS, PHRASINGS, ZONES, Episode, make_task
 from outrider.engines.embedded.model import CausalAttention, Llama, ModelShape
 from outrider.engines.embedded.weights import export_weights, load_model
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 SPECIALS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),

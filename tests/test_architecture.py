@@ -23,29 +23,45 @@ LAYERS = (
         "spec",
         "config",
         "plugins",
-        "wire",
-        "backoff",
-        "shield",
-        "aside",
-        "watchdog",
-        "decoding",
+        "schemas",
+        "concurrency",
     ),
-    ("tokens", "dialects", "asgi", "descriptors", "pythons", "rootfs"),
-    ("engines", "runtimes", "harnesses", "evaluators", "store", "client", "sampling", "sample_files"),
-    ("sessions", "service"),
+    ("tokens", "dialects"),
+    (
+        "http_server",
+        "file_descriptors",
+        "pythons",
+        "rootfs",
+        "engines",
+        "runtimes",
+        "harnesses",
+        "evaluators",
+        "store",
+        "client",
+        "sample_files",
+        "testing",
+    ),
+    ("sandboxes", "sessions", "service"),
     ("api",),
-    ("cli", "doctor", "bridges", "demo", "certify", "outrider"),
+    ("cli", "doctor", "demo", "certify", "outrider"),
 )
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SIDEWAYS = {
+    ("runtimes", "rootfs"),
+    ("runtimes", "pythons"),
+    ("harnesses", "pythons"),
+    ("testing", "engines"),
+    ("testing", "runtimes"),
+    ("testing", "http_server"),
+    ("sessions", "sandboxes"),
+    ("service", "sandboxes"),
     ("service", "sessions"),
     ("cli", "doctor"),
-    ("cli", "bridges"),
     ("cli", "demo"),
     ("cli", "certify"),
     ("outrider", "cli"),
 }
-INSIDE_SANDBOXES = "outrider.runtimes.inside"  # a program of its own: it has no configuration but its environment
+INSIDE_SANDBOXES = "outrider.runtimes.guest"  # a program of its own: it has no configuration but its environment
 
 
 @dataclass(frozen=True)
@@ -199,7 +215,7 @@ def test_folders_of_a_layer_meet_in_their_base_modules() -> None:
     assert not broken("outrider.runtimes.base")
     assert not broken("outrider.harnesses.command")
     assert not broken("outrider.trajectory")
-    assert broken("outrider.runtimes.process")
+    assert broken("outrider.runtimes.host_process.process")
     assert broken("outrider")
 
 

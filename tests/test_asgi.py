@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState
 
-from outrider.asgi import MAX_HEAD, MAX_PIPELINED, Application, Patience, Receive, Scope, Send, server_settings
-from outrider.engines.serve.app import serving
+from outrider.http_server import MAX_HEAD, MAX_PIPELINED, Application, Patience, Receive, Scope, Send, server_settings
+from outrider.testing.engine_servers.app import serving
 from support.clock import pass_time, stop_time
 
 GET = b"GET / HTTP/1.1\r\nhost: here\r\n"

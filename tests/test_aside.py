@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from outrider.aside import INLINE, Aside, Steps, whole
+from outrider.concurrency.offload import INLINE, Aside, Steps, whole
 
 
 @pytest.fixture

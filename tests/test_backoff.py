@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
 
 
 def test_waits_grow_and_are_bounded() -> None:

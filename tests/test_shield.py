@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from outrider.shield import opened, shielded
+from outrider.concurrency.cancellation import opened, shielded
 from support.threads import cancelled_late
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from outrider.watchdog import STALL, Watchdog
+from outrider.concurrency.watchdog import STALL, Watchdog
 
 
 def hold(seconds: float) -> None:
@@ -19,7 +19,7 @@ def hold(seconds: float) -> None:
 
 
 async def test_work_that_holds_the_loop_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "outrider.watchdog"):
+    with caplog.at_level(logging.WARNING, "outrider.concurrency.watchdog"):
         async with Watchdog() as watchdog:
             with watchdog.witness() as seen:
                 hold(4 * STALL)

@@ -10,7 +10,7 @@ import pytest
 from outrider import plugins
 from outrider.errors import Boundary, InvalidField, OutriderError, ServiceError, error_from, record_of
 from outrider.lifecycle import MOVES, SessionState, can_move
-from outrider.sessions.allowance import LimitReached
+from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.trajectory import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
 

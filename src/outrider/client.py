@@ -26,9 +26,7 @@ import msgspec
 from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
-from outrider.spec import EngineSpec, GroupSpec
-from outrider.trajectory import Sample
-from outrider.wire import (
+from outrider.schemas import (
     ArtifactList,
     EngineList,
     EngineStatus,
@@ -43,6 +41,8 @@ from outrider.wire import (
     TurnList,
     TurnView,
 )
+from outrider.spec import EngineSpec, GroupSpec
+from outrider.trajectory import Sample
 
 T = TypeVar("T")
 Watch = Callable[[Sequence[GroupView]], None]

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from outrider import descriptors
+from outrider import file_descriptors
 from outrider.config import Config
 from outrider.errors import HarnessUnavailable, OutriderError
 from outrider.harnesses.install import installation, unavailable
@@ -123,12 +123,15 @@ def _libraries(extra: str) -> Finding:
 
 
 def _open_files() -> Finding:
-    number = descriptors.available()
-    each = descriptors.shares(number).session
+    number = file_descriptors.available()
+    each = file_descriptors.shares(number).session
     detail = f"{number}, of which {each} for the calls of one session at once"
-    if number >= descriptors.LEAST:
+    if number >= file_descriptors.LEAST:
         return Finding(name="open files", ok=True, detail=detail)
-    hint = f"raise the hard limit (ulimit -Hn) to {descriptors.WANTED}: LimitNOFILE= of the unit, limits.conf, --ulimit"
+    hint = (
+        f"raise the hard limit (ulimit -Hn) to {file_descriptors.WANTED}: "
+        "LimitNOFILE= of the unit, limits.conf, --ulimit"
+    )
     return Finding(name="open files", ok=False, detail=f"{detail}: few", hint=hint)
 
 

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from outrider.decoding import base64_bytes
+from outrider.concurrency.base64_pieces import base64_bytes
 
 MAX_TEXT = 1 << 20
 MEBIBYTE = 1 << 20

@@ -66,7 +66,7 @@ HEAD_CHANGES = frozenset({ForkCause.TOOLS_CHANGED, ForkCause.SYSTEM_CHANGED, For
 
 
 class BranchKind(StrEnum):
-    """What a branch is for; `tokens/branches.py` tells them apart."""
+    """What a branch is for; `tokens/branches/classify.py` tells them apart."""
 
     MAIN = "main"  # the conversation that does the task's work
     SUBAGENT = "subagent"  # a conversation that another one started

@@ -15,11 +15,11 @@ import pytest
 
 from outrider.api.server import check_address
 from outrider.client import AsyncClient, Client
-from outrider.engines.scripted import ScriptedEngine
 from outrider.errors import InvalidField, ModelMismatch, NotFound, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
 from outrider.runtimes.base import Availability
-from outrider.runtimes.memory import MemoryRuntime
+from outrider.testing.memory_runtime.runtime import MemoryRuntime
+from outrider.testing.scripted_engine import ScriptedEngine
 from support.service import running_service, say
 
 TASK = {

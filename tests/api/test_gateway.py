@@ -14,9 +14,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from outrider.api.gateway import Gateway
-from outrider.engines.serve.app import serving
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits
+from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import FinishReason
 from sessions.world import BASH, World, a_world, call_markup
 

@@ -19,9 +19,9 @@ from bench.processes import ROOT
 
 from api.test_gateway import CHAT, KEY, OneSession, a_gateway, serving
 from outrider.api.gateway import Gateway
-from outrider.aside import INLINE
-from outrider.sessions.intake import MAX_IN_SESSION, MAX_TEXT_BODY
-from outrider.watchdog import Watchdog
+from outrider.concurrency.offload import INLINE
+from outrider.concurrency.watchdog import Watchdog
+from outrider.sessions.calls.body_limits import MAX_IN_SESSION, MAX_TEXT_BODY
 from sessions.world import a_world
 
 QUICK = ("chat messages", "chat arguments", "messages results", "responses calls", "gemini answers")

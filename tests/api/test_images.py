@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from api.test_gateway import KEY, a_gateway
 from outrider.api.images import image_routes
 from outrider.client import AsyncClient
-from outrider.engines.serve.app import serving
 from outrider.errors import NotFound
 from outrider.messages import Image, image_from_bytes, image_from_url, images_in
+from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import SampleImage, TokenMode
 from support.pictures import ADDRESS, PATHS, PNG, bodies, picture_service, task
 from support.service import running_service

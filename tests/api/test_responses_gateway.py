@@ -16,9 +16,9 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 
 from outrider.api.gateway import Gateway
-from outrider.engines.serve.app import serving
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits
+from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import FinishReason
 from sessions.world import World, a_world, call_markup
 from support.responses import CUSTOM, FUNCTION, NAMESPACE, USER, echo, events

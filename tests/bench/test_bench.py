@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from bench import dialects, floods, gateway, memory, report, sandboxes, sessions, sheets, store, tools, turns
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,12 +14,12 @@ from bench.streams import Parsed, Sampled, Writing, both, write
 from outrider.dialects import dialects
 from outrider.dialects.base import Action, Completion, Memory
 from outrider.engines.base import EngineOptions
-from outrider.engines.pool import EnginePool
-from outrider.engines.scripted import ScriptedEngine
-from outrider.sessions.calls import Endpoint
+from outrider.engines.pool.pool import EnginePool
+from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
-from outrider.tokens.renderer import make_renderer
+from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.renderer import make_renderer
 from outrider.trajectory import JoinKind, Turn, unpack_ids
 
 REPLY_TOKENS = 12

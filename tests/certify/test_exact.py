@@ -12,8 +12,8 @@ from outrider.certify.actor import Call
 from outrider.certify.exact import faults
 from outrider.certify.prompt import Scene
 from outrider.certify.rows import Step
-from outrider.engines.scripted import scripted_logprob
 from outrider.lifecycle import StopReason
+from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
 
 

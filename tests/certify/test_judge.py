@@ -14,8 +14,8 @@ from outrider.certify.prompt import Scene
 from outrider.certify.rows import Step, row_named
 from outrider.harnesses.presets import Certify
 from outrider.lifecycle import StopReason
+from outrider.schemas import TurnView
 from outrider.trajectory import BranchKind, SessionResult, TurnTimings, Verdict
-from outrider.wire import TurnView
 
 
 def tool(name: str, *arguments: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from cli.world import Cli
 from outrider.cli.engines import parse_engine
 from outrider.cli.tables import engine_table
 from outrider.errors import InvalidField
+from outrider.schemas import EngineStatus
 from outrider.trajectory import TokenMode
-from outrider.wire import EngineStatus
 from support.service import running_service
 
 

@@ -17,7 +17,8 @@ from outrider.demo.dialogue import POLICY
 from outrider.demo.run import GROUPS, SAMPLES, Rollouts, choose_runtime
 from outrider.demo.summary import best_session, tallies
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.schemas import GroupView, SessionView, TurnView
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import (
     BranchKind,
     LogprobKind,
@@ -28,7 +29,6 @@ from outrider.trajectory import (
     TurnTimings,
     Verdict,
 )
-from outrider.wire import GroupView, SessionView, TurnView
 
 TOKENIZER = Tokenizer.load(POLICY)
 SAID = "It is in jade.<|im_end|>"

@@ -11,8 +11,8 @@ from outrider.demo.dialogue import POLICY, Piece, Script, encode, tool_output
 from outrider.demo.task import ITEMS, ZONES, Episode, make_task
 from outrider.harnesses.agent import TOOLS
 from outrider.messages import Message, Role
-from outrider.tokens.renderer import make_renderer
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.renderer import make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.reference_llama import ReferenceLlama
 
 torch = pytest.importorskip("torch")

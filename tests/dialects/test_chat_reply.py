@@ -12,8 +12,8 @@ import pytest
 from openai.types import Model
 
 from outrider.dialects.base import Completion, Opening, WireCall
-from outrider.dialects.chat import ChatDialect
-from outrider.dialects.chat_reply import UNKNOWN_LOGPROB
+from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat.reply import UNKNOWN_LOGPROB
 from outrider.errors import (
     ContextOverflow,
     EngineError,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import ModelRequest
-from outrider.dialects.chat import ChatDialect
-from outrider.dialects.chat_request import MAX_TOKENS, MAX_TOOL_DEPTH
+from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat.request import MAX_TOKENS, MAX_TOOL_DEPTH
 from outrider.errors import RequestError
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
-from outrider.tokens.canonical import message_key
+from outrider.tokens.tree.canonical import message_key
 from support.wire import CALL
 
 USER = {"role": "user", "content": "hi"}

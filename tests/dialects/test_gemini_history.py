@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import Memory
-from outrider.dialects.gemini_history import KEPT_WALKS
-from outrider.dialects.gemini_parts import signature
+from outrider.dialects.gemini.history import KEPT_WALKS
+from outrider.dialects.gemini.parts import signature
 from outrider.messages import Message, ToolCall
 from support.gemini import DIALECT, answered, called, completed, messages, model, read, said, text, user
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.dialects.base import Completion, Memory
 from outrider.messages import Delta, Message, Role, ToolCall
-from outrider.tokens.canonical import message_key
+from outrider.tokens.tree.canonical import message_key
 from outrider.trajectory import FinishReason
 from support.gemini import ARRAY, DIALECT, EVENTS, GENERATE, chunks, messages, model, parts_in, read, stream, text, user
 

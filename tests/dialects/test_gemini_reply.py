@@ -19,7 +19,7 @@ from outrider.errors import (
     Unauthorized,
 )
 from outrider.messages import Delta, ToolCall
-from outrider.sessions.allowance import LimitReached
+from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Ended
 from outrider.trajectory import FinishReason, StopReason
 from support.gemini import ARRAY, DIALECT, EVENTS, chunks, completed, read, said, stream, text, user

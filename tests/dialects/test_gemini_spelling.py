@@ -7,7 +7,7 @@ import re
 import pytest
 from msgspec import Raw
 
-from outrider.dialects.gemini_parts import INVALID_JSON, arguments_from_wire, arguments_on_wire
+from outrider.dialects.gemini.parts import INVALID_JSON, arguments_from_wire, arguments_on_wire
 from support.gemini import DIALECT, GENERATE, messages
 
 BODY = (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects.gemini_tools import json_schema
+from outrider.dialects.gemini.tools import json_schema
 from support.gemini import read, text, user
 
 HI = user(text("hi"))

@@ -31,10 +31,10 @@ from openai.types.responses import Response
 from pydantic import TypeAdapter
 
 from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening, WireCall
-from outrider.dialects.chat import ChatDialect
-from outrider.dialects.gemini import GeminiDialect
-from outrider.dialects.messages_api import MESSAGES, MessagesDialect
-from outrider.dialects.responses import ResponsesDialect
+from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.gemini.dialect import GeminiDialect
+from outrider.dialects.messages.dialect import MESSAGES, MessagesDialect
+from outrider.dialects.responses.dialect import ResponsesDialect
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message
 from outrider.trajectory import FinishReason

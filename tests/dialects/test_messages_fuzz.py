@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, WireCall
-from outrider.dialects.messages_api import COUNT_TOKENS, MESSAGES, MessagesDialect
+from outrider.dialects.messages.dialect import COUNT_TOKENS, MESSAGES, MessagesDialect
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
-from outrider.tokens.canonical import message_key
+from outrider.tokens.tree.canonical import message_key
 from outrider.trajectory import FinishReason
 
 CHUNK = 300

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, WireCall
-from outrider.dialects.messages_api import MESSAGES, MessagesDialect
+from outrider.dialects.messages.dialect import MESSAGES, MessagesDialect
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
-from outrider.tokens.canonical import message_key
+from outrider.tokens.tree.canonical import message_key
 from outrider.trajectory import FinishReason
 
 DIALECT = MessagesDialect()

@@ -10,9 +10,9 @@ import pytest
 from anthropic.types import ErrorResponse, ModelInfo
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, WireCall
-from outrider.dialects.messages_api import COUNT_TOKENS, MESSAGES, MODELS, MessagesDialect
-from outrider.dialects.messages_reply import input_json
-from outrider.dialects.messages_stream import MessagesStream
+from outrider.dialects.messages.dialect import COUNT_TOKENS, MESSAGES, MODELS, MessagesDialect
+from outrider.dialects.messages.reply import input_json
+from outrider.dialects.messages.stream import MessagesStream
 from outrider.errors import (
     Conflict,
     ContextOverflow,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.dialects.base import Completion, Memory, ModelRequest
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, ToolCall
-from outrider.tokens.canonical import message_key
+from outrider.tokens.tree.canonical import message_key
 from outrider.trajectory import FinishReason
 from support.responses import (
     CALL,

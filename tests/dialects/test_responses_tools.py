@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects.responses_tools import MAX_TOOL_DEPTH
+from outrider.dialects.responses.tools import MAX_TOOL_DEPTH
 from outrider.errors import RequestError
 from support.responses import CUSTOM, FUNCTION, NAMESPACE, USER, completion, parse, replied
 

@@ -9,12 +9,12 @@ import pytest
 
 from outrider.constraint import ConstraintKind
 from outrider.dialects.base import AskedSampling, ModelRequest, WireCall
-from outrider.dialects.chat import ChatDialect
-from outrider.dialects.gemini import GeminiDialect
-from outrider.dialects.messages_api import MESSAGES as MESSAGES_ROUTE
-from outrider.dialects.messages_api import MessagesDialect
-from outrider.dialects.responses import ResponsesDialect
-from outrider.dialects.settings import TABLES, Setting, Treatment
+from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.field_policy import TABLES, Setting, Treatment
+from outrider.dialects.gemini.dialect import GeminiDialect
+from outrider.dialects.messages.dialect import MESSAGES as MESSAGES_ROUTE
+from outrider.dialects.messages.dialect import MessagesDialect
+from outrider.dialects.responses.dialect import ResponsesDialect
 from outrider.errors import RequestError
 from support import gemini, responses, wire
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from outrider.tokens.branches import RULES, TURN_RULES
-from outrider.tokens.canonical import SHOWN
-from outrider.tokens.differences import DIFFERENCES
-from outrider.tokens.evidence import GIVEN, LABELS, LOOK_BACK, PURPOSES
+from outrider.tokens.branches.branch_signals import GIVEN, LABELS, LOOK_BACK, PURPOSES
+from outrider.tokens.branches.classify import RULES, TURN_RULES
+from outrider.tokens.branches.segments import QUOTE_SHARE
 from outrider.tokens.samples import POLICY
-from outrider.tokens.strands import QUOTE_SHARE
+from outrider.tokens.tree.canonical import SHOWN
+from outrider.tokens.tree.differences import DIFFERENCES
 from outrider.trajectory import BranchKind
 
 from .pages import Table, code, page

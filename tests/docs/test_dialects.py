@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.dialects.settings import EXTRAS, SAMPLERS, TABLES, Setting, Treatment
-from outrider.tokens.renderer import WINDOW_FAMILIES
+from outrider.dialects.field_policy import EXTRAS, SAMPLERS, TABLES, Setting, Treatment
+from outrider.tokens.rendering.renderer import WINDOW_FAMILIES
 
 from .pages import code, page
 

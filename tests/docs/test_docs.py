@@ -11,9 +11,9 @@ import pytest
 
 from outrider.cli.taskfile import load_group
 from outrider.config import Config
-from outrider.engines.options import read_options
-from outrider.engines.scripted import ScriptOptions
+from outrider.engines.adapters.options import read_options
 from outrider.service.admission import parse_group
+from outrider.testing.scripted_engine import ScriptOptions
 
 from .pages import DOCS, PAGES, ROOT, Block, Page
 

@@ -20,7 +20,6 @@ from outrider.api.groups import group_routes
 from outrider.api.images import image_routes
 from outrider.cli.main import commands
 from outrider.config import Config
-from outrider.engines.scripted import Reply, ScriptOptions
 from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.agent import ToolOptions
@@ -28,11 +27,12 @@ from outrider.harnesses.command import ENDPOINT_VARIABLES
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import names
-from outrider.sessions.allowance import LimitReached
+from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Ended
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.store.base import EventKind
-from outrider.tokens.markup import MARKUP
+from outrider.testing.scripted_engine import Reply, ScriptOptions
+from outrider.tokens.rendering.markup import MARKUP
 from outrider.tokens.samples import POLICY
 from outrider.trajectory import BranchKind, ForkCause, JoinKind, LogprobKind, Sample, SampleImage, TokenMode
 

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.cli import main
 from outrider.pythons.portable import portable_command, portable_python
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from support.environments import environment, program
 from support.small_root import small_root
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.client import DEFAULT_URL
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from support.service import END, call, running_service, say
 
 from .pages import PAGES, Block, Page

@@ -13,9 +13,9 @@ from engines.contract import Generation, collect
 from engines.upstream import Answer, upstream
 from engines.worlds import HASTY
 from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.adapters.sglang import SGLangEngine
+from outrider.engines.adapters.vllm import VLLMEngine
 from outrider.engines.base import EngineOptions, GenerateRequest, SamplingParams
-from outrider.engines.sglang import SGLangEngine
-from outrider.engines.vllm import VLLMEngine
 from outrider.errors import (
     ContextOverflow,
     EngineError,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.upstream import Answer, upstream
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
 from outrider.engines.base import (
     ChatChunk,
     ChatRequest,
@@ -20,16 +20,16 @@ from outrider.engines.base import (
     GenerateRequest,
     SamplingParams,
 )
-from outrider.engines.checks import FREE_CHARACTERS, ChatCheck, TokenCheck
-from outrider.engines.http import MAX_ANSWER
-from outrider.engines.pool import FAILOVERS, GOOD_REPLIES, EnginePool, Generation
-from outrider.engines.scripted import ScriptedEngine
+from outrider.engines.http.client import MAX_ANSWER
+from outrider.engines.pool.pool import FAILOVERS, GOOD_REPLIES, EnginePool, Generation
+from outrider.engines.pool.reply_checks import FREE_CHARACTERS, ChatCheck, TokenCheck
 from outrider.errors import EngineMisbehaved
 from outrider.messages import Message, Role, ToolCall
+from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
-from outrider.tokens.vocabulary import Vocabulary
+from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.vocabulary import Vocabulary
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
-from outrider.wire import EngineStatus
 
 from .test_pool import AT_ONCE, IDS, NEVER, chat_request, engine_of, request
 

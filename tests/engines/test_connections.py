@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from outrider.engines.connections import HIGH_WATER, LARGE, Connections
+from outrider.engines.http.connections import HIGH_WATER, LARGE, Connections
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-One: a\r\nX-One: b\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n"

@@ -407,7 +407,7 @@ async def test_a_form_that_costs_too_much_ends_its_own_reply_alone() -> None:
 
 async def test_tokenizers_for_stop_ids_of_clients_are_few() -> None:
     pytest.importorskip("llguidance")
-    from outrider.engines.embedded.forms import KEPT_TOKENIZERS, Forms
+    from outrider.engines.embedded.structured_output import KEPT_TOKENIZERS, Forms
 
     forms = Forms(POLICY, len(TOKENIZER))
     for stop in range(3 * KEPT_TOKENIZERS):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from outrider.engines.failures import UNKNOWN_STATUS, Sizes, StatusFailure, failure_of_event, translate
+from outrider.engines.http.failures import UNKNOWN_STATUS, Sizes, StatusFailure, failure_of_event, translate
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
 
 SIZED = Sizes(prompt=1100, output=10)

@@ -7,11 +7,11 @@ import pytest
 
 from engines.upstream import Answer, upstream
 from engines.worlds import HASTY
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
+from outrider.engines.adapters.options import server_url
 from outrider.engines.base import EngineOptions
-from outrider.engines.failures import StatusFailure
-from outrider.engines.http import HttpClient, RetryPolicy, encode
-from outrider.engines.options import server_url
+from outrider.engines.http.client import HttpClient, RetryPolicy, encode
+from outrider.engines.http.failures import StatusFailure
 from outrider.errors import EngineError, EngineUnavailable, InvalidField
 
 PATIENT = RetryPolicy(attempts=3, backoff=Backoff(first=0.0, longest=0.0))

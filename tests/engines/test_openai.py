@@ -8,8 +8,8 @@ import pytest
 from engines.upstream import Answer, upstream
 from engines.worlds import HASTY
 from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.adapters.openai import OpenAIEngine
 from outrider.engines.base import ChatChunk, ChatRequest, EngineOptions, SamplingParams
-from outrider.engines.openai import OpenAIEngine
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan

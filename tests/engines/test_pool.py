@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engines.upstream import Answer, upstream
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
 from outrider.engines.base import (
     ChatEngine,
     ChatRequest,
@@ -21,8 +21,7 @@ from outrider.engines.base import (
     GenerateRequest,
     SamplingParams,
 )
-from outrider.engines.pool import FAILOVERS, EnginePool
-from outrider.engines.scripted import ScriptedEngine
+from outrider.engines.pool.pool import FAILOVERS, EnginePool
 from outrider.errors import (
     Conflict,
     ContextOverflow,
@@ -33,9 +32,10 @@ from outrider.errors import (
     NotFound,
 )
 from outrider.messages import Message, Role
+from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
+from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import LogprobKind, TokenMode
-from outrider.wire import EngineStatus
 
 AT_ONCE = Backoff(first=0.0, longest=0.0)
 NEVER = Backoff(first=1e9, longest=1e9)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from engines.contract import collect
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
-from outrider.engines.scripted import ScriptedEngine, scripted_logprob
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, InvalidField
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, VersionSpan
 
 

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from engines.worlds import CONTEXT_TOKENS, REPLY, scripted
-from outrider.engines.scripted import ScriptedEngine, scripted_logprob
-from outrider.engines.serve import ServeSettings, engine_app, serving
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.testing.engine_servers import ServeSettings, engine_app, serving
+from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 @asynccontextmanager

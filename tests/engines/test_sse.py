@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.sse import SseReader
+from outrider.engines.http.sse import SseReader
 
 PAYLOADS = st.lists(
     st.binary(min_size=1, max_size=40).map(lambda data: data.replace(b"\n", b"n").replace(b"\r", b"r")), max_size=6

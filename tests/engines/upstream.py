@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from outrider.asgi import Receive, Scope, Send
-from outrider.engines.serve.app import serving
+from outrider.http_server import Receive, Scope, Send
+from outrider.testing.engine_servers.app import serving
 
 
 class Answer(msgspec.Struct):

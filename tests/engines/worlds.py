@@ -10,14 +10,14 @@ from typing import Any, Literal
 import numpy as np
 
 from engines.contract import Factory, Rig
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
+from outrider.engines.adapters.sglang import SGLangEngine
+from outrider.engines.adapters.vllm import VLLMEngine
 from outrider.engines.base import Engine, EngineOptions, GenerateRequest
-from outrider.engines.http import RetryPolicy
-from outrider.engines.scripted import ScriptedEngine, scripted_logprob
-from outrider.engines.serve import ServeSettings, engine_app, serving
-from outrider.engines.sglang import SGLangEngine
-from outrider.engines.vllm import VLLMEngine
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.engines.http.client import RetryPolicy
+from outrider.testing.engine_servers import ServeSettings, engine_app, serving
+from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 512
 REPLY = (

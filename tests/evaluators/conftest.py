@@ -6,7 +6,7 @@ import pytest
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
-from outrider.runtimes.process import ProcessRuntime
+from outrider.runtimes.host_process.process import ProcessRuntime
 from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
 from support.sandboxes import process_sandbox
 

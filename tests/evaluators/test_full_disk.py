@@ -12,7 +12,7 @@ import pytest
 from outrider.errors import EvaluatorError
 from outrider.evaluators.factory import make_evaluator
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.host import Host
+from outrider.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, Resources
 from runtimes.world import World
 

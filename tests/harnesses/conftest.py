@@ -6,7 +6,7 @@ import pytest
 from outrider.harnesses.base import Endpoint, HarnessContext
 from outrider.messages import Message, Role, ToolCall
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.process import ProcessRuntime
+from outrider.runtimes.host_process.process import ProcessRuntime
 from outrider.spec import EvaluatorSpec, HarnessSpec, Limits, TaskSpec
 from support.sandboxes import process_sandbox
 

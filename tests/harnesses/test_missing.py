@@ -11,10 +11,10 @@ import pytest
 from outrider.errors import HarnessError
 from outrider.harnesses.factory import make_harness
 from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.host import Host
-from outrider.runtimes.memory import MemoryRuntime
-from outrider.runtimes.process import ProcessRuntime
+from outrider.runtimes.host_process.process import ProcessRuntime
+from outrider.runtimes.node_host import Host
 from outrider.spec import HarnessSpec, RuntimeSpec
+from outrider.testing.memory_runtime.runtime import MemoryRuntime
 
 from .conftest import context
 

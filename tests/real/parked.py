@@ -17,10 +17,10 @@ from outrider.client import AsyncClient
 from outrider.config import Config, ModelConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.schemas import GroupView
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.trajectory import Turn, Verdict
-from outrider.wire import GroupView
 
 PARK_SECONDS = 60.0
 

@@ -20,12 +20,12 @@ from outrider.api.server import serving
 from outrider.client import AsyncClient
 from outrider.config import Config, ModelConfig
 from outrider.engines.base import EngineOptions
-from outrider.engines.scripted import ScriptedEngine
 from outrider.lifecycle import StopReason
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.schemas import GroupView, SessionView, TurnView
 from outrider.service.service import Service
+from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import BranchKind, TokenMode
-from outrider.wire import GroupView, SessionView, TurnView
 
 END = "<|im_end|>"
 CONTEXT_TOKENS = 1 << 20

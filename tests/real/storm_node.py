@@ -10,7 +10,7 @@ import os
 import sys
 
 from outrider.cli import main
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from service.stage import a_stage
 
 COUNTED = "real.storm_node:Counted"

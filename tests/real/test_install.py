@@ -18,9 +18,9 @@ from outrider.harnesses.factory import make_harness
 from outrider.harnesses.install import check, install, installed
 from outrider.harnesses.presets import load_preset
 from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.host import Host
-from outrider.runtimes.namespace import NamespaceRuntime
-from outrider.runtimes.process import ProcessRuntime
+from outrider.runtimes.host_process.process import ProcessRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.runtimes.node_host import Host
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 
 pytestmark = pytest.mark.real

@@ -16,10 +16,10 @@ from outrider.client import AsyncClient
 from outrider.config import Config, ModelConfig
 from outrider.harnesses.install import install
 from outrider.lifecycle import StopReason
+from outrider.schemas import GroupView
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.trajectory import TokenMode
-from outrider.wire import GroupView
 
 from .logprobs import assert_agrees
 from .vllm_cpu import VllmServer

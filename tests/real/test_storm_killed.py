@@ -23,10 +23,10 @@ import pytest
 
 from outrider.client import AsyncClient
 from outrider.errors import ServiceError
-from outrider.runtimes.inside import kernel
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.guest.isolation import syscalls
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.schemas import GroupView
 from outrider.spec import GroupSpec
-from outrider.wire import GroupView
 from service.sandboxed import ENDINGS, FATES, MARK, NAP
 from service.storm import RULES, assert_over, draw
 from service.traces import Traces, traces
@@ -179,9 +179,9 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def adopting() -> Iterator[None]:
     """Whose parents were killed become children of this process: so it knows all that is left of a node."""
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     yield
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 0)
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 0)
 
 
 def reap() -> None:

@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from outrider.engines.adapters.vllm import VLLMEngine
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
-from outrider.engines.vllm import VLLMEngine
 from outrider.errors import ContextOverflow
 from outrider.lifecycle import StopReason
 from outrider.trajectory import BranchKind, FinishReason, Sample, TokenMode, VersionSpan

@@ -18,9 +18,9 @@ import pytest
 
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
+from outrider.schemas import GroupView
 from outrider.spec import EngineSpec
 from outrider.trajectory import BranchKind, ForkCause, JoinKind, TokenMode, Turn, unpack_ids, unpack_logprobs
-from outrider.wire import GroupView
 
 from .dialect_clients import CLIENTS, Answer, DialectClient, Item, Way, events_of
 from .logprobs import assert_agrees

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.host import Host
-from outrider.runtimes.plans import make_skeleton
+from outrider.runtimes.namespace.plan import make_skeleton
+from outrider.runtimes.node_host import Host
 
 from . import engines
 from .world import World

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.container_daemon import DockerDaemon, PodmanDaemon, limits_hold
-from outrider.runtimes.containers import DockerRuntime, GvisorRuntime, PodmanRuntime
+from outrider.runtimes.containers.daemon import DockerDaemon, PodmanDaemon, limits_hold
+from outrider.runtimes.containers.runtime import DockerRuntime, GvisorRuntime, PodmanRuntime
 
 PYTHON = "/usr/bin/python3"
 PROGRAMS = (

@@ -11,9 +11,9 @@ import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime, Witness
-from outrider.runtimes.cgroups import Group, host_kills
-from outrider.runtimes.held import HeldRuntime
-from outrider.runtimes.toolclient import GRACE_SECONDS, LAST_LOOK_SECONDS, Part
+from outrider.runtimes.kernel.cgroups import Group, host_kills
+from outrider.runtimes.sandbox_life import HeldRuntime
+from outrider.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, Part
 
 from .test_leaks import children
 from .world import World

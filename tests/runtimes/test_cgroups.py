@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes import cgroups, plans
-from outrider.runtimes.cgroups import Cgroups, Hierarchies
-from outrider.runtimes.host import Host
+from outrider.runtimes.kernel import cgroups
+from outrider.runtimes.kernel.cgroups import Cgroups, Hierarchies
+from outrider.runtimes.namespace import plan as plans
+from outrider.runtimes.node_host import Host
 from outrider.spec import Resources
 
 ALL = Resources(cpus=1.5, memory_mb=64, pids=100)
@@ -114,8 +115,8 @@ async def test_what_runs_in_a_group_goes_with_it(real: Hierarchies, tmp_path: Pa
 LEFT_BEHIND = """
 import asyncio, os, subprocess, sys
 from pathlib import Path
-from outrider.runtimes.cgroups import Cgroups
-from outrider.runtimes.host import Host
+from outrider.runtimes.kernel.cgroups import Cgroups
+from outrider.runtimes.node_host import Host
 from outrider.spec import Resources
 
 async def main():

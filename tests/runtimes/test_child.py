@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from outrider.runtimes.child import Child
+from outrider.runtimes.kernel.child import Child
 
 from .test_leaks import Traces
 

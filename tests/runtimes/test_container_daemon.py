@@ -13,10 +13,10 @@ from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Availability
-from outrider.runtimes.container_body import ContainerPlan, Shown
-from outrider.runtimes.container_daemon import NODE_LABEL, DockerDaemon, PodmanDaemon
-from outrider.runtimes.containers import DockerRuntime, GvisorRuntime
-from outrider.runtimes.host import Host
+from outrider.runtimes.containers.body import ContainerPlan, Shown
+from outrider.runtimes.containers.daemon import NODE_LABEL, DockerDaemon, PodmanDaemon
+from outrider.runtimes.containers.runtime import DockerRuntime, GvisorRuntime
+from outrider.runtimes.node_host import Host
 from outrider.spec import Resources
 
 from .world import World

@@ -14,10 +14,10 @@ import pytest
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.container_client import DaemonClient
-from outrider.runtimes.container_daemon import NODE_LABEL, ContainerDaemon
-from outrider.runtimes.containers import ContainerRuntime
-from outrider.runtimes.host import Host
+from outrider.runtimes.containers.client import DaemonClient
+from outrider.runtimes.containers.daemon import NODE_LABEL, ContainerDaemon
+from outrider.runtimes.containers.runtime import ContainerRuntime
+from outrider.runtimes.node_host import Host
 from outrider.spec import Mount
 
 from . import engines
@@ -32,7 +32,7 @@ import asyncio, os, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.host import Host
+from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 from runtimes import engines
 

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, Runtime
-from outrider.runtimes.marks import mark_of, marked
+from outrider.runtimes.kernel.process_marks import mark_of, marked
 
 from .world import CONTAINERS, World, snapshot
 

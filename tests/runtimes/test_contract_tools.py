@@ -13,8 +13,8 @@ import pytest
 from outrider.errors import RuntimeFailure
 from outrider.pythons.ipython import ipython_mounts
 from outrider.runtimes.base import MAX_OUTPUT, PatchConflict, Runtime
-from outrider.runtimes.containers import ContainerRuntime
-from outrider.runtimes.process import ProcessRuntime
+from outrider.runtimes.containers.runtime import ContainerRuntime
+from outrider.runtimes.host_process.process import ProcessRuntime
 
 from .test_contract import ALL, REAL, alive
 from .world import World

@@ -18,7 +18,7 @@ import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.inside import seccomp
+from outrider.runtimes.guest.isolation import seccomp
 from outrider.spec import Mount
 
 from .test_isolation import tiny_root

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from outrider.runtimes.served import ServedRuntime
-from outrider.runtimes.toolclient import ToolClient
+from outrider.runtimes.tool_server.client import ToolClient
+from outrider.runtimes.tool_server.sandbox import ServedRuntime
 from support.threads import cancelled_late
 
 from .test_leaks import Traces

@@ -8,8 +8,8 @@ import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Availability
-from outrider.runtimes.held import RootedRuntime
-from outrider.runtimes.toolclient import ToolClient
+from outrider.runtimes.sandbox_life import RootedRuntime
+from outrider.runtimes.tool_server.client import ToolClient
 from outrider.spec import RuntimeSpec
 
 from .world import World

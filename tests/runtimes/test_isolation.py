@@ -16,7 +16,7 @@ from aiohttp import web
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.rootfs.store import ImageStore
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 
 from .world import World
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.spec import Resources
 
 from .test_isolation import tiny_root

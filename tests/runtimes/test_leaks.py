@@ -16,8 +16,8 @@ import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.hosted import START_SECONDS, HostedServer, Setup
-from outrider.runtimes.marks import marked
+from outrider.runtimes.kernel.process_marks import marked
+from outrider.runtimes.tool_server.launch import START_SECONDS, HostedServer, Setup
 
 from .world import World
 
@@ -187,8 +187,8 @@ KILLED_WHILE_STARTING = """
 import asyncio, os, sys
 from pathlib import Path
 from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.host import Host
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.node_host import Host
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.spec import RuntimeSpec
 
 async def main():

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from outrider.runtimes import cgroups
-from outrider.runtimes.apptainer import OWN_PIDS
+from outrider.runtimes.apptainer.runtime import OWN_PIDS
 from outrider.runtimes.base import ExecResult, Runtime
+from outrider.runtimes.kernel import cgroups
 from outrider.spec import Resources
 
 from . import engines

@@ -8,10 +8,10 @@ import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.memory import FAIL_VARIABLE, MemoryLedger, MemoryRuntime
-from outrider.runtimes.memory_files import FileTable
-from outrider.runtimes.memory_shell import MemoryShell
 from outrider.spec import RuntimeSpec
+from outrider.testing.memory_runtime.files import FileTable
+from outrider.testing.memory_runtime.runtime import FAIL_VARIABLE, MemoryLedger, MemoryRuntime
+from outrider.testing.memory_runtime.shell import MemoryShell
 
 from .world import World
 

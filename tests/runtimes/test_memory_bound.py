@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from outrider.runtimes import cgroups
 from outrider.runtimes.base import ExecResult, Runtime
-from outrider.runtimes.inside import watch
+from outrider.runtimes.guest import memory_watch as watch
+from outrider.runtimes.kernel import cgroups
 from outrider.spec import Resources
 
 from .world import World

@@ -16,10 +16,10 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes import plans
 from outrider.runtimes.base import ExecResult, Runtime
-from outrider.runtimes.inside.bridge import MAX_PAIRS
-from outrider.runtimes.inside.trees import Packer
+from outrider.runtimes.guest.bridge import MAX_PAIRS
+from outrider.runtimes.guest.filesystem.trees import Packer
+from outrider.runtimes.namespace import plan as plans
 
 from .test_leaks import at_most, first_process
 from .world import World, snapshot

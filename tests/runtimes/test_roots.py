@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.spec import Mount, RuntimeSpec
 
 from .test_isolation import tiny_root

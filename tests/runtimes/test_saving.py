@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.saving import BACKLOG, Saving, save_parts
-from outrider.runtimes.toolclient import Done, ToolClient
+from outrider.runtimes.tool_server.client import Done, ToolClient
+from outrider.runtimes.tool_server.download import BACKLOG, Saving, save_parts
 
 from .test_toolclient import Peer, frame, pair
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.plugins import names, resolve
-from outrider.runtimes import users
+from outrider.runtimes.namespace import user_ids
 from outrider.spec import RuntimeSpec
 
 REFUSED = (
@@ -38,7 +38,7 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @pytest.fixture(autouse=True)
 def nobody_has_more_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(users, "FILES", {"uid": tmp_path / "none", "gid": tmp_path / "none"})
+    monkeypatch.setattr(user_ids, "FILES", {"uid": tmp_path / "none", "gid": tmp_path / "none"})
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
 
 

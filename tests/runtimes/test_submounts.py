@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.submounts import inner_mounts
+from outrider.runtimes.namespace.submounts import inner_mounts
 
 from .world import ISOLATING, World
 

@@ -10,8 +10,17 @@ import msgspec
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes import toolclient
-from outrider.runtimes.toolclient import FRAME_MAX, PART_MIN, STRAY_MAX, TEXT_MAX, Done, ExecDone, Part, ToolClient
+from outrider.runtimes.tool_server import client as toolclient
+from outrider.runtimes.tool_server.client import (
+    FRAME_MAX,
+    PART_MIN,
+    STRAY_MAX,
+    TEXT_MAX,
+    Done,
+    ExecDone,
+    Part,
+    ToolClient,
+)
 from support.clock import pass_time, stop_time
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, Runtime
-from outrider.runtimes.bundle import COMPILING, compiled, program, server_command, shell_program
-from outrider.runtimes.child import readable
-from outrider.runtimes.hosted import HostedServer, Setup
-from outrider.runtimes.inside.capture import Capture
-from outrider.runtimes.inside.terminal import Terminal
-from outrider.runtimes.toolclient import ExecDone
+from outrider.runtimes.guest.capture import Capture
+from outrider.runtimes.guest.shells.bash import Terminal
+from outrider.runtimes.kernel.child import readable
+from outrider.runtimes.tool_server.bundle import COMPILING, compiled, program, server_command, shell_program
+from outrider.runtimes.tool_server.client import ExecDone
+from outrider.runtimes.tool_server.launch import HostedServer, Setup
 
 from .world import World
 

@@ -12,11 +12,11 @@ import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.inside.filling import Way, empty_folder
-from outrider.runtimes.inside.paths import make_folders
-from outrider.runtimes.inside.trees import Descent, Packer
-from outrider.runtimes.namespace import NamespaceRuntime
-from outrider.sessions.folder import remove_tree
+from outrider.runtimes.guest.filesystem.paths import make_folders
+from outrider.runtimes.guest.filesystem.tree_writer import Way, empty_folder
+from outrider.runtimes.guest.filesystem.trees import Descent, Packer
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.sandboxes.node_folder import remove_tree
 
 from .world import World, snapshot
 

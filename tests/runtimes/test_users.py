@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.runtimes import users
+from outrider.runtimes.namespace import user_ids
 
 from .world import World
 
@@ -21,24 +21,24 @@ def set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that stands for /etc/subuid and /etc/subgid."""
     file = tmp_path / "subuid"
     file.write_text(f"other:1000:5\n{ME}:300000:10\n{ME}:400000:65536\n")
-    monkeypatch.setattr(users, "FILES", {"uid": file, "gid": file})
+    monkeypatch.setattr(user_ids, "FILES", {"uid": file, "gid": file})
     return file
 
 
 def test_a_range_of_this_user_that_is_large_enough(set_aside: Path) -> None:
-    assert users.users(1) is None
-    few, many = users._range("uid", 10), users._range("gid", 11)
+    assert user_ids.users(1) is None
+    few, many = user_ids._range("uid", 10), user_ids._range("gid", 11)
     assert (few, many) == (300000, 400000)
 
 
 def test_what_is_missing_is_told(set_aside: Path) -> None:
     set_aside.write_text("other:1000:70000\n")
     with pytest.raises(RuntimeUnavailable, match="sets no 9 ids aside") as raised:
-        users.users(10)
+        user_ids.users(10)
     assert ME in (raised.value.hint or "")
     set_aside.unlink()
     with pytest.raises(RuntimeUnavailable):
-        users.users(10)
+        user_ids.users(10)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def several(request: pytest.FixtureRequest) -> int:
     if os.geteuid() == 0:
         request.getfixturevalue("set_aside")
     try:
-        users.users(60_000)
+        user_ids.users(60_000)
     except RuntimeUnavailable as error:
         pytest.skip(error.message)
     return 60_000
@@ -70,6 +70,6 @@ async def test_owners_can_be_changed_and_others_be_become(world: World, several:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="others need newuidmap and a line in /etc/subuid")
 async def test_users_that_cannot_be_given_are_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(users, "_range", lambda kind, count: 4294967290)  # more than there are
+    monkeypatch.setattr(user_ids, "_range", lambda kind, count: 4294967290)  # more than there are
     with pytest.raises(RuntimeFailure):
         await world.start("namespace", users=65536)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.host import Host
-from outrider.runtimes.plans import make_skeleton
-from outrider.runtimes.zygote import Zygote
+from outrider.runtimes.namespace.plan import make_skeleton
+from outrider.runtimes.namespace.zygote import Zygote
+from outrider.runtimes.node_host import Host
 
 from .test_leaks import Traces, children
 

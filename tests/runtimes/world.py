@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from outrider.runtimes.base import Runtime, SandboxContext
-from outrider.runtimes.host import Host
+from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 from . import engines, sif_images
@@ -23,11 +23,11 @@ CONTAINERS = ("docker", "podman", "podman-rootless")
 ISOLATING = ["namespace", *(pytest.param(kind, marks=pytest.mark.real) for kind in (*CONTAINERS, "apptainer"))]
 """What keeps programs that nobody trusts apart from the host and from each other."""
 KINDS = {
-    "process": "outrider.runtimes.process:ProcessRuntime",
-    "process-landlock": "outrider.runtimes.landlock:LandlockRuntime",
-    "namespace": "outrider.runtimes.namespace:NamespaceRuntime",
-    "memory": "outrider.runtimes.memory:MemoryRuntime",
-    "apptainer": "outrider.runtimes.apptainer:ApptainerRuntime",
+    "process": "outrider.runtimes.host_process.process:ProcessRuntime",
+    "process-landlock": "outrider.runtimes.host_process.landlock:LandlockRuntime",
+    "namespace": "outrider.runtimes.namespace.runtime:NamespaceRuntime",
+    "memory": "outrider.testing.memory_runtime.runtime:MemoryRuntime",
+    "apptainer": "outrider.runtimes.apptainer.runtime:ApptainerRuntime",
     "docker": "runtimes.engines:DockerHere",
     "gvisor": "runtimes.engines:GvisorHere",
     "podman": "runtimes.engines:PodmanHere",

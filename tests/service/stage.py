@@ -20,8 +20,8 @@ from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
 from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.memory import MemoryLedger, MemoryRuntime
 from outrider.spec import EvaluatorSpec, RuntimeSpec
+from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 from outrider.trajectory import Verdict
 from support.clock import pass_time
 

@@ -10,12 +10,12 @@ from contextlib import aclosing
 from pathlib import Path
 
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
-from outrider.engines.scripted import ScriptedEngine
 from outrider.errors import EngineUnavailable
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.schemas import GroupView
 from outrider.spec import GroupSpec
+from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import SessionResult, unpack_ids
-from outrider.wire import GroupView
 
 from .world import SAY, World, result_of
 

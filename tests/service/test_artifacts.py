@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.lifecycle import StopReason
-from outrider.wire import Artifact, ArtifactList, LeftOut
+from outrider.schemas import Artifact, ArtifactList, LeftOut
 
 from .conftest import MakeWorld
 from .stage import StagedRuntime

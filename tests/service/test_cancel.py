@@ -9,7 +9,7 @@ import pytest
 
 from outrider.config import LanesConfig
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.wire import GroupView
+from outrider.schemas import GroupView
 
 from .conftest import MakeWorld
 from .world import SAY, World, result_of

@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from outrider.aside import Aside
+from outrider.concurrency.offload import Aside
 from outrider.lifecycle import SessionState, StopReason
+from outrider.schemas import GroupView
 from outrider.service.delivery import Deliverer
-from outrider.service.reading import Reader
+from outrider.service.views import Reader
 from outrider.store.base import Delivery, GroupRow, Store
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult
-from outrider.wire import GroupView
 
 from .conftest import MakeWorld
 from .world import HASTY, put

@@ -8,8 +8,8 @@ import pytest
 
 from outrider.errors import Boundary
 from outrider.lifecycle import StopReason
+from outrider.schemas import SessionView
 from outrider.trajectory import SessionResult
-from outrider.wire import SessionView
 
 from .conftest import MakeWorld
 from .stage import RAW_GRADER

@@ -12,8 +12,8 @@ from outrider.errors import Boundary, InvalidField, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.lifecycle import SessionState, StopReason
 from outrider.runtimes.base import ExecResult
+from outrider.schemas import SessionView
 from outrider.trajectory import SessionResult, Verdict
-from outrider.wire import SessionView
 from support.clock import pass_time
 
 from .conftest import MakeWorld

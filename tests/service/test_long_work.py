@@ -8,9 +8,9 @@ import json
 import random
 from typing import Any
 
+from outrider.concurrency.watchdog import Watchdog
+from outrider.schemas import SampleList
 from outrider.trajectory import BranchKind, LogprobKind, Sample, StopReason, TokenMode
-from outrider.watchdog import Watchdog
-from outrider.wire import SampleList
 
 from .conftest import MakeWorld
 from .world import group

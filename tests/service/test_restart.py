@@ -13,10 +13,10 @@ import pytest
 from outrider.errors import ServiceError
 from outrider.lifecycle import StopReason
 from outrider.plugins import resolve
-from outrider.runtimes.namespace import NamespaceRuntime
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.schemas import GroupView
 from outrider.service.service import Service
 from outrider.store.sqlite import sqlite_store
-from outrider.wire import GroupView
 
 from .conftest import MakeWorld
 from .marks import marked, mounts, names

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from outrider.service.bell import Bell, rung
-from outrider.wire import GroupView
+from outrider.schemas import GroupView
+from outrider.service.broadcast import Bell, rung
 
 from .conftest import MakeWorld
 from .world import World

@@ -9,7 +9,7 @@ import pytest
 from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField
 from outrider.lifecycle import SessionState, StopReason
-from outrider.wire import RoomStats
+from outrider.schemas import RoomStats
 from support.clock import pass_time
 
 from .conftest import MakeWorld

@@ -8,16 +8,16 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import GroupState, StopReason
+from outrider.schemas import NodeStats, RoomStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.node import Assignment
 from outrider.store.base import SessionRow
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
 from outrider.trajectory import SessionResult
-from outrider.wire import NodeStats, RoomStats
 
 from .world import put
 

@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from outrider.aside import Aside
-from outrider.backoff import Backoff
-from outrider.engines.pool import EnginePool
+from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.offload import Aside
+from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
+from outrider.schemas import NodeStats, RoomStats
 from outrider.service.delivery import Deliverer
-from outrider.service.reading import Reader
 from outrider.service.scheduler import Scheduler
-from outrider.sessions.calls import Endpoint
-from outrider.sessions.lanes import Lanes
+from outrider.service.views import Reader
+from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.node import Assignment, LocalNode
-from outrider.sessions.room import Amount, Room
+from outrider.sessions.resources import Amount, Room
+from outrider.sessions.slots import Lanes
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
-from outrider.tokens.renderer import make_renderer
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.renderer import make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult, Turn
-from outrider.wire import NodeStats, RoomStats
 
 from .conftest import MakeWorld
 from .stage import a_stage

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from outrider.api.server import serving
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
 from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.engines.base import EngineOptions
-from outrider.engines.scripted import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState
+from outrider.schemas import GroupView, LaneStats, SessionView
 from outrider.service.admission import check_shape
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
 from outrider.store.base import GroupRow, Store
+from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import SessionResult
-from outrider.wire import GroupView, LaneStats, SessionView
 
 from .stage import ACTOR, GRADER, SANDBOX, Stage, a_stage
 

@@ -7,12 +7,12 @@ import hashlib
 from pathlib import Path
 
 from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.host import Host
-from outrider.runtimes.memory import MemoryRuntime
+from outrider.runtimes.node_host import Host
+from outrider.schemas import Artifact, ArtifactList
 from outrider.sessions.artifacts import Bounds, Collector
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 from outrider.store.artifacts import INDEX, ArtifactStore
-from outrider.wire import Artifact, ArtifactList
+from outrider.testing.memory_runtime.runtime import MemoryRuntime
 
 
 class Hanging(MemoryRuntime):

@@ -11,17 +11,17 @@ import pytest
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.dialects.base import Completion
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
-from outrider.engines.pool import EnginePool
+from outrider.engines.pool.pool import EnginePool
 from outrider.errors import RequestError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role, images_in
-from outrider.sessions.calls import Endpoint
-from outrider.sessions.capture import CaptureRecord
+from outrider.sessions.calls.on_message_engine import CaptureRecord
+from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
-from outrider.tokens.renderer import make_renderer
+from outrider.tokens.rendering.renderer import make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples, count_tokens
-from outrider.tokens.tokenizer import Tokenizer
 from outrider.trajectory import (
     FinishReason,
     ForkCause,

@@ -11,14 +11,14 @@ import pytest
 
 from outrider.dialects.base import Completion, Opening
 from outrider.engines.base import Chunk, GenerateRequest
-from outrider.engines.scripted import ScriptedEngine, scripted_logprob
 from outrider.errors import ContextOverflow, EngineMisbehaved, EngineUnavailable, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta
-from outrider.sessions.allowance import LimitReached
+from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Ended
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
+from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.trajectory import FinishReason, ForkCause, JoinKind, unpack_ids, unpack_logprobs
 
 from .world import BASH, a_world, call_markup, chat_request, echoed, picture, text_of

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes import marks
-from outrider.sessions.folder import LOCK, NodeFolder, remove_tree
+from outrider.runtimes.kernel import process_marks
+from outrider.sandboxes.node_folder import LOCK, NodeFolder, remove_tree
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -56,7 +56,7 @@ def dead_folder(temporary: Path, name: str) -> Path:
 
 def test_a_start_kills_what_carries_the_mark_of_a_dead_node(temporary: Path, start: Start) -> None:
     dead = dead_folder(temporary, "outrider-dead")
-    stuck = start(OUTRIDER_CALL=f"{marks.mark_of(dead / 's-1-1')}:0")
+    stuck = start(OUTRIDER_CALL=f"{process_marks.mark_of(dead / 's-1-1')}:0")
     above = start(first="env -i sleep 601 &", OUTRIDER_CALL="outrider-dead/s-2-1:7")
     folder = NodeFolder.make()
     try:
@@ -101,7 +101,7 @@ def test_the_keeper_kills_what_is_left_of_a_node_that_was_killed(temporary: Path
 
 PROGRAM = """
 import sys, tempfile, time
-from outrider.sessions.folder import NodeFolder
+from outrider.sandboxes.node_folder import NodeFolder
 tempfile.tempdir = sys.argv[1]
 print(NodeFolder.make().path, flush=True)
 time.sleep(600)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from outrider.aside import whole
+from outrider.concurrency.offload import whole
 from outrider.errors import ContextOverflow, RequestError, TooLarge
-from outrider.sessions.intake import (
+from outrider.sessions.calls.body_limits import (
     BYTES_PER_TOKEN,
     FREE_SIZE,
     MAX_BODY,

@@ -12,16 +12,16 @@ import pytest
 
 from outrider.dialects.base import Completion
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
-from outrider.engines.pool import EnginePool
+from outrider.engines.pool.pool import EnginePool
 from outrider.errors import EngineUnavailable
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
-from outrider.sessions.allowance import LimitReached
-from outrider.sessions.calls import PROMISED_TOKENS, Endpoint
+from outrider.sessions.calls.on_token_engine import PROMISED_TOKENS, Endpoint
+from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
-from outrider.tokens.renderer import make_renderer
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.renderer import make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, Turn, unpack_ids
 from support.tokenizer import write_tokenizer
 

@@ -11,7 +11,7 @@ import msgspec
 from outrider.dialects.base import Caller
 from outrider.sessions.transcript import transcript
 from outrider.spec import Branches
-from outrider.tokens.branches import lineages
+from outrider.tokens.branches.classify import lineages
 from outrider.tokens.samples import POLICY, build_samples, count, policy_of
 from outrider.trajectory import BranchKind, BranchPolicy, ForkCause, JoinKind
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.sessions.machine import machine
+from outrider.sessions.machine_capacity import machine
 
 MEBIBYTE = 1 << 20
 

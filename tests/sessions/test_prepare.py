@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
-from outrider.sessions.prepare import prepare
+from outrider.sandboxes.prepare import prepare
 from outrider.spec import PrepareStep, Run, Upload, Write
 
 AT_ONCE = Backoff(first=0.0, longest=0.0)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from outrider.errors import RuntimeUnavailable
-from outrider.sessions.room import Amount, Room, asked, left_of
+from outrider.sessions.resources import Amount, Room, asked, left_of
 from outrider.spec import Resources
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from outrider.constraint import Constraint, ConstraintKind
-from outrider.engines.scripted import ScriptedEngine
 from outrider.errors import EngineRejected, RequestError
 from outrider.lifecycle import StopReason
 from outrider.spec import Sampling
+from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.samples import MAX_IGNORED, OTHERS, build_samples, count
 from outrider.trajectory import SessionResult
 

@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.runtimes import cgroups
-from outrider.runtimes.host import PREFIX, Host
-from outrider.sessions.folder import LOCK, NodeFolder
-from outrider.sessions.lanes import Lanes
+from outrider.runtimes.kernel import cgroups
+from outrider.runtimes.node_host import PREFIX, Host
+from outrider.sandboxes.node_folder import LOCK, NodeFolder
+from outrider.sandboxes.sweeps import keep_sweeping, sweep
 from outrider.sessions.node import LocalNode
-from outrider.sessions.room import Amount, Room
-from outrider.sessions.sweeps import keep_sweeping, sweep
+from outrider.sessions.resources import Amount, Room
+from outrider.sessions.slots import Lanes
 
 
 class Part:

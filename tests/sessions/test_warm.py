@@ -14,14 +14,14 @@ from typing import Any, Self
 
 import pytest
 
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, SandboxContext
-from outrider.runtimes.host import Host
-from outrider.runtimes.memory import MemoryLedger, MemoryRuntime
-from outrider.sessions.sandboxes import Sandbox, Sandboxes
-from outrider.sessions.warm import ASSUMED_MB, LOOK_SECONDS, SHARE, TRIES, Warm, WarmLimits, kind_of
+from outrider.runtimes.node_host import Host
+from outrider.sandboxes.sandbox import Sandbox, Sandboxes
+from outrider.sandboxes.warm_pool import ASSUMED_MB, LOOK_SECONDS, SHARE, TRIES, Warm, WarmLimits, kind_of
 from outrider.spec import RuntimeSpec
+from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 
 KIND = "sessions.test_warm:Watched"
 AT_ONCE = Backoff(first=0.0, longest=0.0)

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 
 from outrider.dialects.base import Completion, ModelRequest
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat.dialect import ChatDialect
 from outrider.engines.base import EngineOptions
-from outrider.engines.pool import EnginePool
-from outrider.engines.scripted import ScriptedEngine
+from outrider.engines.pool.pool import EnginePool
 from outrider.messages import Delta
-from outrider.sessions.calls import Endpoint, Step
+from outrider.sessions.calls.on_token_engine import Endpoint, Step
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
-from outrider.tokens.renderer import History, make_renderer
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.renderer import History, make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Turn
 from support.tokenizer import write_tokenizer
 from support.wire import CALL

@@ -13,7 +13,7 @@ from outrider.demo.dialogue import POLICY, Script, encode
 from outrider.demo.task import Episode
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.embedded import EmbeddedEngine
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(POLICY)
 EPISODE = Episode("maple", "jade", "Where is maple?")

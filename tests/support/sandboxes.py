@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.host import Host
-from outrider.runtimes.process import ProcessRuntime
+from outrider.runtimes.host_process.process import ProcessRuntime
+from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from outrider.api.server import serving
 from outrider.config import Config, ModelConfig
 from outrider.engines.base import EngineOptions
-from outrider.engines.scripted import ScriptedEngine
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
+from outrider.testing.scripted_engine import ScriptedEngine
 from support.tokenizer import write_tokenizer
 
 END = "<|im_end|>"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.messages import Message, Role, ToolSpec
-from outrider.tokens.branches import Lineage, lineages
+from outrider.tokens.branches.classify import Lineage, lineages
 from outrider.trajectory import FinishReason
 
 from .renderers import family_renderer, small_tokenizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from outrider.tokens.renderer import FamilyRenderer
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.renderer import FamilyRenderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.tokenizer import make_tokenizer
 
 FAMILIES = ("qwen3", "qwen3.5", "qwen3.6")

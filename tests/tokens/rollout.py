@@ -16,11 +16,11 @@ import msgspec
 
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
-from outrider.tokens.branches import lineages
-from outrider.tokens.renderer import FamilyRenderer, History
+from outrider.tokens.branches.classify import lineages
+from outrider.tokens.rendering.renderer import FamilyRenderer, History
+from outrider.tokens.rendering.stream import ReplyStream
 from outrider.tokens.samples import POLICY, Policy, build_samples, count_samples, count_tokens
-from outrider.tokens.stream import ReplyStream
-from outrider.tokens.tree import Joined, PromptNode, TokenTree
+from outrider.tokens.tree.tree import Joined, PromptNode, TokenTree
 from outrider.trajectory import (
     HEAD_CHANGES,
     BranchKind,

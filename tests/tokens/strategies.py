@@ -10,7 +10,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from outrider.messages import ToolSpec
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 TOOLS: tuple[ToolSpec, ...] = (
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.tokens.branches import RULES, TURN_RULES, Lineage
+from outrider.tokens.branches.classify import RULES, TURN_RULES, Lineage
 
 from . import test_branches, test_compactions
 from .harnesses import Harness

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.messages import Message, Role, ToolCall
-from outrider.tokens.canonical import message_key, tools_key
+from outrider.tokens.tree.canonical import message_key, tools_key
 
 
 def called(arguments: str, call: str = "c1", name: str = "f") -> Message:

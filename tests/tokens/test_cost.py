@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from time import thread_time
 
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, ToolSpec
-from outrider.tokens.renderer import FamilyRenderer, History
-from outrider.tokens.tree import TokenTree
+from outrider.tokens.rendering.renderer import FamilyRenderer, History
+from outrider.tokens.tree.tree import TokenTree
 
 from .renderers import family_renderer, small_tokenizer
 from .strategies import TOOLS

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import renderers as library
 
-from outrider.dialects.chat import ChatDialect
+from outrider.dialects.chat.dialect import ChatDialect
 from outrider.messages import Image, Message, Role, ToolCall, WireMessages, image_from_bytes
-from outrider.tokens.canonical import EVERYTHING, SHOWN, message_key
-from outrider.tokens.differences import DIFFERENCES, Effect
-from outrider.tokens.renderer import FamilyRenderer
-from outrider.tokens.tokenizer import Tokenizer
-from outrider.tokens.tree import TokenTree
+from outrider.tokens.rendering.renderer import FamilyRenderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.tokens.tree.canonical import EVERYTHING, SHOWN, message_key
+from outrider.tokens.tree.differences import DIFFERENCES, Effect
+from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import ForkCause, JoinKind
 from support.tokenizer import make_tokenizer
 from support.wire import CALL

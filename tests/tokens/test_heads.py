@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
-from outrider.tokens.renderer import FamilyRenderer
-from outrider.tokens.template import ChatTemplate
-from outrider.tokens.tree import Joined
+from outrider.tokens.rendering.renderer import FamilyRenderer
+from outrider.tokens.rendering.template import ChatTemplate
+from outrider.tokens.tree.tree import Joined
 from outrider.trajectory import ForkCause, JoinKind
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer

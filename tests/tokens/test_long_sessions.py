@@ -11,7 +11,7 @@ import pytest
 
 from outrider.messages import Message, ParsedMessages, Role, ToolCall
 from outrider.tokens.samples import count
-from outrider.tokens.tree import SEEN_PATHS, TokenTree
+from outrider.tokens.tree.tree import SEEN_PATHS, TokenTree
 from outrider.trajectory import (
     FinishReason,
     ForkCause,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.aside import whole
+from outrider.concurrency.offload import whole
 from outrider.messages import Message, Role
-from outrider.tokens import reading
-from outrider.tokens.canonical import EVERYTHING
-from outrider.tokens.reading import MARGIN, STRIDE, RequestReader
-from outrider.tokens.stream import ReplyStream
-from outrider.tokens.tree import TokenTree
+from outrider.tokens.rendering.stream import ReplyStream
+from outrider.tokens.tree import request_index as reading
+from outrider.tokens.tree.canonical import EVERYTHING
+from outrider.tokens.tree.request_index import MARGIN, STRIDE, RequestReader
+from outrider.tokens.tree.tree import TokenTree
 
 from .clients import echoed, news, rewritten, sampled
 from .renderers import family_renderer

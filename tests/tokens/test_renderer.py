@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvalidField, RequestError
 from outrider.messages import Message, Role, ToolCall, image_from_bytes
-from outrider.tokens.renderer import WINDOW_FAMILIES, FamilyRenderer, History, make_renderer
-from outrider.tokens.template import ChatTemplate
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.renderer import WINDOW_FAMILIES, FamilyRenderer, History, make_renderer
+from outrider.tokens.rendering.template import ChatTemplate
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.tokenizer import write_tokenizer
 
 from .clients import news, sampled

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolCall
-from outrider.tokens import renderer as renderers
-from outrider.tokens.renderer import FamilyRenderer
-from outrider.tokens.skeleton import Skeleton
-from outrider.tokens.tokenizer import SHORT_TEXT
+from outrider.tokens.rendering import renderer as renderers
+from outrider.tokens.rendering.renderer import FamilyRenderer
+from outrider.tokens.rendering.skeleton import Skeleton
+from outrider.tokens.rendering.tokenizer import SHORT_TEXT
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
 from .strategies import TOOLS, arguments, hermes_call, plain

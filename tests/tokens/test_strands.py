@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.messages import Message, Role
-from outrider.tokens.strands import Session
+from outrider.tokens.branches.segments import Session
 
 
 def test_an_empty_reply_is_no_sign_of_a_history() -> None:

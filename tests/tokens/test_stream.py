@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
-from outrider.tokens.stream import Reply, ReplyPart, ReplyStream
+from outrider.tokens.rendering.stream import Reply, ReplyPart, ReplyStream
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
 from .strategies import TOOLS, bad_calls, byte_id, hermes_call, plain, replies, solid, spellings, xml_call

@@ -8,11 +8,11 @@ from pydantic import TypeAdapter
 
 from outrider.errors import RequestError
 from outrider.messages import Message, ParsedMessages, Role
-from outrider.tokens.nodes import PromptNode
-from outrider.tokens.plain import plain_conversation, plain_new
-from outrider.tokens.renderer import Opening
-from outrider.tokens.template import ChatTemplate
-from outrider.tokens.tree import Joined, TokenTree
+from outrider.tokens.rendering.plain import plain_conversation, plain_new
+from outrider.tokens.rendering.renderer import Opening
+from outrider.tokens.rendering.template import ChatTemplate
+from outrider.tokens.tree.nodes import PromptNode
+from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import ForkCause, JoinKind
 
 from .renderers import FAMILIES, FamilyRenderer, family_renderer, small_tokenizer

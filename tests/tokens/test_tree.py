@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from outrider.aside import whole
+from outrider.concurrency.offload import whole
 from outrider.errors import ContextOverflow, RequestError, TooLarge
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, image_from_bytes
-from outrider.tokens.reading import MAX_TOOL_VALUES
-from outrider.tokens.tokenizer import MAX_SLOW_TEXT
-from outrider.tokens.tree import Joined, TokenTree
+from outrider.tokens.rendering.tokenizer import MAX_SLOW_TEXT
+from outrider.tokens.tree.request_index import MAX_TOOL_VALUES
+from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, ForkCause, JoinKind
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer

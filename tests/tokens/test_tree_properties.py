@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
-from outrider.tokens.renderer import History
+from outrider.tokens.rendering.renderer import History
 from outrider.tokens.samples import Policy
-from outrider.tokens.tree import Joined
+from outrider.tokens.tree.tree import Joined
 from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, ForkCause, JoinKind
 
 from .clients import echoed, news, rewritten, sampled

@@ -23,9 +23,9 @@ from outrider.api.groups import group_routes
 from outrider.api.images import image_routes
 from outrider.api.openapi import describe
 from outrider.api.replies import bad_query, json_reply, outrider_error, unknown_route
-from outrider.asgi import Application, Receive, Scope, Send
-from outrider.descriptors import EACH_MOST
 from outrider.errors import EngineUnavailable, OutriderError, Unauthorized
+from outrider.file_descriptors import EACH_MOST
+from outrider.http_server import Application, Receive, Scope, Send
 from outrider.service.service import Service
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})

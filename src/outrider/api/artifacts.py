@@ -16,8 +16,8 @@ from outrider.api.images import SAFE, UNKNOWN
 from outrider.api.openapi import answers
 from outrider.api.replies import json_reply
 from outrider.errors import ErrorRecord
+from outrider.schemas import ArtifactList
 from outrider.service.service import Service
-from outrider.wire import ArtifactList
 
 MAX_ATTEMPT = 1 << 31
 DOWNLOAD = SAFE | {"Content-Disposition": "attachment"}

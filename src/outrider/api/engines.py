@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 
 from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, whole_body
+from outrider.schemas import EngineList, EngineStatus, ServiceStatus
 from outrider.service.admission import parse_engine
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
-from outrider.wire import EngineList, EngineStatus, ServiceStatus
 
 
 def engine_routes(service: Service) -> APIRouter:

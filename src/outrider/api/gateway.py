@@ -15,14 +15,14 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from outrider.asgi import Receive, Scope, Send, while_connected
-from outrider.descriptors import EACH_MOST
 from outrider.dialects import dialects
 from outrider.dialects.base import Action, Completion, Dialect, ModelRequest, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, Unauthorized
+from outrider.file_descriptors import EACH_MOST
+from outrider.http_server import Receive, Scope, Send, while_connected
 from outrider.messages import Delta
+from outrider.sessions.calls.body_limits import Body, TooMuchAtOnce
 from outrider.sessions.conversation import Conversation, Ended
-from outrider.sessions.intake import Body, TooMuchAtOnce
 
 PREFIX = "/s/"
 JSON = b"application/json"

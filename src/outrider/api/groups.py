@@ -14,10 +14,10 @@ from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, long_reply, whole_body
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.service.reading import group_summary
+from outrider.schemas import GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 from outrider.service.service import Service
+from outrider.service.views import group_summary
 from outrider.spec import GroupSpec
-from outrider.wire import GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 
 MAX_WAIT = 60.0
 EVENTS_AT_ONCE = 500

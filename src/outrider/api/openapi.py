@@ -10,23 +10,23 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from outrider import wire
+from outrider import schemas
 from outrider.errors import ErrorRecord
 from outrider.spec import EngineSpec, GroupSpec
 
 REF = "#/components/schemas/{name}"
 REPLIES = (
-    wire.ArtifactList,
-    wire.EngineList,
-    wire.EngineStatus,
-    wire.EventView,
-    wire.GroupList,
-    wire.GroupView,
-    wire.ResultsPage,
-    wire.SampleList,
-    wire.ServiceStatus,
-    wire.SessionView,
-    wire.TurnList,
+    schemas.ArtifactList,
+    schemas.EngineList,
+    schemas.EngineStatus,
+    schemas.EventView,
+    schemas.GroupList,
+    schemas.GroupView,
+    schemas.ResultsPage,
+    schemas.SampleList,
+    schemas.ServiceStatus,
+    schemas.SessionView,
+    schemas.TurnList,
     ErrorRecord,
 )
 REQUESTS: tuple[type[BaseModel], ...] = (GroupSpec, EngineSpec)

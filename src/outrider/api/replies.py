@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 
 from outrider.errors import InvalidField, NotFound, OutriderError, TooLarge, record_of
-from outrider.sessions.intake import MAX_BODY
+from outrider.sessions.calls.body_limits import MAX_BODY
 
 PIECE = 256 << 10
 """Bytes of a long reply that are given to the connection at once."""

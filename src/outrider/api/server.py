@@ -15,9 +15,9 @@ import uvicorn
 
 from outrider.api.app import create_app, is_local
 from outrider.api.gateway import Gateway
-from outrider.asgi import Application, Receive, Scope, Send, server_settings
-from outrider.descriptors import raise_limit, shares
 from outrider.errors import InvalidField, ServiceError
+from outrider.file_descriptors import raise_limit, shares
+from outrider.http_server import Application, Receive, Scope, Send, server_settings
 from outrider.service.service import Service
 
 

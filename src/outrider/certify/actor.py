@@ -18,9 +18,9 @@ from outrider.certify.rows import FIRST_WORD, HELPER, HELPER_MARK, Act, Step, ro
 from outrider.certify.toolbox import Tool, Toolbox, find_subagent, find_tools, find_waiter
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
-from outrider.engines.scripted import ScriptedEngine
 from outrider.harnesses.presets import Certify
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Ids, LogprobKind, TokenMode
 
 CONTEXT_TOKENS = 1 << 20

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.certify.actor import Call
-from outrider.engines.scripted import scripted_logprob
+from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import Ids, Sample
 
 

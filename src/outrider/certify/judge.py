@@ -14,8 +14,8 @@ from outrider.certify.rows import Row
 from outrider.certify.toolbox import COMMAND, READ, WRITE, described, find_subagent, find_tools
 from outrider.harnesses.presets import Certify
 from outrider.lifecycle import StopReason
+from outrider.schemas import TurnView
 from outrider.trajectory import BranchKind, Sample, SessionResult
-from outrider.wire import TurnView
 
 Word = Literal["holds", "does not hold", "not tried"]
 

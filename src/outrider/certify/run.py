@@ -25,10 +25,10 @@ from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
 from outrider.harnesses.presets import Certify
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
+from outrider.schemas import GroupView, SessionView
 from outrider.service.service import Service
 from outrider.spec import EvaluatorSpec, GroupSpec, HarnessSpec, Limits, RuntimeSpec, TaskSpec, Write
-from outrider.tokens.tokenizer import Tokenizer
-from outrider.wire import GroupView, SessionView
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 RENDERER = "qwen3"
 MODEL = "outrider-check"

@@ -13,7 +13,7 @@ from outrider.cli.options import Json, Token, Url, client
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal, printable, terminal_of
 from outrider.errors import InvalidField, ServiceError
-from outrider.wire import ArtifactList
+from outrider.schemas import ArtifactList
 
 
 class Fetched(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ def demo(
     from outrider.demo.dialogue import POLICY
     from outrider.demo.run import choose_runtime, run_demo
     from outrider.demo.summary import write_files
-    from outrider.tokens.tokenizer import Tokenizer
+    from outrider.tokens.rendering.tokenizer import Tokenizer
 
     terminal = terminal_of(ctx)
     runtime, can = choose_runtime()

@@ -12,7 +12,7 @@ from outrider.cli.options import Json, Token, Url, client
 from outrider.cli.tables import engine_table
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.errors import InvalidField
-from outrider.wire import EngineList, EngineStatus
+from outrider.schemas import EngineList, EngineStatus
 
 KIND = "KIND=WHERE"
 KIND_HELP = (

@@ -18,8 +18,8 @@ from outrider.client import Client
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
 from outrider.sample_files import ImageFolder, JsonLines, SampleFormat, SampleWriter, sample_file, stored_images
+from outrider.schemas import GroupView
 from outrider.trajectory import Sample
-from outrider.wire import GroupView
 
 PAGE = 20
 

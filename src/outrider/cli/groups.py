@@ -10,7 +10,7 @@ import typer
 from outrider.cli.options import Json, Token, Url, client
 from outrider.cli.tables import engine_table, group_table, node_table, session_table
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.wire import GroupSummary, GroupView, ServiceStatus
+from outrider.schemas import GroupSummary, GroupView, ServiceStatus
 
 RECENT = 10
 

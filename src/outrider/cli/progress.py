@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.cli.terminal import Terminal
 from outrider.client import Watch
 from outrider.lifecycle import SessionState
-from outrider.wire import GroupView
+from outrider.schemas import GroupView
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from outrider.cli.taskfile import load_group
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import AsyncClient
 from outrider.lifecycle import StopReason
+from outrider.schemas import GroupView, SessionView
 from outrider.spec import GroupSpec
-from outrider.wire import GroupView, SessionView
 
 FAILED = 1
 INTERRUPTED = 130

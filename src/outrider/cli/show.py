@@ -10,7 +10,7 @@ import typer
 from outrider.cli.options import Json, Token, Url, client
 from outrider.cli.terminal import terminal_of
 from outrider.cli.transcript import print_session
-from outrider.wire import SessionView, TurnView
+from outrider.schemas import SessionView, TurnView
 
 
 class Record(msgspec.Struct, frozen=True):

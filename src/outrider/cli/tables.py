@@ -12,8 +12,8 @@ from rich.text import Text
 
 from outrider.cli.terminal import printable
 from outrider.lifecycle import StopReason
+from outrider.schemas import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, RoomStats, SessionView
 from outrider.trajectory import StageSeconds
-from outrider.wire import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, RoomStats, SessionView
 
 SHOWN_OF_AN_ERROR = 72
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from outrider.cli.tables import number
 from outrider.cli.terminal import printable
 from outrider.errors import ErrorRecord
-from outrider.wire import SessionView, TurnView
+from outrider.schemas import SessionView, TurnView
 
 SAMPLED = "> "
 CONTEXT = "  "

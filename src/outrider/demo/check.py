@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from outrider.demo.run import Rollouts
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.schemas import TurnView
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample
-from outrider.wire import TurnView
 
 
 def faults(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:

@@ -14,8 +14,8 @@ import msgspec
 
 from outrider.demo.task import Episode, answer_for, command_for, file_for
 from outrider.harnesses.agent import TOOLS
-from outrider.tokens.template import ChatTemplate
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.template import ChatTemplate
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 POLICY = Path(__file__).parent / "policy"
 """The shipped policy's folder, in Hugging Face layout."""

@@ -21,9 +21,9 @@ from outrider.demo.dialogue import POLICY
 from outrider.demo.task import Episode, group_spec, make_task
 from outrider.plugins import resolve
 from outrider.runtimes.base import Availability, Runtime
+from outrider.schemas import GroupView, TurnView
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
-from outrider.wire import GroupView, TurnView
 
 GROUPS = 4
 SAMPLES = 8

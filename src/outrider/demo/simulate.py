@@ -21,7 +21,7 @@ from outrider.engines.embedded.batch import Batch
 from outrider.engines.embedded.generation import Generation
 from outrider.engines.embedded.model import Llama
 from outrider.messages import Message, Role, ToolCall
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class Rollout(msgspec.Struct):

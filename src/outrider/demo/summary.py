@@ -12,8 +12,8 @@ from outrider.demo.run import Rollouts
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.sample_files import SampleFormat, sample_file
+from outrider.schemas import GroupView, SessionView
 from outrider.trajectory import SessionResult
-from outrider.wire import GroupView, SessionView
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from outrider.dialects.base import Dialect
-from outrider.dialects.chat import ChatDialect
-from outrider.dialects.gemini import GeminiDialect
-from outrider.dialects.messages_api import MessagesDialect
-from outrider.dialects.responses import ResponsesDialect
+from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.gemini.dialect import GeminiDialect
+from outrider.dialects.messages.dialect import MessagesDialect
+from outrider.dialects.responses.dialect import ResponsesDialect
 
 
 def dialects() -> list[Dialect]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from outrider.decoding import base64_bytes
-from outrider.dialects.decode import refuse, shown
+from outrider.concurrency.base64_pieces import base64_bytes
+from outrider.dialects.json import refuse, shown
 from outrider.messages import Image, Part, Text, image_from_bytes, image_from_url
 
 _DATA_URL = re.compile(r"data:(image/[\w.+-]+)(?:;[^,;]*)*;base64,", re.ASCII)

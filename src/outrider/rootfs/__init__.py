@@ -1,0 +1,1 @@
+"""Root file systems for sandboxes ("images"): imported, pulled, built and stored. They know no sandbox."""

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, Self, runtime_checkable
 import msgspec
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.host import Host
+from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 MAX_OUTPUT = 10 << 20

@@ -24,9 +24,9 @@ from outrider.harnesses.venv import FIELD as VENV
 from outrider.harnesses.venv import Venv, read_venv, stray_links
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
-from outrider.sessions.room import asked, whole_of
+from outrider.schemas import NodeStats
+from outrider.sessions.resources import asked, whole_of
 from outrider.spec import MAX_INLINE_FILE, EngineSpec, GroupSpec, Resources, RuntimeSpec, Spec, TaskSpec, Upload
-from outrider.wire import NodeStats
 
 S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from outrider.backoff import Backoff
-from outrider.service.insist import insist
-from outrider.service.reading import Reader
+from outrider.concurrency.backoff import Backoff
+from outrider.service.retry_store import insist
+from outrider.service.views import Reader
 from outrider.store.base import Delivery, Store
 
 log = logging.getLogger("outrider.delivery")

@@ -6,7 +6,7 @@ cursor is that of its last group; what did not fit is past it.
 
 from __future__ import annotations
 
-from outrider.wire import GroupView
+from outrider.schemas import GroupView
 
 PAGE_BYTES = 8 << 20
 

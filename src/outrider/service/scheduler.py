@@ -16,17 +16,17 @@ from functools import partial
 import msgspec
 from pydantic import ValidationError
 
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, record_of
 from outrider.lifecycle import StopReason
-from outrider.service.insist import insist
-from outrider.service.interrupted import interrupted_result
+from outrider.schemas import NodeStats
+from outrider.service.interrupted_result import interrupted_result
+from outrider.service.retry_store import insist
 from outrider.sessions.node import Assignment, Node
-from outrider.sessions.room import asked, left_of, whole_of
+from outrider.sessions.resources import asked, left_of, whole_of
 from outrider.spec import GroupSpec, TaskSpec
 from outrider.store.base import SessionRow, Store
 from outrider.trajectory import SessionResult
-from outrider.wire import NodeStats
 
 log = logging.getLogger("outrider.scheduler")
 

@@ -17,33 +17,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from outrider.aside import Steps
-from outrider.backoff import Backoff
+from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.offload import Steps
 from outrider.config import Config, SandboxesConfig
-from outrider.engines.pool import EnginePool
+from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
+from outrider.sandboxes.warm_pool import WarmLimits
+from outrider.schemas import EventView, GroupView, ServiceStatus
 from outrider.service.admission import check_group, check_room, parse_group
-from outrider.service.bell import Bell, rung
+from outrider.service.broadcast import Bell, rung
 from outrider.service.delivery import Deliverer
-from outrider.service.family import FamilyCheck
 from outrider.service.paging import PAGE_BYTES, EncodedPage
-from outrider.service.reading import Reader
 from outrider.service.scheduler import PAUSES, Scheduler
-from outrider.sessions.calls import Endpoint
-from outrider.sessions.intake import LARGE, Capacity
-from outrider.sessions.lanes import Lanes
-from outrider.sessions.machine import machine
+from outrider.service.tokenizer_check import FamilyCheck
+from outrider.service.views import Reader
+from outrider.sessions.calls.body_limits import LARGE, Capacity
+from outrider.sessions.calls.on_token_engine import Endpoint
+from outrider.sessions.machine_capacity import machine
 from outrider.sessions.node import LocalNode
-from outrider.sessions.room import Amount, Room
-from outrider.sessions.warm import WarmLimits
+from outrider.sessions.resources import Amount, Room
+from outrider.sessions.slots import Lanes
 from outrider.spec import GroupSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.base import GroupRow, Store
 from outrider.store.sqlite import sqlite_store
-from outrider.tokens.renderer import make_renderer
-from outrider.tokens.tokenizer import Tokenizer
-from outrider.wire import EventView, GroupView, ServiceStatus
+from outrider.tokens.rendering.renderer import make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

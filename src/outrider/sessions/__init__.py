@@ -1,0 +1,1 @@
+"""Sessions: one rollout from its sandbox to its verdict, its model calls, and the node that hosts it."""

@@ -15,9 +15,9 @@ import msgspec
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
+from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
 from outrider.store.artifacts import ArtifactStore
-from outrider.wire import Artifact, ArtifactList, LeftOut
 
 log = logging.getLogger("outrider.session")
 

@@ -14,25 +14,25 @@ from typing import TypeVar
 
 import msgspec
 
-from outrider.aside import Steps
+from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.offload import Steps
 from outrider.dialects.base import AskedSampling, Dialect, Memory, ModelRequest, WireCall
 from outrider.engines.base import SamplingParams
-from outrider.engines.member import Assignment
+from outrider.engines.pool.member import Assignment
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, OutriderError, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
-from outrider.sessions.allowance import Allowance, LimitReached
-from outrider.sessions.calls import Call, Endpoint, Step, TokenCall
-from outrider.sessions.capture import CaptureCall, CaptureRecord
-from outrider.sessions.intake import LARGE, Bodies, Body, Capacity
-from outrider.sessions.seeds import derived_seed
-from outrider.sessions.wishes import check_form, in_openais_words, rests_on_the_client
-from outrider.shield import shielded
+from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, Capacity
+from outrider.sessions.calls.on_message_engine import CaptureCall, CaptureRecord
+from outrider.sessions.calls.on_token_engine import Call, Endpoint, Step, TokenCall
+from outrider.sessions.calls.request_settings import check_form, in_openais_words, rests_on_the_client
+from outrider.sessions.calls.seeds import derived_seed
+from outrider.sessions.calls.token_allowance import Allowance, LimitReached
 from outrider.spec import Limits, Sampling
-from outrider.tokens.nodes import PromptNode
-from outrider.tokens.reading import parsing
-from outrider.tokens.renderer import History
-from outrider.tokens.tree import TokenTree
+from outrider.tokens.rendering.renderer import History
+from outrider.tokens.tree.nodes import PromptNode
+from outrider.tokens.tree.request_index import parsing
+from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 
 T = TypeVar("T")

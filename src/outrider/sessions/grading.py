@@ -18,17 +18,17 @@ from typing import cast
 
 import msgspec
 
+from outrider.concurrency.cancellation import shielded
 from outrider.errors import EvaluatorError, OutriderError, RuntimeFailure
 from outrider.evaluators.base import Evaluator, Outcome
 from outrider.evaluators.verdict import read_verdict
 from outrider.plugins import contained
 from outrider.runtimes.base import LOG_TAIL, Layered, Runtime
-from outrider.sessions.excess import blamed, excess_verdict, try_out
-from outrider.sessions.folder import remove_tree
-from outrider.sessions.lanes import Lane
-from outrider.sessions.sandboxes import Sandbox
-from outrider.sessions.stock import Slot
-from outrider.shield import shielded
+from outrider.sandboxes.node_folder import remove_tree
+from outrider.sandboxes.sandbox import Sandbox
+from outrider.sessions.blame import blamed, excess_verdict, try_out
+from outrider.sessions.shares import Slot
+from outrider.sessions.slots import Lane
 from outrider.spec import TaskSpec
 from outrider.trajectory import Verdict
 

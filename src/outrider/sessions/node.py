@@ -18,32 +18,32 @@ from typing import Protocol, Self
 
 import msgspec
 
+from outrider.concurrency.cancellation import opened
+from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import ErrorRecord, OutriderError, record_of
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import contained
-from outrider.runtimes.host import Host
+from outrider.runtimes.node_host import Host
+from outrider.sandboxes.node_folder import NodeFolder
+from outrider.sandboxes.sandbox import Sandbox, Sandboxes
+from outrider.sandboxes.sweeps import keep_sweeping, try_to_sweep
+from outrider.sandboxes.warm_pool import Warm, WarmLimits
+from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import Collector
-from outrider.sessions.calls import Endpoint
+from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.conversation import Conversation
-from outrider.sessions.folder import NodeFolder
 from outrider.sessions.grading import Bench, Grading
-from outrider.sessions.lanes import Lanes
-from outrider.sessions.room import asked
-from outrider.sessions.sandboxes import Sandbox, Sandboxes
-from outrider.sessions.session import Ending, Parts, SessionRun
-from outrider.sessions.sweeps import keep_sweeping, try_to_sweep
-from outrider.sessions.warm import Warm, WarmLimits
-from outrider.shield import opened
+from outrider.sessions.resources import asked
+from outrider.sessions.rollout import Ending, Parts, SessionRun
+from outrider.sessions.slots import Lanes
 from outrider.spec import TaskSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.base import Store
 from outrider.tokens.samples import count, policy_of
 from outrider.trajectory import SessionResult, Turn
-from outrider.watchdog import Watchdog
-from outrider.wire import NodeStats
 
 log = logging.getLogger("outrider.session")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.messages import Message
-from outrider.tokens.branches import lineages
+from outrider.tokens.branches.classify import lineages
 from outrider.trajectory import Turn
 
 

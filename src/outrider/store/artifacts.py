@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.errors import NotFound
-from outrider.wire import ArtifactList
+from outrider.schemas import ArtifactList
 
 INDEX = "index.json"
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from outrider.messages import images_in
 from outrider.spec import Branches
-from outrider.tokens.branches import Lineage, lineages
-from outrider.tokens.strands import was_seen
+from outrider.tokens.branches.classify import Lineage, lineages
+from outrider.tokens.branches.segments import was_seen
 from outrider.trajectory import (
     BranchKind,
     BranchPolicy,

@@ -15,13 +15,13 @@ import msgspec
 
 from outrider.api.gateway import Gateway
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
-from outrider.engines.pool import EnginePool
-from outrider.engines.scripted import ScriptedEngine
-from outrider.sessions.calls import Endpoint
+from outrider.engines.pool.pool import EnginePool
+from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
-from outrider.tokens.renderer import FamilyRenderer, History, make_renderer
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.renderer import FamilyRenderer, History, make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Ids, Turn, pack_ids, pack_logprobs
 from support.fuzz.script import replies
 from support.tokenizer import write_tokenizer

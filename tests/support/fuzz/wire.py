@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.asgi import HANG_UP, Application, HangUp
+from outrider.http_server import HANG_UP, Application, HangUp
 from support.fuzz.speaker import Request, Violation, check
 
 BOUND_SECONDS = 30.0

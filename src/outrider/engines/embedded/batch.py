@@ -22,7 +22,7 @@ from outrider.engines.embedded.sampler import Draw, sample
 from outrider.engines.embedded.slots import Slots
 from outrider.engines.embedded.stops import Stop
 from outrider.engines.embedded.weights import StateDict, apply_weights
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason
 
 PREFILL_TOKENS = 256

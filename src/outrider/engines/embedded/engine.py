@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from outrider.constraint import ConstraintKind
+from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
-from outrider.engines.options import read_options
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError
 from outrider.trajectory import LogprobKind, TokenMode
 
@@ -172,7 +172,7 @@ class EmbeddedEngine:
     def _load(self) -> Batch:
         from outrider.engines.embedded.batch import Batch
         from outrider.engines.embedded.weights import load_model
-        from outrider.tokens.tokenizer import Tokenizer
+        from outrider.tokens.rendering.tokenizer import Tokenizer
 
         model = load_model(self._folder)
         context = self._options.context_tokens or model.shape.context

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from outrider.engines.base import GenerateRequest, SamplingParams
-from outrider.engines.embedded.forms import Form, Forms
 from outrider.engines.embedded.sampler import Draw, Stream, check_sampling
 from outrider.engines.embedded.stops import Stop, StopWatch
+from outrider.engines.embedded.structured_output import Form, Forms
 from outrider.errors import ContextOverflow, EngineRejected
-from outrider.tokens.tokenizer import Tokenizer
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Ids, VersionSpan
 
 NONE = -1

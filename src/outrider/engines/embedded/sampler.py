@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.engines.base import SamplingParams
-from outrider.engines.embedded.forms import Form
+from outrider.engines.embedded.structured_output import Form
 from outrider.errors import EngineRejected
 
 

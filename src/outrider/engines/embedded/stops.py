@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from outrider.engines.base import SamplingParams
-from outrider.tokens.tokenizer import TextStream
+from outrider.tokens.rendering.tokenizer import TextStream
 from outrider.trajectory import FinishReason
 
 

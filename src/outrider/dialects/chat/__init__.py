@@ -1,0 +1,1 @@
+"""OpenAI Chat Completions: its request bodies, replies and streams."""

@@ -1,0 +1,1 @@
+"""Google generateContent: its request bodies, replies and streams."""

@@ -1,0 +1,143 @@
+"""A finished model call, an error, a token count and the model list in the JSON shapes of Google's API.
+
+It knows no request parsing and no streaming. Invariant: a reply's parts are never empty and none is an empty object;
+clients throw a turn away that has such.
+
+Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the error words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from outrider.dialects.base import Completion
+from outrider.dialects.gemini.parts import arguments_on_wire, signature
+from outrider.errors import ContextOverflow, OutriderError
+from outrider.messages import ToolCall
+from outrider.trajectory import FinishReason
+
+DOMAIN = "outrider"
+RESOURCE = "models/"
+TYPES = "type.googleapis.com/google.rpc."
+
+_STATUS = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    410: "FAILED_PRECONDITION",
+    429: "RESOURCE_EXHAUSTED",
+    501: "UNIMPLEMENTED",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+def reply_object(completion: Completion, *, thoughts: bool) -> dict[str, Any]:
+    """The whole reply, ready to encode."""
+    reply = completion.reply
+    parts: list[dict[str, Any]] = []
+    if thoughts and reply.reasoning:
+        parts.append({"text": reply.reasoning, "thought": True})
+    if reply.content:
+        parts.append({"text": reply.content})
+    parts += [call_part(call) for call in reply.tool_calls]
+    return chunk_object(completion, parts)
+
+
+def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """A chunk that ends a reply: its last parts, why it ended, and the counts."""
+    return {
+        "candidates": [
+            {
+                "content": {"parts": parts or [{"text": ""}], "role": "model"},
+                "finishReason": finish_reason(completion),
+                "index": 0,
+            }
+        ],
+        "usageMetadata": usage(completion),
+        "modelVersion": completion.model,
+        "responseId": completion.id,
+    }
+
+
+def call_part(call: ToolCall) -> dict[str, Any]:
+    """A call with its id, and a signature that names it to us once more."""
+    function = {"id": call.id, "name": call.name, "args": msgspec.Raw(arguments_on_wire(call.arguments))}
+    return {"functionCall": function, "thoughtSignature": signature(call.id)}
+
+
+def finish_reason(completion: Completion) -> str:
+    """`STOP`, with calls and without, or `MAX_TOKENS` for a reply that was cut off, by its limit or by an abort."""
+    return "STOP" if completion.finish is FinishReason.STOP else "MAX_TOKENS"
+
+
+def usage(completion: Completion) -> dict[str, int]:
+    """Token counts. Thoughts are counted among the candidate's tokens, and apart only where there are none."""
+    counts = {
+        "promptTokenCount": completion.prompt_tokens,
+        "candidatesTokenCount": completion.completion_tokens,
+        "totalTokenCount": completion.prompt_tokens + completion.completion_tokens,
+        "cachedContentTokenCount": completion.cached_tokens,
+    }
+    if not completion.reply.reasoning:
+        counts["thoughtsTokenCount"] = 0
+    return counts
+
+
+def count_object(tokens: int) -> dict[str, int]:
+    return {"totalTokens": tokens}
+
+
+def error_object(error: OutriderError) -> dict[str, Any]:
+    """`{"error": {"code", "message", "status", "details"}}`."""
+    details: list[dict[str, Any]] = [{"@type": f"{TYPES}ErrorInfo", "reason": error.code.upper(), "domain": DOMAIN}]
+    if error.field:
+        violation = {"field": _printable(error.field), "description": _printable(error.message)}
+        details.append({"@type": f"{TYPES}BadRequest", "fieldViolations": [violation]})
+    return {
+        "error": {
+            "code": error.http_status,
+            "message": _error_message(error),
+            "status": _status(error.http_status),
+            "details": details,
+        }
+    }
+
+
+def models_object(names: list[str], context_tokens: int | None) -> dict[str, Any]:
+    return {"models": [model_object(name, context_tokens) for name in names]}
+
+
+def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
+    """One model; its limits are left out where the context's size is not known."""
+    limits = {} if context_tokens is None else {"inputTokenLimit": context_tokens, "outputTokenLimit": context_tokens}
+    return {
+        "name": RESOURCE + name,
+        "baseModelId": name,
+        "version": "1",
+        "displayName": name,
+        "description": "",
+        **limits,
+        "supportedGenerationMethods": ["generateContent", "streamGenerateContent", "countTokens"],
+    }
+
+
+def _status(status: int) -> str:
+    return _STATUS.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
+
+
+def _error_message(error: OutriderError) -> str:
+    """What went wrong and what to do about it. Clients know an overflow by the words, not by the code."""
+    message = _printable(error.message if error.hint is None else f"{error.message} ({error.hint})")
+    if isinstance(error, ContextOverflow):
+        return f"The input token count exceeds the maximum number of tokens allowed: {message}"
+    return message
+
+
+def _printable(text: str) -> str:
+    """`text` without the unpaired surrogates that file names can carry: an error must always be encodable."""
+    return text.encode("utf-8", "replace").decode()

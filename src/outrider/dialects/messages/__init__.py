@@ -1,0 +1,1 @@
+"""Anthropic Messages: its request bodies, replies and streams."""

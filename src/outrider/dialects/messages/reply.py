@@ -1,0 +1,189 @@
+"""A finished model call, an error and the model list in the JSON shapes of Anthropic Messages.
+
+It knows no request parsing and no streaming. Invariant: what a client sends back of a reply is read as that reply,
+whatever the model made of its tool arguments.
+
+Source: Anthropic API reference, "Create a Message", "List Models" and "Errors".
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+
+from outrider.dialects.base import Completion, ModelRequest
+from outrider.dialects.messages.content import INVALID_JSON
+from outrider.errors import ContextOverflow, OutriderError
+from outrider.messages import ToolCall
+from outrider.trajectory import FinishReason
+
+UNKNOWN_TIME = "1970-01-01T00:00:00Z"
+"""What the API gives for a model whose age is not known."""
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""By HTTP status; any other below 500 is `invalid_request_error`, from there on `api_error`."""
+
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_NUMBER = re.compile(r"\d+")
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Why a reply ended, in the words of the API."""
+
+    stop_reason: str
+    stop_sequence: str | None = None
+
+
+class Signer:
+    """The signature of a thinking block, made while its text comes. It proves nothing: clients want one, keep it and
+    send it back, and it is not read then."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=24)
+
+    def add(self, text: str) -> None:
+        self._digest.update(text.encode("utf-8", "surrogatepass"))
+
+    def signature(self) -> str:
+        return base64.b64encode(self._digest.digest()).decode()
+
+
+def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any]:
+    """The whole reply, ready to encode."""
+    stop = stopped(request, completion)
+    return {
+        **message_head(completion.id, completion.model),
+        "content": _blocks(completion),
+        "stop_reason": stop.stop_reason,
+        "stop_sequence": stop.stop_sequence,
+        "usage": usage(completion),
+    }
+
+
+def message_head(id: str, model: str) -> dict[str, Any]:
+    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
+
+
+def stopped(request: ModelRequest, completion: Completion) -> Stop:
+    """An aborted reply is `max_tokens`: the dialect has no word for it, and `end_turn` would call it whole.
+    Where the engine does not tell which sequence ended a reply, it is `end_turn`."""
+    if completion.finish is not FinishReason.STOP:
+        return Stop("max_tokens")
+    if completion.reply.tool_calls:
+        return Stop("tool_use")
+    if completion.stop_match in request.sampling.stop:
+        return Stop("stop_sequence", str(completion.stop_match))
+    return Stop("end_turn")
+
+
+def usage(completion: Completion) -> dict[str, int]:
+    """Token counts. As in the API, `input_tokens` is what the cache did not have: all three add up to the prompt."""
+    return usage_object(completion.prompt_tokens, completion.completion_tokens, cached=completion.cached_tokens)
+
+
+def usage_object(prompt: int, output: int, *, cached: int = 0) -> dict[str, int]:
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": output,
+    }
+
+
+def text_block_object(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def thinking_block_object(thinking: str, signature: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": thinking, "signature": signature}
+
+
+def tool_use_object(call: ToolCall, input: msgspec.Raw) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": input}
+
+
+def input_json(arguments: str) -> str:
+    """The JSON object that tells a client of these arguments: themselves, `{}` where there are none, and where they
+    are no object their text under `INVALID_JSON`, which no tool takes for valid and which is read back as that text."""
+    if not arguments.strip():
+        return "{}"
+    try:
+        value = _ANY.decode(arguments)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict) and not (len(value) == 1 and isinstance(value.get(INVALID_JSON), str)):
+        return arguments
+    return msgspec.json.encode({INVALID_JSON: arguments}).decode()
+
+
+def error_object(error: OutriderError) -> dict[str, Any]:
+    """`{"type": "error", "error": {"type", "message"}, "request_id"}`; we give requests no ids."""
+    return {
+        "type": "error",
+        "error": {"type": error_type(error.http_status), "message": _error_message(error)},
+        "request_id": None,
+    }
+
+
+def error_type(status: int) -> str:
+    return ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
+    """One model; `max_input_tokens` is null where the context's size is not known."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": UNKNOWN_TIME,
+        "lifecycle": "active",
+        "max_input_tokens": context_tokens,
+    }
+
+
+def models_object(names: list[str], context_tokens: int | None) -> dict[str, Any]:
+    """The list of models, which is always whole."""
+    return {
+        "data": [model_object(name, context_tokens) for name in names],
+        "has_more": False,
+        "first_id": names[0] if names else None,
+        "last_id": names[-1] if names else None,
+    }
+
+
+def _blocks(completion: Completion) -> list[dict[str, Any]]:
+    """Never empty: clients look for a block."""
+    reply = completion.reply
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:
+        signer = Signer()
+        signer.add(reply.reasoning)
+        blocks.append(thinking_block_object(reply.reasoning, signer.signature()))
+    if reply.content:
+        blocks.append(text_block_object(reply.content))
+    blocks += [tool_use_object(call, msgspec.Raw(input_json(call.arguments))) for call in reply.tool_calls]
+    return blocks or [text_block_object("")]
+
+
+def _error_message(error: OutriderError) -> str:
+    """What went wrong and what to do about it. Clients know an overflow by the words, and read its two numbers."""
+    message = error.message if error.hint is None else f"{error.message} ({error.hint})"
+    message = message.encode("utf-8", "replace").decode()
+    if not isinstance(error, ContextOverflow):
+        return message
+    numbers = _NUMBER.findall(error.message)
+    if len(numbers) == 2:
+        return f"prompt is too long: {numbers[0]} tokens > {numbers[1]} maximum"
+    return f"prompt is too long: {message}"

@@ -1,0 +1,162 @@
+"""A finished model call, its items and an error in the JSON shapes of the Responses API.
+
+It knows no request parsing and no events. Invariant: an item is the same whether it was streamed or not, and all
+that it says of the model's reply is read back from it to the character (`responses_echo`).
+
+A response has its reasoning, its text and its calls as items, in that order. Text that is empty is an item too where
+nothing was called, so that a client which keeps no reasoning still has a reply to send back. How many tokens were
+reasoning is not known: `reasoning_tokens` is always 0.
+
+Source: OpenAI API reference, "The response object".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from outrider.dialects.base import Completion, Opening
+from outrider.dialects.chat.reply import error_object
+from outrider.dialects.responses.echo import custom_call, seal
+from outrider.dialects.responses.request import Asked
+from outrider.errors import ContextOverflow, OutriderError
+from outrider.messages import ToolCall
+from outrider.trajectory import FinishReason
+
+_PREFIX = "resp_"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a response has come."""
+
+    status: str = "in_progress"
+    output: list[dict[str, Any]] = []
+    usage: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    incomplete: dict[str, Any] | None = None
+
+
+def response_object(asked: Asked, about: Opening | Completion, outcome: Outcome) -> dict[str, Any]:
+    """The response at any time of its life, ready to encode."""
+    return {
+        "id": response_id(about.id),
+        "object": "response",
+        "created_at": about.created,
+        "status": outcome.status,
+        "background": False,
+        "error": outcome.error,
+        "incomplete_details": outcome.incomplete,
+        "model": about.model,
+        "output": outcome.output,
+        **asked.echo,
+        "usage": outcome.usage,
+    }
+
+
+def finished(completion: Completion, output: list[dict[str, Any]]) -> Outcome:
+    """What became of a call that ran to its end. One that an abort cut off is `incomplete` as if by its limit: the
+    dialect has no word for it, and `completed` would call it whole."""
+    whole = completion.finish is FinishReason.STOP
+    return Outcome(
+        status="completed" if whole else "incomplete",
+        output=output,
+        usage=usage(completion),
+        incomplete=None if whole else {"reason": "max_output_tokens"},
+    )
+
+
+def output_items(asked: Asked, completion: Completion) -> list[dict[str, Any]]:
+    """The items of a whole reply, in order."""
+    reply, items = completion.reply, list[dict[str, Any]]()
+    if reply.reasoning:
+        items.append(reasoning_item(asked, item_id("rs", completion.id, 0), reply.reasoning))
+    if reply.content or not reply.tool_calls:
+        items.append(message_item(item_id("msg", completion.id, len(items)), reply.content, message_status(completion)))
+    for call in reply.tool_calls:
+        items.append(call_item(asked, completion.id, len(items), call))
+    return items
+
+
+def reasoning_item(asked: Asked, id: str, text: str) -> dict[str, Any]:
+    """Thinking, as a summary where the client asked for one, and sealed where it asked for that."""
+    item: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
+    if asked.summary:
+        item["summary"] = [{"type": "summary_text", "text": text}]
+    else:
+        item["content"] = [{"type": "reasoning_text", "text": text}]
+    if asked.encrypted:
+        item["encrypted_content"] = seal(text)
+    return item
+
+
+def message_item(id: str, text: str, status: str) -> dict[str, Any]:
+    return {"id": id, "type": "message", "status": status, "content": [text_part(text)], "role": "assistant"}
+
+
+def message_status(completion: Completion) -> str:
+    """`incomplete` for text that was cut off."""
+    cut = completion.finish is not FinishReason.STOP and not completion.reply.tool_calls
+    return "incomplete" if cut else "completed"
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
+
+
+def call_item(asked: Asked, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
+    """A call under the name that the client knows. One of a tool that was never offered keeps its name."""
+    tool = asked.table.get(call.name)
+    if tool is not None and tool.custom:
+        sent = custom_call(call)
+        item = {
+            "id": item_id("ctc", completion_id, index),
+            "type": "custom_tool_call",
+            "status": "completed",
+            "call_id": sent.call_id,
+            "name": tool.name,
+            "input": sent.input,
+        }
+    else:
+        item = {
+            "id": item_id("fc", completion_id, index),
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call.id,
+            "name": call.name if tool is None else tool.name,
+            "arguments": call.arguments,
+        }
+    if tool is not None and tool.namespace is not None:
+        item["namespace"] = tool.namespace
+    return item
+
+
+def response_id(completion_id: str) -> str:
+    return completion_id if completion_id.startswith(_PREFIX) else _PREFIX + completion_id
+
+
+def item_id(kind: str, completion_id: str, index: int) -> str:
+    """The id of the item at `index` in the output."""
+    return f"{kind}_{completion_id.removeprefix(_PREFIX)}_{index}"
+
+
+def usage(completion: Completion) -> dict[str, Any]:
+    return {
+        "input_tokens": completion.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": completion.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": completion.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": completion.prompt_tokens + completion.completion_tokens,
+    }
+
+
+def failure(error: OutriderError) -> dict[str, Any]:
+    """The `error` of a response that failed. Clients compact their history when they see the code of an overflow,
+    and try again when they see a server's."""
+    if isinstance(error, ContextOverflow):
+        code = "context_length_exceeded"
+    elif error.http_status == 429:
+        code = "rate_limit_exceeded"
+    else:
+        code = "server_error" if error.http_status >= 500 else "invalid_prompt"
+    return {"code": code, "message": error_object(error)["error"]["message"]}

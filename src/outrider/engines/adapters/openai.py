@@ -1,0 +1,329 @@
+"""Any OpenAI-compatible server as an engine of messages: `/v1/chat/completions`, streamed.
+
+The server renders the messages itself, so what it was conditioned on is known only where it reports ids (vLLM
+does): such a reply is captured, any other is text and never trainable. An SGLang server refuses to report ids
+in a stream: attach it as kind `sglang`. Invariant: ids are given with exactly as many log-probabilities, or
+not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+
+from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.adapters.options import ServerOptions, read_options, server_url
+from outrider.engines.adapters.policy_versions import LabelSpan, spans_of
+from outrider.engines.adapters.replies import (
+    LOGPROB_KINDS,
+    altering,
+    checked_logprobs,
+    decode,
+    finish_of,
+    served_model,
+    structured_outputs,
+)
+from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions
+from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
+from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
+from outrider.engines.pool.reply_checks import most_characters, too_long
+from outrider.errors import EngineError, EngineUnavailable
+from outrider.messages import Message, Part, Role, Text, ToolCall, images_in
+from outrider.trajectory import FinishReason, LogprobKind, TokenMode
+
+ROUTE = "/v1/chat/completions"
+LARGE_IMAGE = 256 << 10
+"""Bytes. A request with a larger one is written in a thread."""
+_OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
+_OPENAI_FORMS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA})
+
+
+class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
+    """`ids` False asks for nothing beyond OpenAI's own API: the replies are text. `logprobs_mode` is what a
+    vLLM server was started with."""
+
+    ids: bool = True
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallDelta(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_CallDelta] | None = None
+
+
+class _Entry(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Entry] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[LabelSpan] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_EVENTS = msgspec.json.Decoder(_Event)
+
+
+class OpenAIEngine:
+    """`ChatEngine` over one server. `mode` is CAPTURE where ids are asked for; a reply without them says so by
+    its last chunk's `output_ids` being None."""
+
+    def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
+        own = read_options(OpenAIOptions, options.options)
+        self.name = options.name
+        self.mode = TokenMode.CAPTURE if own.ids else TokenMode.TEXT
+        self.constraints = frozenset(ConstraintKind) if own.ids else _OPENAI_FORMS
+        self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode] if own.ids else LogprobKind.NONE
+        self._model = options.model
+        self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
+        self._context: int | None = None
+        self._version = 0
+
+    async def start(self) -> None:
+        await self._http.start()
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        reply = _Reply(self.name, request, self._version, capture=self.mode is TokenMode.CAPTURE)
+        try:
+            model = self._model or await self._first_model()
+            if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
+                body = await asyncio.to_thread(lambda: encode(self._body(request, model)))
+            else:
+                body = encode(self._body(request, model))
+            async with aclosing(self._http.events(ROUTE, lambda _: (body,))) as batches:
+                async for payloads in batches:
+                    for payload in payloads:
+                        if (chunk := reply.read(payload)) is not None:
+                            yield chunk
+        except StatusFailure as failure:
+            sizes = Sizes(output=request.sampling.max_tokens, context=self._context)
+            raise translate(failure, self.name, sizes) from None
+        except EngineUnavailable:
+            if not reply.finished:
+                raise
+        yield reply.last()
+
+    async def health(self) -> EngineHealth:
+        try:
+            card = served_model(await self._http.get("/v1/models"), self._model, self.name)
+        except StatusFailure as failure:
+            return EngineHealth(ok=False, detail=translate(failure, self.name).message)
+        except EngineError as error:
+            return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
+        self._context = card.max_model_len
+        return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self._version)
+
+    async def set_version(self, version: int) -> None:
+        """Remember the version of the server's weights, for replies that do not say it themselves."""
+        self._version = version
+
+    async def _first_model(self) -> str:
+        self._model = served_model(await self._http.get("/v1/models"), None, self.name).id
+        return self._model
+
+    def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:
+        sampling = request.sampling
+        capture = self.mode is TokenMode.CAPTURE
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [_written(message, reasoning=capture) for message in request.messages],
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if request.tools:
+            body["tools"] = list(request.tools)
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
+        altered = altering(sampling)
+        body |= altered if capture else {name: altered[name] for name in _OPENAI_ALTERS if name in altered}
+        if sampling.constraint is not None:
+            body |= _form(sampling.constraint)
+        if capture and request.thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": request.thinking}
+        if capture:
+            body |= {
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "logprobs": True,
+                "return_token_ids": True,
+                "return_weight_versions": True,
+            }
+        return body
+
+
+class _Reply:
+    """One streamed reply, read event by event and assembled; `last` gives the whole of it."""
+
+    def __init__(self, engine: str, request: ChatRequest, version: int, *, capture: bool) -> None:
+        self._engine = engine
+        self._request_id = request.request_id
+        self._sampling = request.sampling
+        self._size = 0
+        self._version = version
+        self._capture = capture
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, _PartialCall] = {}
+        self._prompt_ids: list[int] | None = None
+        self._ids: list[int] = []
+        self._logprobs: list[float | None] = []
+        self._labels: list[LabelSpan] | None = None
+        self._usage: dict[str, int] | None = None
+        self._finish: FinishReason | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._finish is not None
+
+    def read(self, payload: bytes) -> ChatChunk | None:
+        event = decode(_EVENTS, payload, self._engine)
+        if event.error is not None:
+            raise failure_of_event(event.error)
+        self._prompt_ids = event.prompt_token_ids or self._prompt_ids
+        if event.usage is not None:
+            self._usage = {name: count for name, count in event.usage.items() if isinstance(count, int)}
+        return self._read_choice(event.choices[0]) if event.choices else None
+
+    def last(self) -> ChatChunk:
+        """Raises EngineUnavailable when the stream ended before the reply did."""
+        if self._finish is None:
+            raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the reply's end")
+        reply = Message(
+            role=Role.ASSISTANT,
+            content="".join(self._text),
+            reasoning="".join(self._reasoning) or None,
+            tool_calls=tuple(
+                call.whole(f"call_{self._request_id}_{index}") for index, call in sorted(self._calls.items())
+            ),
+        )
+        captured = self._capture and self._prompt_ids is not None and self._ids and self._logprobs
+        if not captured:
+            return ChatChunk(finish=self._finish, reply=reply, usage=self._usage)
+        return ChatChunk(
+            finish=self._finish,
+            reply=reply,
+            prompt_ids=self._prompt_ids,
+            output_ids=self._ids,
+            logprobs=checked_logprobs(self._ids, self._logprobs, self._engine),
+            versions=spans_of(self._labels, length=len(self._ids), version=self._version, unlabelled=self._version),
+            usage=self._usage,
+        )
+
+    def _read_choice(self, choice: _Choice) -> ChatChunk | None:
+        delta = choice.delta
+        self._ids += choice.token_ids or []
+        self._bound(choice)
+        if choice.logprobs is not None and choice.logprobs.content is not None:
+            self._logprobs += [entry.logprob for entry in choice.logprobs.content]
+        self._labels = choice.weight_versions or self._labels
+        for call in delta.tool_calls or []:
+            self._calls.setdefault(call.index, _PartialCall()).add(call)
+        if choice.finish_reason is not None:
+            self._finish = finish_of(choice.finish_reason, self._engine)
+        text, reasoning = delta.content or "", delta.reasoning or delta.reasoning_content or ""
+        if not text and not reasoning:
+            return None
+        self._text.append(text)
+        self._reasoning.append(reasoning)
+        return ChatChunk(text=text, reasoning=reasoning)
+
+    def _bound(self, choice: _Choice) -> None:
+        """Ids and tool calls are kept until the end, and a reply that has none must not fill the memory."""
+        written = sum(len(call.function.arguments or "") + 1 for call in choice.delta.tool_calls or [])
+        self._size += written + len(choice.token_ids or [])
+        if self._size > most_characters(self._sampling):
+            raise too_long(self._engine, self._sampling)
+
+
+class _PartialCall:
+    """A tool call put together from its deltas: the first names it, the others append to its arguments."""
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+        self._name = ""
+        self._arguments: list[str] = []
+
+    def add(self, delta: _CallDelta) -> None:
+        self._id = delta.id or self._id
+        self._name = delta.function.name or self._name
+        self._arguments.append(delta.function.arguments or "")
+
+    def whole(self, fallback_id: str) -> ToolCall:
+        return ToolCall(self._id or fallback_id, self._name, "".join(self._arguments))
+
+
+def _form(constraint: Constraint) -> dict[str, Any]:
+    """OpenAI's own words for JSON, vLLM's for what that API does not have."""
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return {"response_format": {"type": "json_object"}}
+        case ConstraintKind.JSON_SCHEMA:
+            schema = {"name": "reply", "schema": msgspec.json.decode(constraint.text), "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case _:
+            return {"structured_outputs": structured_outputs(constraint)}
+
+
+def _written(message: Message, *, reasoning: bool) -> dict[str, Any]:
+    """A message in OpenAI's words; reasoning is not one of them, but servers that report ids read it."""
+    content = [_part(part) for part in message.parts] if message.parts else message.content
+    written: dict[str, Any] = {"role": message.role, "content": content}
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        written["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        written["name"] = message.name
+    if reasoning and message.reasoning is not None:
+        written["reasoning_content"] = message.reasoning
+    return written
+
+
+def _part(part: Part) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    url = part.url or f"data:{part.media_type};base64,{base64.b64encode(part.data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}

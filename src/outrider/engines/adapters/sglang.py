@@ -1,0 +1,284 @@
+"""An SGLang server as an engine: token ids in and out through `/generate`.
+
+Written from SGLang's sources and documentation (0.5.23) and tested against a fake made from the same; it has
+never met a real server. Streams may be cumulative (the default) or incremental: each event tells by its count.
+It knows no conversation. Invariant: an id is only passed on with the log-probability given for that very id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from outrider.constraint import Constraint, ConstraintKind
+from outrider.engines.adapters.event_chunks import arrivals
+from outrider.engines.adapters.id_text import body_with_ids
+from outrider.engines.adapters.options import ServerOptions, read_options, server_url
+from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
+from outrider.engines.adapters.replies import bias_by_text, checked_logprobs, decode, finish_of, served_model
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
+from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
+from outrider.engines.http.connections import Buffer
+from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
+from outrider.engines.pool.pause_gate import Gate
+from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
+from outrider.trajectory import LogprobKind, TokenMode
+
+PAUSE_MODES: dict[PauseMode, str] = {"finish": "in_place", "abort": "abort", "keep": "in_place"}
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    prompt_tokens: int | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    finish_reason: _Finish | None = None
+    cached_tokens: int | None = None
+    weight_version: str | None = None
+    weight_versions: list[LabelSpan] | None = None
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: Any = None
+
+
+_EVENTS = msgspec.json.Decoder(_Event)
+
+
+class SGLangEngine:
+    """`Engine`, `TokenizesText` and `SetsVersion` over one SGLang server.
+
+    Its log-probabilities are those after temperature and before truncation, hence SAMPLING. `pause("finish")`
+    holds new generations back here, waits for those in flight here, then pauses the server, which has no such
+    mode of its own.
+    """
+
+    mode = TokenMode.TOKENS
+    logprob_kind = LogprobKind.SAMPLING
+    constraints = frozenset(ConstraintKind)
+
+    def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
+        own = read_options(ServerOptions, options.options)
+        self.name = options.name
+        self._model = options.model
+        self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
+        self._gate = Gate()
+        self._context: int | None = None
+        self._version = 0
+
+    async def start(self) -> None:
+        await self._http.start()
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        reply = _Reply(self.name, self._version)
+        batches = self._http.events("/generate", lambda attempt: _body(request, attempt))
+        try:
+            async with self._gate.passage(), aclosing(batches), aclosing(arrivals(batches, reply)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except StatusFailure as failure:
+            sizes = Sizes(prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context)
+            raise translate(failure, self.name, sizes) from None
+
+    async def health(self) -> EngineHealth:
+        try:
+            await self._http.get("/health")
+            card = served_model(await self._http.get("/v1/models"), self._model, self.name)
+            self._context = card.max_model_len
+            self._version = await self._served_version()
+        except StatusFailure as failure:
+            return EngineHealth(ok=False, detail=translate(failure, self.name).message)
+        except EngineError as error:
+            return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
+        return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self._version)
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode == "finish":
+            self._gate.close()
+            await self._gate.drained()
+        await self._control("/pause_generation", {"mode": PAUSE_MODES[mode]})
+
+    async def resume(self) -> None:
+        await self._control("/continue_generation", {})
+        self._gate.open()
+
+    async def set_version(self, version: int) -> None:
+        """Label the server's weights, keeping what is in flight."""
+        await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._version = version
+
+    async def token_check(self, text: str) -> list[int] | None:
+        try:
+            answer = await self._http.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+        except StatusFailure as failure:
+            if failure.transient:
+                raise translate(failure, self.name) from None
+            return None
+        return answer.get("tokens") if isinstance(answer, dict) else None
+
+    async def _served_version(self) -> int:
+        """The label of the served weights; servers without the route do not say."""
+        try:
+            info = await self._http.get("/model_info")
+        except StatusFailure as failure:
+            if failure.transient:
+                raise
+            return self._version
+        label = info.get("weight_version") if isinstance(info, dict) else None
+        return version_of(label) if isinstance(label, str) else self._version
+
+    async def _control(self, path: str, body: dict[str, Any]) -> None:
+        try:
+            await self._http.post(path, body)
+        except StatusFailure as failure:
+            raise translate(failure, self.name) from None
+
+
+class _Reply:
+    """One streamed generation, read event by event; the finishing tokens are kept for `last`, so that the
+    stream is read to its end and its connection reused."""
+
+    def __init__(self, engine: str, version: int) -> None:
+        self._engine = engine
+        self._version = version
+        self._length = 0
+        self._labels: list[LabelSpan] = []
+        self._last: Chunk | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._last is not None
+
+    def last(self) -> Chunk:
+        """Raises EngineUnavailable when the stream ended before the generation did."""
+        if self._last is None:
+            raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
+        return self._last
+
+    def read(self, payload: bytes) -> Chunk | None:
+        event = decode(_EVENTS, payload, self._engine)
+        if event.error is not None:
+            raise failure_of_event(event.error)
+        meta = event.meta_info
+        if meta is None:
+            raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
+        if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
+            raise StatusFailure(finish.status_code or 0, encode({"message": finish.message}))
+        ids, logprobs = self._new_tokens(event.output_ids, meta)
+        self._note_label(meta.weight_version, len(ids))
+        if finish is None:
+            return Chunk(ids=ids, logprobs=logprobs) if ids else None
+        self._last = Chunk(
+            ids=ids,
+            logprobs=logprobs,
+            finish=finish_of(finish.type, self._engine),
+            stop_match=finish.matched,
+            versions=spans_of(meta.weight_versions or self._labels, length=self._length, version=self._version),
+            cached_tokens=meta.cached_tokens,
+            prompt_tokens=meta.prompt_tokens,
+        )
+        return None
+
+    def _note_label(self, label: str | None, new: int) -> None:
+        """What an event says of the weights is of its new tokens, where the reply has no spans of its own."""
+        if label is None or not new:
+            return
+        start = self._length - new if self._labels else 0
+        if self._labels and self._labels[-1].version == label:
+            start = self._labels.pop().start
+        self._labels.append(LabelSpan(label, start, self._length))
+
+    def _new_tokens(self, ids: list[int], meta: _Meta) -> tuple[list[int], list[float]]:
+        """What the event adds. It is cumulative when it holds as many ids as were sampled in all, a delta when
+        it holds as many as are new; on a first event these are the same."""
+        total, new = meta.completion_tokens, meta.completion_tokens - self._length
+        entries = meta.output_token_logprobs
+        if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
+            raise EngineMisbehaved(
+                f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
+                f" that makes {total} after {self._length}"
+            )
+        fresh, entries = ids[len(ids) - new :], entries[len(entries) - new :]
+        if any(token_id != entry[1] for token_id, entry in zip(fresh, entries, strict=True)):
+            raise EngineMisbehaved(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
+        self._length = total
+        return fresh, checked_logprobs(fresh, [entry[0] for entry in entries], self._engine)
+
+
+def request_name(request: GenerateRequest, attempt: int) -> str:
+    """The `rid`: SGLang aborts by prefix, so every one has the same length; a retry has one of its own."""
+    return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
+
+
+def _altering(sampling: SamplingParams) -> dict[str, Any]:
+    """Penalties and bias, those that ask for something."""
+    params: dict[str, Any] = {}
+    if sampling.repetition_penalty != 1:
+        params["repetition_penalty"] = sampling.repetition_penalty
+    for name, value in (
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
+        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
+        ("logit_bias", bias_by_text(sampling)),
+    ):
+        if value:
+            params[name] = value
+    return params
+
+
+def _constraint(constraint: Constraint) -> dict[str, str]:
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return {"json_schema": '{"type": "object"}'}  # as its own chat route does
+        case ConstraintKind.JSON_SCHEMA:
+            return {"json_schema": constraint.text}
+        case ConstraintKind.REGEX:
+            return {"regex": constraint.text}
+        case ConstraintKind.GRAMMAR:
+            return {"ebnf": constraint.text}
+
+
+def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
+    sampling = request.sampling
+    # A key the server does not know here is a 400, so only documented ones.
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+        **_altering(sampling),
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    if sampling.constraint is not None:
+        params |= _constraint(sampling.constraint)
+    body = {
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "rid": request_name(request, attempt),
+        "routing_key": request.session_key,
+        "stream": True,
+    }
+    return body_with_ids(body, "input_ids", request.input_ids)

@@ -1,0 +1,352 @@
+"""A vLLM server as an engine: token ids in and out through `/inference/v1/generate`.
+
+Servers without that route (before 0.11, or started without `--enable-scale-out`), and those whose route does not
+stream (before 0.20), are driven through `/v1/completions` with ids, which the first request finds out. Both
+log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). It knows no
+conversation. Structured output needs a server of 0.11 or later.
+Invariant: an id is only ever passed on together with the log-probability the server gave for that very id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+
+from outrider.constraint import ConstraintKind
+from outrider.engines.adapters.event_chunks import arrivals
+from outrider.engines.adapters.id_text import body_with_ids
+from outrider.engines.adapters.options import ServerOptions, read_options, server_url
+from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
+from outrider.engines.adapters.replies import (
+    LOGPROB_KINDS,
+    ModelCard,
+    altering,
+    checked_logprobs,
+    decode,
+    finish_of,
+    served_model,
+    structured_outputs,
+)
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy
+from outrider.engines.http.connections import Buffer
+from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
+from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
+from outrider.trajectory import TokenMode
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+ROUTE_MISSING = frozenset({403, 404})
+PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
+DEV_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 to allow pausing and weight updates"
+
+
+class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
+    """`logprobs_mode` is what the server was started with (`--logprobs-mode`): it cannot be asked."""
+
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+
+
+class _Entry(msgspec.Struct):
+    logprob: float | None = None
+    token_id: int | None = None
+    token: str | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Entry] | None = None
+    token_logprobs: list[float | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
+    weight_versions: list[LabelSpan] | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENTS = msgspec.json.Decoder(_Event)
+
+
+class VLLMEngine:
+    """`Engine`, `TokenizesText` and `SetsVersion` over one vLLM server.
+
+    Log-probabilities are the server's: RAW unless it runs with `--logprobs-mode processed_logprobs` and the
+    option says so. Pausing needs a server in development mode.
+    """
+
+    mode = TokenMode.TOKENS
+    constraints = frozenset(ConstraintKind)
+
+    def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
+        own = read_options(VLLMOptions, options.options)
+        self.name = options.name
+        self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode]
+        self._model = options.model
+        self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
+        self._context: int | None = None
+        self._version = 0
+        self._unlabelled = 0  # the version of weights without a label, where the server takes no label
+        self._completions_only = False
+
+    async def start(self) -> None:
+        await self._http.start()
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        try:
+            if not self._completions_only:
+                try:
+                    async with aclosing(self._stream(GENERATE, _generate_body, request)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+                    return
+                except StatusFailure as failure:
+                    if failure.status not in ROUTE_MISSING:
+                        raise
+                except _NotStreamed:
+                    pass
+            async with aclosing(self._stream(COMPLETIONS, _completions_body, request)) as chunks:
+                async for chunk in chunks:
+                    self._completions_only = True
+                    yield chunk
+        except StatusFailure as failure:
+            sizes = Sizes(prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context)
+            raise translate(failure, self.name, sizes) from None
+        except _NotStreamed as error:
+            raise EngineUnavailable(str(error)) from None
+
+    async def health(self) -> EngineHealth:
+        try:
+            await self._http.get("/health")
+            card = await self._served_model()
+            self._version = await self._served_version()
+        except StatusFailure as failure:
+            return EngineHealth(ok=False, detail=translate(failure, self.name).message)
+        except EngineError as error:
+            return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
+        return EngineHealth(ok=True, model=card.id, context_tokens=card.max_model_len, version=self._version)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Raises EngineRejected when the server is not in development mode."""
+        await self._control(f"/pause?mode={PAUSE_MODES[mode]}", seconds=None)
+
+    async def resume(self) -> None:
+        await self._control("/resume")
+
+    async def set_version(self, version: int) -> None:
+        """Label the server's weights; a server without the route is remembered to serve `version`."""
+        try:
+            await self._http.post("/update_weight_version", {"new_version": str(version)})
+        except StatusFailure as failure:
+            if failure.status != 404:
+                raise translate(failure, self.name) from None
+            self._unlabelled = version
+        else:
+            self._unlabelled = 0
+        self._version = version
+
+    async def token_check(self, text: str) -> list[int] | None:
+        body = {"prompt": text, "add_special_tokens": False}
+        if self._model is not None:
+            body["model"] = self._model
+        try:
+            answer = await self._http.post("/tokenize", body)
+        except StatusFailure as failure:
+            if failure.transient:
+                raise translate(failure, self.name) from None
+            return None
+        return answer.get("tokens") if isinstance(answer, dict) else None
+
+    async def _control(self, path: str, *, seconds: float | None = 30) -> None:
+        try:
+            await self._http.post(path, seconds=seconds)
+        except StatusFailure as failure:
+            error = translate(failure, self.name)
+            error.hint = DEV_HINT if failure.status == 404 else error.hint
+            raise error from None
+
+    async def _served_model(self) -> ModelCard:
+        card = served_model(await self._http.get("/v1/models"), self._model, self.name)
+        self._context = card.max_model_len
+        return card
+
+    async def _served_version(self) -> int:
+        """The label of the served weights; servers outside development mode do not say."""
+        try:
+            answer = await self._http.get("/weight_info")
+        except StatusFailure as failure:
+            if failure.transient:
+                raise
+            return self._version
+        return version_of(str(answer["weight_version"])) if "weight_version" in answer else self._version
+
+    async def _stream(
+        self,
+        path: str,
+        body: Callable[[GenerateRequest, str | None, int], Sequence[Buffer]],
+        request: GenerateRequest,
+    ) -> AsyncGenerator[Chunk, None]:
+        reply = _Reply(self.name, self._version, self._unlabelled)
+        batches = self._http.events(
+            path,
+            lambda attempt: body(request, self._model, attempt),
+            {"X-Session-ID": request.session_key},
+        )
+        async with aclosing(batches), aclosing(arrivals(batches, reply)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+class _NotStreamed(Exception):
+    """An answer came to its proper end without one event: it was no stream."""
+
+
+class _Reply:
+    """One streamed generation, read event by event. The finishing tokens wait for the usage behind them."""
+
+    def __init__(self, engine: str, version: int, unlabelled: int) -> None:
+        self._engine = engine
+        self._version = version
+        self._unlabelled = unlabelled
+        self._begun = False
+        self._length = 0
+        self._prompt_ids: list[int] | None = None
+        self._usage = _Usage()
+        self._last: Chunk | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._last is not None
+
+    def read(self, payload: bytes) -> Chunk | None:
+        self._begun = True
+        event = decode(_EVENTS, payload, self._engine)
+        if event.error is not None:
+            raise failure_of_event(event.error)
+        self._usage = event.usage or self._usage
+        return self._read_choice(event.choices[0]) if event.choices else None
+
+    def last(self) -> Chunk:
+        """Raises EngineUnavailable when the stream ended before the generation did."""
+        if not self._begun:
+            raise _NotStreamed(f"engine {self._engine!r} answered without a stream")
+        if self._last is None:
+            raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
+        details = self._usage.prompt_tokens_details
+        cached = details.cached_tokens if details else None
+        return msgspec.structs.replace(
+            self._last,
+            cached_tokens=None if cached == -1 else cached,  # -1 of a request that was aborted while it still waited
+            prompt_tokens=self._usage.prompt_tokens,
+        )
+
+    def _read_choice(self, choice: _Choice) -> Chunk | None:
+        ids = choice.token_ids or []
+        logprobs = checked_logprobs(ids, _logprobs(choice, ids, self._engine), self._engine)
+        self._length += len(ids)
+        self._prompt_ids = choice.prompt_token_ids or self._prompt_ids
+        if choice.finish_reason is None:
+            if not ids:
+                return None
+            prompt_ids, self._prompt_ids = self._prompt_ids, None
+            return Chunk(ids=ids, logprobs=logprobs, prompt_ids=prompt_ids)
+        self._last = Chunk(
+            ids=ids,
+            logprobs=logprobs,
+            finish=finish_of(choice.finish_reason, self._engine),
+            stop_match=choice.stop_reason,
+            versions=spans_of(
+                choice.weight_versions, length=self._length, version=self._version, unlabelled=self._unlabelled
+            ),
+            prompt_ids=self._prompt_ids,
+        )
+        return None
+
+
+def _logprobs(choice: _Choice, ids: list[int], engine: str) -> list[float | None]:
+    """The log-probabilities in whichever shape they came; the ids beside them must be the choice's own."""
+    if choice.logprobs is None:
+        return []
+    if choice.logprobs.token_logprobs is not None:
+        return choice.logprobs.token_logprobs
+    entries = choice.logprobs.content or []
+    for entry, token_id in zip(entries, ids, strict=False):
+        named = entry.token_id
+        if named is None and entry.token is not None and entry.token.startswith("token_id:"):
+            named = int(entry.token.removeprefix("token_id:"))
+        if named is not None and named != token_id:
+            raise EngineMisbehaved(f"engine {engine!r} gave the log-probability of {named} for token {token_id}")
+    return [entry.logprob for entry in entries]
+
+
+def _sampling(request: GenerateRequest) -> dict[str, Any]:
+    """Every field that could change what is sampled, so that the model's generation_config.json cannot."""
+    sampling = request.sampling
+    fields: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "stop": list(sampling.stop),
+        "logprobs": 0,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        **altering(sampling),
+    }
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed
+    if sampling.constraint is not None:
+        fields["structured_outputs"] = structured_outputs(sampling.constraint)
+    return fields
+
+
+def _envelope(request: GenerateRequest, model: str | None, attempt: int) -> dict[str, Any]:
+    # A retry has an id of its own: the server may still hold the one whose connection broke.
+    envelope: dict[str, Any] = {
+        "request_id": f"{request.request_id}-{attempt}",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if model is not None:
+        envelope["model"] = model
+    return envelope
+
+
+def _generate_body(request: GenerateRequest, model: str | None, attempt: int) -> list[Buffer]:
+    body = {**_envelope(request, model, attempt), "sampling_params": _sampling(request)}
+    return body_with_ids(body, "token_ids", request.input_ids)
+
+
+def _completions_body(request: GenerateRequest, model: str | None, attempt: int) -> list[Buffer]:
+    body = {
+        **_envelope(request, model, attempt),
+        **_sampling(request),
+        "return_token_ids": True,
+        "return_weight_versions": True,
+    }
+    return body_with_ids(body, "prompt", request.input_ids)

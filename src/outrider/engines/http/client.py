@@ -1,0 +1,189 @@
+"""One HTTP client for every engine server: JSON in, JSON or server-sent events out, with patience.
+
+It knows no engine's protocol. Invariant: nothing is sent twice once a first event of its answer was seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+import orjson
+
+from outrider.concurrency.backoff import Backoff
+from outrider.engines.http.connections import Buffer, Connections, Response
+from outrider.engines.http.failures import StatusFailure
+from outrider.engines.http.sse import SseReader
+from outrider.errors import EngineMisbehaved, EngineUnavailable
+
+CONNECTION_ERRORS = (OSError, TimeoutError)
+CONTROL_SECONDS = 30.0
+MAX_ERROR_BODY = 64 << 10
+MAX_ANSWER = 8 << 20
+"""Bytes of an answer that is no stream, and of one event of a stream. SGLang's hold a whole reply: that of 200,000
+tokens fits."""
+DONE = b"[DONE]"
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a request is tried in all, and the waits between. A server's Retry-After is honoured up to the
+    longest wait."""
+
+    attempts: int = 4
+    backoff: Backoff = Backoff(first=0.2, longest=10.0)
+
+    def wait(self, attempt: int, asked: float | None) -> float:
+        """Seconds to wait after failed attempt number `attempt` (from 0)."""
+        return self.backoff.wait(attempt) if asked is None else min(asked, self.backoff.longest)
+
+
+DEFAULT_RETRY = RetryPolicy()
+
+
+def encode(body: Any) -> bytes:
+    """JSON."""
+    return orjson.dumps(body)
+
+
+class HttpClient:
+    """The connections to one engine server. `start` and `close` bracket its use.
+
+    Every method raises EngineUnavailable when the server cannot be reached or stops answering, and
+    StatusFailure when it answers with a status of 400 or more.
+    """
+
+    def __init__(self, name: str, url: str, *, api_key: str | None = None, retry: RetryPolicy = DEFAULT_RETRY) -> None:
+        self._name = name
+        self._url = url
+        self._retry = retry
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._connections: Connections | None = None
+
+    async def start(self) -> None:
+        self._connections = Connections(self._url, self._headers)
+
+    async def close(self) -> None:
+        """Ends every exchange in flight; each of them raises EngineUnavailable."""
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
+
+    async def get(self, path: str) -> Any:
+        """The JSON answer to a GET (None for an empty one), tried once."""
+        return await self._call("GET", path, (), CONTROL_SECONDS)
+
+    async def post(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> Any:
+        """The JSON answer to a POST (None for an empty one), tried once; `seconds` None waits for ever."""
+        return await self._call("POST", path, () if body is None else (encode(body),), seconds)
+
+    async def events(
+        self, path: str, body: Callable[[int], Sequence[Buffer]], headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[list[bytes], None]:
+        """POST the pieces of `body(attempt)` and yield the answer's SSE payloads up to `[DONE]` or its end, in batches
+        as they arrive; none is empty.
+
+        Connection failures and transient statuses are retried until the first payload came. Closing the
+        generator closes the connection, which aborts the work upstream.
+        """
+        for attempt in range(self._retry.attempts):
+            begun = False
+            last = attempt + 1 == self._retry.attempts
+            asked: float | None = None
+            try:
+                async with aclosing(self._exchange(path, body(attempt), headers)) as batches:
+                    async for payloads in batches:
+                        begun = True
+                        yield payloads
+                    return
+            except CONNECTION_ERRORS as error:
+                if begun or last or self._connections is None:
+                    raise self._unavailable(error) from error
+            except _Refused as refused:
+                if last or not refused.failure.transient:
+                    raise refused.failure from None
+                asked = refused.retry_after
+            await asyncio.sleep(self._retry.wait(attempt, asked))
+
+    async def _exchange(
+        self, path: str, body: Sequence[Buffer], headers: Mapping[str, str] | None
+    ) -> AsyncGenerator[list[bytes], None]:
+        response = await self._started().request("POST", path, body, headers)
+        try:
+            if response.status >= 400:
+                raise await _refusal(response)
+            reader = SseReader()
+            unfinished = 0
+            while chunk := await response.arrived():
+                payloads = reader.feed(chunk)
+                unfinished = 0 if payloads else unfinished + len(chunk)
+                if unfinished > MAX_ANSWER:
+                    raise EngineMisbehaved(f"engine {self._name!r} sent an event of more than {MAX_ANSWER} bytes")
+                if DONE not in payloads:
+                    if payloads:
+                        yield payloads
+                    continue
+                if before := payloads[: payloads.index(DONE)]:
+                    yield before
+                await _finish(response)
+                return
+        finally:
+            response.close()
+
+    async def _call(self, method: str, path: str, body: Sequence[Buffer], seconds: float | None) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._started().request(method, path, body)
+                try:
+                    if response.status >= 400:
+                        raise (await _refusal(response)).failure
+                    content = await response.whole(MAX_ANSWER + 1)
+                finally:
+                    response.close()
+        except CONNECTION_ERRORS as error:
+            raise self._unavailable(error) from error
+        if len(content) > MAX_ANSWER:
+            raise EngineMisbehaved(f"engine {self._name!r} answered {path} with more than {MAX_ANSWER} bytes")
+        try:
+            return orjson.loads(content) if content.strip() else None
+        except orjson.JSONDecodeError as error:
+            raise EngineMisbehaved(f"engine {self._name!r} answered {path} with something not JSON") from error
+
+    def _started(self) -> Connections:
+        if self._connections is None:
+            raise EngineUnavailable(f"engine {self._name!r} is not started, or was closed")
+        return self._connections
+
+    def _unavailable(self, error: BaseException) -> EngineUnavailable:
+        what = str(error) or type(error).__name__
+        return EngineUnavailable(f"engine {self._name!r} at {self._url}: {what}")
+
+
+class _Refused(Exception):
+    """A refusal on its way to the retry loop."""
+
+    def __init__(self, failure: StatusFailure, retry_after: float | None) -> None:
+        super().__init__(failure.status)
+        self.failure = failure
+        self.retry_after = retry_after
+
+
+async def _finish(response: Response) -> None:
+    """Read the few bytes behind `[DONE]`: a response read to its end gives its connection back for reuse, and
+    one that does not end in time is only a connection less."""
+    if response.complete:
+        return
+    with suppress(*CONNECTION_ERRORS):
+        async with asyncio.timeout(1):
+            while await response.arrived():
+                pass
+
+
+async def _refusal(response: Response) -> _Refused:
+    header = (response.header(b"retry-after") or b"").decode("latin-1")
+    failure = StatusFailure(response.status, await response.whole(MAX_ERROR_BODY))
+    return _Refused(failure, float(header) if header.isdecimal() else None)

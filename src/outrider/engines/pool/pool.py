@@ -1,0 +1,387 @@
+"""The engine pool: gives every session the least loaded engine, keeps it there, and moves it when that one dies.
+
+It knows no conversation. Every reply of every engine is checked here (`engines.checks`). Invariants: a generation is
+begun on another engine only while its consumer has been given nothing of it; an engine that sent what cannot be true is
+suspect until it has proved itself again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from outrider import plugins
+from outrider.concurrency.backoff import Backoff
+from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, EngineOptions, GenerateRequest
+from outrider.engines.pool.affinity import Seats
+from outrider.engines.pool.member import Assignment, Member
+from outrider.engines.pool.reply_checks import check_health
+from outrider.engines.pool.requests import AnyEngine, Ask, ChatAsk, TokenAsk, try_out
+from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
+from outrider.schemas import EngineStatus
+from outrider.spec import EngineSpec
+from outrider.tokens.rendering.vocabulary import ANY_IDS, Vocabulary
+from outrider.trajectory import LogprobKind, TokenMode
+
+Check = Callable[[AnyEngine], Awaitable[None]]
+T = TypeVar("T", bound=Chunk | ChatChunk)
+
+log = logging.getLogger("outrider.engine")
+
+REMOVAL_SECONDS = 30.0
+FAILOVERS = 3
+"""How often one request may fail on engines that were alive, or once on every engine where there are more, before
+it is taken for the cause."""
+
+GOOD_REPLIES = 3
+"""So many replies in a row a suspect engine is to give well before it is trusted again."""
+
+TRIAL_SECONDS = 60.0
+
+PROBING = Backoff(first=0.25, longest=15.0)
+
+
+class Generation(Generic[T]):
+    """The chunks of one generation, to be closed like a generator (`contextlib.aclosing`).
+
+    `served` is the engine that gave them: known with the first chunk, and final with the last, when a chat
+    reply without ids turns out to be text.
+    """
+
+    def __init__(self, drive: Callable[[Generation[T]], AsyncGenerator[T, None]]) -> None:
+        self._served: Assignment | None = None
+        self._chunks = drive(self)
+
+    @property
+    def served(self) -> Assignment:
+        """Raises EngineUnavailable while no engine has answered."""
+        if self._served is None:
+            raise EngineUnavailable("no engine has answered yet")
+        return self._served
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        return await self._chunks.__anext__()
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+
+    def serve(self, assignment: Assignment) -> None:
+        """For the pool: who serves from here on."""
+        self._served = assignment
+
+
+class EnginePool:
+    """The engines of a service; enter it with `async with`.
+
+    `tokenizer` is handed to engines made from a spec; ids outside of `vocabulary` are taken from none. `check` may
+    refuse an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is
+    how many seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: str | None = None,
+        vocabulary: Vocabulary = ANY_IDS,
+        check: Check | None = None,
+        patience: float = 60.0,
+        probing: Backoff = PROBING,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._check = check
+        self._patience = patience
+        self._probing = probing
+        self._members: dict[str, Member] = {}
+        self._joining: set[str] = set()
+        self._seats = Seats()
+        self._changed = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in self._members.values():
+            member.removed = True
+            self._seats.refresh(member)
+            _stop_tasks(member)
+        try:
+            # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.
+            cancelled = isinstance(error, asyncio.CancelledError)
+            await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
+        finally:
+            await asyncio.shield(self._close_all())
+
+    async def add(self, spec: EngineSpec) -> EngineStatus:
+        """Make, start and admit an engine. Raises InvalidField for a bad spec, Conflict for a name in use,
+        EngineUnavailable for a dead engine, and what `check` raises."""
+        name = spec.name or self._free_name(spec.kind)
+        make = plugins.resolve("engine", spec.kind, field="kind")
+        self._claim(name)
+        try:
+            engine: AnyEngine = make(
+                EngineOptions(
+                    name=name, url=spec.url, model=spec.model, tokenizer=self._tokenizer, options=spec.options
+                )
+            )
+            try:
+                await engine.start()
+                return self._admit(engine, await self._vet(engine), kind=spec.kind, url=spec.url, owned=True)
+            except BaseException:  # cancelled, too: what was opened is closed
+                await asyncio.shield(engine.close())
+                raise
+        finally:
+            self._joining.discard(name)
+
+    async def add_engine(self, engine: AnyEngine, *, kind: str = "in-process") -> EngineStatus:
+        """Admit an engine that its maker has started and will close."""
+        self._claim(engine.name)
+        try:
+            return self._admit(engine, await self._vet(engine), kind=kind, url=None, owned=False)
+        finally:
+            self._joining.discard(engine.name)
+
+    def drain(self, name: str) -> EngineStatus:
+        """Give it no new session; those that keep to it go on. Raises NotFound."""
+        member = self._member(name)
+        member.draining = True
+        self._seats.refresh(member)
+        return member.status()
+
+    async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
+        """Take it out: its sessions go on elsewhere with their next turn. Generations in flight have so many
+        seconds to end before they are cut. Raises NotFound."""
+        member = self._member(name)
+        member.removed = member.draining = True
+        self._seats.refresh(member)
+        _stop_tasks(member)
+        try:
+            async with asyncio.timeout(seconds):
+                await member.idle.wait()
+        except TimeoutError:
+            member.detail = "removed with generations in flight"
+        finally:
+            self._members.pop(name, None)
+            if member.owned:
+                await asyncio.shield(member.engine.close())
+
+    def status(self) -> list[EngineStatus]:
+        """Every engine, in the order they were added."""
+        return [member.status() for member in self._members.values()]
+
+    async def select(self, session_key: str) -> Assignment:
+        """The session's engine, one that takes tokens where there is one. Its mode says which of `generate`
+        and `chat` to call next. Raises EngineUnavailable when none comes up in time."""
+        return (await self._engine_for(session_key, (True, False))).assignment()
+
+    def generate(self, request: GenerateRequest) -> Generation[Chunk]:
+        """Generate on the session's engine, or on another one should it die, or misbehave, before the first chunk.
+
+        Raises what `Engine.generate` raises, EngineUnavailable when no engine comes up in time, and EngineMisbehaved
+        for a reply that cannot be true.
+        """
+        return Generation(lambda generation: self._drive(generation, TokenAsk(request, self._vocabulary)))
+
+    def chat(self, request: ChatRequest) -> Generation[ChatChunk]:
+        """As `generate`, on an engine that takes messages."""
+        return Generation(lambda generation: self._drive(generation, ChatAsk(request, self._vocabulary)))
+
+    def release(self, session_key: str) -> None:
+        """The session is over: its engine's load no longer counts it. Idempotent."""
+        self._seats.release(session_key)
+
+    async def _drive(self, generation: Generation[T], ask: Ask[T]) -> AsyncGenerator[T, None]:
+        clock = asyncio.get_running_loop().time
+        session_key, kind = ask.session_key, ask.takes_tokens
+        give_up_at: float | None = None
+        failed = 0
+        while True:
+            member = await self._engine_for(session_key, (kind,))
+            generation.serve(member.assignment())
+            generated, begun = 0, False
+            check = ask.check(member.name)
+            member.enter()
+            self._seats.hold(session_key, member, ask.tokens)
+            try:
+                async with aclosing(ask.begin(member.engine)) as chunks:
+                    async for chunk in chunks:
+                        generated += check.take(chunk)
+                        begun = True
+                        if chunk.versions:
+                            member.version = chunk.versions[-1].version
+                        if chunk.finish is not None and isinstance(chunk, ChatChunk) and chunk.output_ids is None:
+                            generation.serve(_as_text(generation.served))
+                        yield chunk
+                member.strikes = 0
+                return
+            except EngineUnavailable as error:
+                self._fail(member, error)
+                failed += 1
+                give_up_at = give_up_at or clock() + self._patience
+                if begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
+                    raise
+            except EngineMisbehaved as error:
+                self._suspect(member, error, ask)
+                failed += 1
+                if begun or failed > FAILOVERS or not self._seats.trusts(kind):
+                    raise
+            except OutriderError:
+                raise
+            except Exception as error:  # an engine may be anybody's code
+                mistake = _mistake(member.engine, error)
+                self._suspect(member, mistake, ask)
+                raise mistake from error
+            finally:
+                member.leave(generated)
+                self._seats.hold(session_key, member, ask.tokens + generated)
+                self._seats.refresh(member)
+
+    async def _engine_for(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
+        member = self._seats.pick(session_key, kinds)
+        if member is not None:
+            return member
+        try:
+            async with asyncio.timeout(self._patience):
+                while (member := self._seats.pick(session_key, kinds)) is None:
+                    await self._changed.wait()
+                return member
+        except TimeoutError:
+            troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
+            raise EngineUnavailable(
+                f"no engine to serve this request within {self._patience:g} s" + (f" ({troubles})" if troubles else ""),
+                hint="attach an engine, or look at the state of those attached",
+            ) from None
+
+    async def _vet(self, engine: AnyEngine) -> EngineHealth:
+        try:
+            health = await engine.health()
+            if not health.ok:
+                raise EngineUnavailable(f"engine {engine.name!r} is not healthy: {health.detail}", field="url")
+            if self._check is not None:
+                await self._check(engine)
+        except OutriderError:
+            raise
+        except Exception as error:  # an engine may be anybody's code
+            raise _mistake(engine, error) from error
+        check_health(engine.name, health)
+        return health
+
+    def _admit(
+        self, engine: AnyEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
+    ) -> EngineStatus:
+        member = Member(engine, health, kind=kind, url=url, owned=owned)
+        self._members[member.name] = member
+        self._seats.refresh(member)
+        self._notify()
+        return member.status()
+
+    def _fail(self, member: Member, error: EngineError) -> None:
+        """Give the engine no more work, and see when it is back."""
+        member.failures += 1
+        member.detail = error.message
+        if not member.serves:
+            return
+        member.ok = False
+        self._seats.refresh(member)
+        member.probe = self._tasks.create_task(self._probe(member), name=f"probe {member.name}")
+
+    async def _probe(self, member: Member) -> None:
+        while not member.ok:
+            await asyncio.sleep(self._probing.wait(member.strikes))
+            member.strikes += 1
+            try:
+                member.health = await self._vet(member.engine)
+            except EngineError as error:
+                member.detail = error.message
+            else:
+                member.ok, member.detail, member.version = True, "", member.health.version
+        self._seats.refresh(member)
+        self._notify()
+
+    def _suspect(self, member: Member, error: EngineMisbehaved, ask: Ask[Any]) -> None:
+        """Give the engine no new session while there is a better one, and see whether it can be trusted again. The
+        session it misbehaved to is free to go."""
+        self._seats.leave(ask.session_key, member)
+        member.misbehaved += 1
+        if member.suspect is None:
+            log.warning("engine %s is suspect: %s", member.name, error.message)
+        member.suspect = error.message
+        self._seats.refresh(member)
+        if member.trial is None and not member.removed:
+            member.trial = self._tasks.create_task(self._try(member, ask), name=f"trial {member.name}")
+
+    async def _try(self, member: Member, ask: Ask[Any]) -> None:
+        """Trust a suspect engine again when it is healthy and has answered the request that it failed, cut short, well
+        so many times in a row, and has not misbehaved to a session meanwhile."""
+        good = failed = 0
+        while good < GOOD_REPLIES:
+            before = member.misbehaved
+            await asyncio.sleep(self._probing.wait(before - 1 + failed))
+            try:
+                async with asyncio.timeout(TRIAL_SECONDS):
+                    await self._vet(member.engine)
+                    await try_out(member.engine, ask)
+            except EngineMisbehaved as error:
+                good = 0
+                member.misbehaved += 1
+                member.suspect = error.message
+            except Exception:  # an engine may be anybody's code; it may also be down, or slow
+                good, failed = 0, failed + 1
+            else:
+                good = good + 1 if member.misbehaved == before else 0
+        log.warning("engine %s is trusted again", member.name)
+        member.suspect, member.trial = None, None
+        self._seats.refresh(member)
+
+    def _member(self, name: str) -> Member:
+        if (member := self._members.get(name)) is None or member.removed:
+            raise NotFound(f"no engine {name!r}", field="name")
+        return member
+
+    def _claim(self, name: str) -> None:
+        if name in self._members or name in self._joining:
+            raise Conflict(f"there is an engine {name!r} already", field="name")
+        self._joining.add(name)
+
+    def _free_name(self, kind: str) -> str:
+        taken = self._members.keys() | self._joining
+        return next(name for n in range(len(taken) + 1) if (name := f"{kind}-{n}") not in taken)
+
+    def _notify(self) -> None:
+        """Wake every request that waits for an engine."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _close_all(self) -> None:
+        async with AsyncExitStack() as stack:
+            for member in self._members.values():
+                if member.owned:
+                    stack.push_async_callback(member.engine.close)
+        self._members.clear()
+
+
+def _mistake(engine: AnyEngine, error: Exception) -> EngineMisbehaved:
+    return EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {error}")
+
+
+def _stop_tasks(member: Member) -> None:
+    for task in (member.probe, member.trial):
+        if task is not None:
+            task.cancel()
+
+
+def _as_text(assignment: Assignment) -> Assignment:
+    return msgspec.structs.replace(assignment, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE)

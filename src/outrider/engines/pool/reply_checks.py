@@ -1,0 +1,181 @@
+"""Replies held against what was asked: nothing that an engine sends is passed on before it could be true.
+
+Engines are other people's programs, and what they send is stored, trained on and shown to clients. It knows no engine
+and no conversation. Invariant: no part of a chunk that cannot be true is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.engines.base import ChatChunk, Chunk, EngineHealth, SamplingParams
+from outrider.errors import EngineMisbehaved
+from outrider.tokens.rendering.vocabulary import ANY_IDS, Vocabulary
+from outrider.trajectory import VersionSpan
+
+ROUNDING = 1e-3
+"""How far above 0 a log-probability may be. Engines subtract two float32 numbers, a token's logit and the log of the
+sum over all tokens. Where a token is nearly certain these are equal but for their rounding, which is 2.4e-4 at 2,048.
+The number is recorded as it came."""
+
+LOWEST = -9999.0
+"""What vLLM writes for a log-probability that it does not have, for -inf and for NaN; no such token is sampled."""
+
+MAX_COUNT = (1 << 31) - 1
+"""The largest count or version that is believed; sample files have no room for a larger version."""
+
+CHARACTERS_PER_TOKEN = 1024
+FREE_CHARACTERS = 64 << 10
+
+
+def most_characters(sampling: SamplingParams) -> int:
+    """How long the text of a reply may get: more than tokenizers make of so many tokens, whose longest have 128."""
+    return FREE_CHARACTERS + CHARACTERS_PER_TOKEN * sampling.max_tokens
+
+
+class TokenCheck:
+    """The check of one reply of token ids, chunk by chunk."""
+
+    def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._vocabulary = vocabulary
+        self._tokens = 0
+        self._finished = False
+
+    def take(self, chunk: Chunk) -> int:
+        """How many tokens the next chunk brings. Raises EngineMisbehaved for one that cannot be true."""
+        if self._finished:
+            raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
+        new = len(chunk.ids)
+        if new or chunk.logprobs:
+            self._tokens += new
+            if self._tokens > self._sampling.max_tokens:
+                raise _too_many(self._engine, self._tokens, self._sampling)
+            _check_tokens(self._engine, chunk.ids, chunk.logprobs, self._vocabulary)
+        if chunk.prompt_ids:
+            _check_prompt(self._engine, chunk.prompt_ids)
+        if chunk.finish is not None:
+            self._finished = True
+            self._check_end(chunk)
+        return new
+
+    def _check_end(self, chunk: Chunk) -> None:
+        _check_versions(self._engine, chunk.versions, self._tokens)
+        _check_count(self._engine, "prompt tokens", chunk.prompt_tokens)
+        _check_count(self._engine, "cached tokens", chunk.cached_tokens)
+        if isinstance(chunk.stop_match, str):
+            # SGLang says "NaN happened", and then the last id is not the one it sampled.
+            if chunk.stop_match not in self._sampling.stop:
+                raise EngineMisbehaved(
+                    f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which nobody asked for"
+                )
+        else:
+            _check_count(self._engine, "the id it stopped at", chunk.stop_match)
+
+
+class ChatCheck:
+    """The check of one reply of text, chunk by chunk, and of the ids that the last one may report."""
+
+    def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
+        self._engine = engine
+        self._sampling = sampling
+        self._vocabulary = vocabulary
+        self._characters = 0
+        self._finished = False
+
+    def take(self, chunk: ChatChunk) -> int:
+        """How many tokens the chunk tells of, which only the last one does. Raises EngineMisbehaved as `TokenCheck`."""
+        if self._finished:
+            raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
+        self._characters += len(chunk.text) + len(chunk.reasoning)
+        if chunk.reply is not None:
+            written = sum(len(call.name) + len(call.arguments) for call in chunk.reply.tool_calls)
+            self._characters = written + max(
+                self._characters, len(chunk.reply.content) + len(chunk.reply.reasoning or "")
+            )
+        if self._characters > most_characters(self._sampling):
+            raise too_long(self._engine, self._sampling)
+        if chunk.finish is None:
+            return 0
+        self._finished = True
+        for name in ("prompt_tokens", "completion_tokens"):
+            _check_count(self._engine, name, (chunk.usage or {}).get(name))
+        if chunk.output_ids is None:
+            return (chunk.usage or {}).get("completion_tokens", 0)
+        return self._check_ids(chunk, chunk.output_ids)
+
+    def _check_ids(self, chunk: ChatChunk, ids: list[int]) -> int:
+        if not chunk.prompt_ids:
+            raise EngineMisbehaved(f"engine {self._engine!r} reported the ids of its reply without those of its prompt")
+        if len(ids) > self._sampling.max_tokens:
+            raise _too_many(self._engine, len(ids), self._sampling)
+        _check_tokens(self._engine, ids, chunk.logprobs or [], self._vocabulary)
+        _check_prompt(self._engine, chunk.prompt_ids)
+        _check_versions(self._engine, chunk.versions, len(ids))
+        return len(ids)
+
+
+def check_health(engine: str, health: EngineHealth) -> None:
+    """What an engine says of itself. Raises EngineMisbehaved for numbers that cannot be."""
+    _check_count(engine, "its version", health.version)
+    if health.context_tokens is not None and not 0 < health.context_tokens <= MAX_COUNT:
+        raise EngineMisbehaved(f"engine {engine!r} says that its model's context is {health.context_tokens} tokens")
+
+
+def too_long(engine: str, sampling: SamplingParams) -> EngineMisbehaved:
+    """The error of a reply with more text than `most_characters`."""
+    return EngineMisbehaved(f"engine {engine!r} sent more text than {sampling.max_tokens} tokens can have")
+
+
+def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbehaved:
+    return EngineMisbehaved(
+        f"engine {engine!r} gave {tokens} tokens where {sampling.max_tokens} were asked for at the most"
+    )
+
+
+def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
+    if len(ids) != len(logprobs):
+        raise EngineMisbehaved(
+            f"engine {engine!r} gave {len(logprobs)} log-probabilities for {len(ids)} sampled tokens"
+        )
+    if not ids:
+        return
+    if not vocabulary.holds(ids):
+        wrong = next(token_id for token_id in ids if not vocabulary.holds([token_id]))
+        raise EngineMisbehaved(
+            f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
+            hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
+        )
+    # One number that is too low makes the sum too low, and a NaN compares as false: looking at each is seldom needed.
+    if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
+        for value in logprobs:
+            if not LOWEST < value <= ROUNDING:
+                raise EngineMisbehaved(f"engine {engine!r} gave the log-probability {value} for a sampled token")
+
+
+def _check_prompt(engine: str, ids: list[int]) -> None:
+    if not ANY_IDS.holds(ids):
+        raise EngineMisbehaved(f"engine {engine!r} says that its prompt had ids that cannot be")
+
+
+def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -> None:
+    """That they tile the output, where there are any, and can be recorded."""
+    if not versions:
+        return
+    edge = 0
+    for span in versions:
+        if span.start != edge or span.end < edge or not 0 <= span.version <= MAX_COUNT:
+            break
+        edge = span.end
+    else:
+        if edge == tokens:
+            return
+    raise EngineMisbehaved(
+        f"engine {engine!r} gave policy versions that do not cover its {tokens} tokens, or are no versions"
+    )
+
+
+def _check_count(engine: str, what: str, count: int | None) -> None:
+    if count is not None and not 0 <= count <= MAX_COUNT:
+        raise EngineMisbehaved(f"engine {engine!r} says {what} = {str(count)[:100]}, which cannot be")

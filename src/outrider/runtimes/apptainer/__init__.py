@@ -1,0 +1,1 @@
+"""Sandboxes made by Apptainer from SIF images."""

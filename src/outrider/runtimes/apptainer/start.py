@@ -1,0 +1,148 @@
+"""Apptainer: where it is, whether it works for this user, and the command line of one sandbox.
+
+Pure except for `find` and what it looks at. Invariant: the command line shows nothing of the host but what the caller
+names, and lets nothing of the service's environment in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from outrider.config import environment
+from outrider.errors import RuntimeUnavailable
+from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
+from outrider.rootfs.apptainer import apptainer_program
+from outrider.runtimes.namespace.plan import EMPTY_FOLDERS
+from outrider.runtimes.probe_cache import Finder
+from outrider.runtimes.tool_server.bundle import BOOT, FLAGS
+
+PROBE_SECONDS = 60.0
+ISOLATION = (
+    "--containall",
+    "--no-home",
+    "--no-init",
+    *("--no-mount", "sys,hostfs,bind-paths"),
+    *("--net", "--network", "none"),
+    *("--dns", "127.0.0.1"),
+    *("--hostname", "sandbox"),
+    *("--pwd", "/"),
+    "--writable-tmpfs",
+    "--no-eval",
+    "--no-umask",
+)
+ROOT_OF_OWN = ("--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command")
+"""For an ordinary user: user 0 of a user namespace that has this one user."""
+ROOT_AS_ROOT = ("--userns",)
+"""The same for root, who may not have --fakeroot without an entry in /etc/subuid."""
+ENTER_GROUPS = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+FENCE = ("isolation.syscalls", "isolation.seccomp", "filesystem.paths", "isolation.isolate", "isolation.fence")
+"""In the order in which they import each other."""
+
+
+class Apptainer(msgspec.Struct, frozen=True):
+    path: str
+    version: str
+
+
+class Bind(msgspec.Struct, frozen=True):
+    """A folder, file or socket of the host, shown read-only at `target`. What is mounted in it needs a bind of its
+    own to be so too (see submounts.py)."""
+
+    source: str
+    target: str
+
+    def words(self) -> list[str]:
+        fields = ("type=bind", f"source={self.source}", f"destination={self.target}", "ro")
+        return ["--mount", ",".join('"' + field.replace('"', '""') + '"' for field in fields)]
+
+
+def look() -> Apptainer:
+    """The first program that works. Raises RuntimeUnavailable with what to do about it. Blocks."""
+    path = apptainer_program()
+    found = Apptainer(path, _version(path))
+    if fault := _works(found):
+        raise RuntimeUnavailable(
+            f"{path} cannot make a sandbox for this user: {fault}",
+            hint="it needs Apptainer 1.1 or newer, user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+            "user.max_user_namespaces=10000), and /dev/fuse for SIF files",
+        )
+    return found
+
+
+def _version(path: str) -> str:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeUnavailable(f"{path} does not run: {error}") from error
+    match = re.search(r"\d+\.\d+\S*", done.stdout)
+    return match.group() if match else done.stdout.strip()
+
+
+def _works(found: Apptainer) -> str | None:
+    """None when the portable interpreter starts in an empty root, else what was said."""
+    with tempfile.TemporaryDirectory(prefix="outrider-probe-") as folder:
+        root = Path(folder, "root")
+        for name in EMPTY_FOLDERS:
+            (root / name).mkdir(parents=True)
+        binds = [Bind(str(portable_python()), PORTABLE_AT)]
+        command = [*exec_command(found, str(root), binds, {}), *portable_command(), *FLAGS, "-c", "pass"]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=program_environment(Path(folder)),
+                timeout=PROBE_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    return None if done.returncode == 0 else done.stderr.strip()[-500:] or f"exit code {done.returncode}"
+
+
+def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mapping[str, str]) -> list[str]:
+    """Up to the program to run. `env` is set inside."""
+    return [
+        *(found.path, "--quiet", "exec"),
+        *ISOLATION,
+        *(ROOT_OF_OWN if os.geteuid() else ROOT_AS_ROOT),
+        *(word for bind in binds for word in bind.words()),
+        *(word for name, value in env.items() for word in ("--env", f"{name}={value}")),
+        image,
+    ]
+
+
+def program_environment(folder: Path) -> dict[str, str]:
+    """For Apptainer itself: where it finds its helpers, and that what it writes goes below `folder`."""
+    cache = environment("APPTAINER_CACHEDIR")
+    return {
+        "PATH": environment("PATH") or PATH,
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "APPTAINER_TMPDIR": str(folder),
+        "APPTAINER_CONFIGDIR": str(folder / "apptainer"),
+        **({"APPTAINER_CACHEDIR": cache} if cache else {}),
+    }
+
+
+def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
+    """The command, in control groups from its first moment on."""
+    return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
+
+
+def server_command(size: int, files: int, memory: int, limits: Mapping[str, int]) -> list[str]:
+    """The tool server behind its fence (see guest/isolation/fence.py)."""
+    words = [str(size), str(files), str(memory), *(f"{name}={value}" for name, value in limits.items())]
+    return [*portable_command(), *FLAGS, "-c", BOOT, *words]
+
+
+FINDER = Finder(look)

@@ -1,0 +1,1 @@
+"""Sandboxes made by Docker, Podman or gVisor, through the Docker Engine API."""

@@ -1,0 +1,157 @@
+"""The tool server in a container: how it is started there, and how it and the host find each other.
+
+It does not know what made the container. Invariant: the folder that container and host share holds one socket, until
+the server has connected to it; after that, nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from outrider.errors import RuntimeFailure
+from outrider.pythons.portable import portable_command, portable_python
+from outrider.runtimes.kernel.child import readable
+from outrider.runtimes.tool_server.bundle import BOOT, FLAGS, behind, compiled, delivery
+from outrider.runtimes.tool_server.client import ToolClient
+from outrider.runtimes.tool_server.launch import START_SECONDS, Setup, configure
+
+TOOLS_AT = "/run/outrider/tools"
+SOCKET = "sock"
+LOOK_SECONDS = 1.0
+LOG_TAIL = 4096
+
+FENCE = ("isolation.syscalls", "isolation.seccomp", "isolation.container_entry")
+CONNECT = (
+    "import _socket,posix\n"
+    "for fds in ((0,1),(2,)):\n"
+    " end=_socket.socket(_socket.AF_UNIX,_socket.SOCK_STREAM)\n"
+    f" end.connect('{TOOLS_AT}/{SOCKET}')\n"
+    " for fd in fds: posix.dup2(end.fileno(),fd)\n"
+    " end.close()\n"
+)
+"""The first connection is for calls, the second takes what the server complains of."""
+
+
+def command(file_bytes: int, memory: int) -> list[str]:
+    """What a container runs, where the portable interpreter and the shared folder are mounted. No file that is written
+    in it can be larger than `file_bytes`: a limit that every kernel keeps, and that not every daemon passes on.
+    `memory` is what `Setup.memory` says."""
+    limits = [f"RLIMIT_FSIZE={file_bytes}", "RLIMIT_CORE=0", *([f"RLIMIT_DATA={memory}"] if memory else [])]
+    return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, str(memory), *limits]
+
+
+def interpreter() -> tuple[Path, bytes]:
+    """The portable interpreter's folder and the tool server's bytecode for it. Blocks; raises RuntimeUnavailable."""
+    folder = portable_python()
+    *enter, program = portable_command(str(folder))
+    return folder, compiled(tuple(enter), program, ())
+
+
+class LogTail(asyncio.Protocol):
+    """Keeps the end of what comes."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+        self.transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._kept = (self._kept + data)[-LOG_TAIL:]
+
+    def text(self) -> str:
+        return self._kept.decode(errors="replace").strip()
+
+
+class ContainedServer:
+    """Listens from the beginning, so that the container can be started; `tools` is there after `connect`."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` does not exist yet; it is what must be mounted at TOOLS_AT."""
+        self.folder = folder
+        self.tools: ToolClient | None = None
+        self._log = LogTail()
+        self._waiting = False
+        self._closed = False
+        folder.mkdir(mode=0o711)
+        self._listener = listening(folder)
+
+    async def connect(self, bytecode: bytes, setup: Setup, runs: Callable[[], Awaitable[bool]]) -> ToolClient:
+        """Wait for the server in there, and make it ready. Raises RuntimeFailure, also when the container, whose state
+        `runs` tells, has ended; `close` must follow in any case."""
+        complaints = await self._connected(runs)
+        assert self.tools is not None
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: self._log, complaints)
+        await self.tools.open()
+        self.tools.send_raw(delivery(behind(FENCE, bytecode)))
+        await configure(self.tools, setup)
+        return self.tools
+
+    async def _connected(self, runs: Callable[[], Awaitable[bool]]) -> socket.socket:
+        """Take both connections, the first for `tools`; returns the other."""
+        self._waiting = True
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                self.tools = ToolClient(await self._accept(runs), self._log.text)
+                return await self._accept(runs)
+        except TimeoutError as error:
+            raise RuntimeFailure(f"the container's tool server did not connect in {START_SECONDS:.0f} s") from error
+        finally:
+            self._waiting = False
+            self._stop_listening()
+
+    async def _accept(self, runs: Callable[[], Awaitable[bool]]) -> socket.socket:
+        while not self._closed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await readable(self._listener.fileno())
+            with contextlib.suppress(BlockingIOError):
+                end, _ = self._listener.accept()
+                end.setblocking(False)
+                return end
+            if not await runs():
+                raise RuntimeFailure(
+                    "the container ended before its tool server had connected",
+                    hint="give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc",
+                )
+        raise RuntimeFailure("the sandbox was stopped while it started")
+
+    def _stop_listening(self) -> None:
+        self._listener.close()
+        (self.folder / SOCKET).unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
+        if self._waiting:
+            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes whoever waits for it
+        else:
+            self._stop_listening()
+        if self.tools is not None:
+            await self.tools.close()
+        if self._log.transport is not None:
+            self._log.transport.close()
+
+
+def listening(folder: Path) -> socket.socket:
+    """A socket in `folder`, which any user of the container may connect to; only the container has the folder. By its
+    descriptor, because the path of a socket may be 107 bytes long."""
+    held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"/proc/self/fd/{held}/{SOCKET}")
+        (folder / SOCKET).chmod(0o666)
+        listener.listen(2)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.close(held)
+    return listener

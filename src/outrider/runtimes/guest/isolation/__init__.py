@@ -1,0 +1,1 @@
+"""How a new process becomes a confined sandbox: namespaces, mounts, seccomp and Landlock."""

@@ -1,0 +1,295 @@
+"""The system calls that a sandbox's programs do not get: what reaches into the kernel beyond what work needs.
+
+The list follows what container engines deny by default, plus what they leave to capabilities. It knows nothing of who
+is confined. Invariant: a call of another machine's numbering is never let through. Pure but for `confine`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+
+from outrider.runtimes.guest.isolation.syscalls import (
+    NEWCGROUP,
+    NEWIPC,
+    NEWNET,
+    NEWNS,
+    NEWPID,
+    NEWUSER,
+    NEWUTS,
+    checked,
+    prctl,
+)
+
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
+ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+EPERM, ENOSYS = 1, 38
+
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+AT_NUMBER, AT_MACHINE = 0, 4
+FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
+"""Where a call's arguments are: the lower half of each, and the upper one UPPER behind it."""
+UPPER = 4
+
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32 = 0x40000000
+"""From here on the numbers of x86-64 mean the x32 calls."""
+UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
+"""The families of sockets that there are: others, such as those between a virtual machine and its host, know of no
+network namespace."""
+STREAM, SEQUENCED, KIND = 1, 5, 0xF
+TCP = 6
+FASTOPEN = 0x20000000
+"""Sending with this makes a connection, which Landlock does not see."""
+PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+F_SETPIPE_SZ = 1031
+NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+
+LOOKED_AT = {
+    "x86_64": {
+        "ioctl": 16,
+        "socket": 41,
+        "sendto": 44,
+        "sendmsg": 46,
+        "socketpair": 53,
+        "clone": 56,
+        "fcntl": 72,
+        "setpriority": 141,
+        "sched_setparam": 142,
+        "sched_setscheduler": 144,
+        "sched_setaffinity": 203,
+        "ioprio_set": 251,
+        "prlimit64": 302,
+        "sendmmsg": 307,
+        "sched_setattr": 314,
+    },
+    "aarch64": {
+        "fcntl": 25,
+        "ioctl": 29,
+        "ioprio_set": 30,
+        "sched_setparam": 118,
+        "sched_setscheduler": 119,
+        "sched_setaffinity": 122,
+        "setpriority": 140,
+        "socket": 198,
+        "socketpair": 199,
+        "sendto": 206,
+        "sendmsg": 211,
+        "clone": 220,
+        "prlimit64": 261,
+        "sendmmsg": 269,
+        "sched_setattr": 274,
+    },
+}
+"""Allowed or not by their arguments: see `checks`."""
+HOST_WIDE = {
+    "x86_64": (29, 30, 31, *range(64, 67), *range(68, 72), 220, *range(240, 246)),
+    "aarch64": (*range(180, 197),),
+}
+"""System V's shared memory, semaphores and messages, POSIX's messages: outside of namespaces all programs share them,
+and they outlive who made them. Without `shmdt`, which lets go of one."""
+
+UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
+"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`: memory that belongs to a descriptor or a pipe and to
+no process, or that a process has and does not show."""
+
+CLONE3 = 435
+"""Its flags are in memory, where a filter cannot look: without it the C library uses `clone`."""
+
+DENIED_EVERYWHERE = {
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "open_tree": 428,
+    "move_mount": 429,
+    "fsopen": 430,
+    "fsconfig": 431,
+    "fsmount": 432,
+    "fspick": 433,
+    "mount_setattr": 442,
+}
+DENIED = {
+    "x86_64": {
+        "syslog": 103,
+        "uselib": 134,
+        "ustat": 136,
+        "sysfs": 139,
+        "vhangup": 153,
+        "modify_ldt": 154,
+        "pivot_root": 155,
+        "adjtimex": 159,
+        "acct": 163,
+        "settimeofday": 164,
+        "mount": 165,
+        "umount2": 166,
+        "swapon": 167,
+        "swapoff": 168,
+        "reboot": 169,
+        "sethostname": 170,
+        "setdomainname": 171,
+        "iopl": 172,
+        "ioperm": 173,
+        "create_module": 174,
+        "init_module": 175,
+        "delete_module": 176,
+        "get_kernel_syms": 177,
+        "query_module": 178,
+        "quotactl": 179,
+        "nfsservctl": 180,
+        "lookup_dcookie": 212,
+        "clock_settime": 227,
+        "mbind": 237,
+        "set_mempolicy": 238,
+        "get_mempolicy": 239,
+        "kexec_load": 246,
+        "add_key": 248,
+        "request_key": 249,
+        "keyctl": 250,
+        "migrate_pages": 256,
+        "unshare": 272,
+        "move_pages": 279,
+        "perf_event_open": 298,
+        "fanotify_init": 300,
+        "name_to_handle_at": 303,
+        "open_by_handle_at": 304,
+        "clock_adjtime": 305,
+        "setns": 308,
+        "kcmp": 312,
+        "finit_module": 313,
+        "kexec_file_load": 320,
+        "bpf": 321,
+        "userfaultfd": 323,
+    },
+    "aarch64": {
+        "umount2": 39,
+        "mount": 40,
+        "pivot_root": 41,
+        "nfsservctl": 42,
+        "vhangup": 58,
+        "quotactl": 60,
+        "lookup_dcookie": 18,
+        "acct": 89,
+        "unshare": 97,
+        "kexec_load": 104,
+        "init_module": 105,
+        "delete_module": 106,
+        "clock_settime": 112,
+        "syslog": 116,
+        "reboot": 142,
+        "sethostname": 161,
+        "setdomainname": 162,
+        "settimeofday": 170,
+        "adjtimex": 171,
+        "add_key": 217,
+        "request_key": 218,
+        "keyctl": 219,
+        "swapon": 224,
+        "swapoff": 225,
+        "mbind": 235,
+        "get_mempolicy": 236,
+        "set_mempolicy": 237,
+        "migrate_pages": 238,
+        "move_pages": 239,
+        "perf_event_open": 241,
+        "fanotify_init": 262,
+        "name_to_handle_at": 264,
+        "open_by_handle_at": 265,
+        "clock_adjtime": 266,
+        "setns": 268,
+        "kcmp": 272,
+        "finit_module": 273,
+        "bpf": 280,
+        "userfaultfd": 282,
+        "kexec_file_load": 294,
+    },
+}
+
+
+def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    """One instruction of the classic BPF machine; the jumps count the instructions to skip."""
+    return struct.pack("HBBI", code, then, otherwise, value)
+
+
+REFUSED, PASSED = step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)
+SIZE = len(PASSED)
+
+
+def refuse(at: int, *values: int, test: int = EQUAL) -> bytes:
+    """Refuses a call whose argument at `at` is one of the values."""
+    return step(LOAD, at) + b"".join(step(test, value, 0, 1) + REFUSED for value in values)
+
+
+def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
+    """Refuses a call unless its argument at `at` is one of the values."""
+    tests = [step(EQUAL, value, len(values) - place) for place, value in enumerate(values)]
+    return b"".join([step(LOAD, at), step(AND, mask), *tests, REFUSED])
+
+
+def accept(at: int, value: int) -> bytes:
+    """Lets a call through, whatever its other arguments are."""
+    return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
+
+
+def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
+    """By the name of a call, what is done with it: where that does not refuse it, it is let through."""
+    found = {
+        "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),
+        "ioctl": refuse(SECOND, TIOCSTI, TIOCLINUX),
+        "socket": require(FIRST, UNIX, INTERNET, INTERNET_6, NETLINK),
+        "socketpair": require(FIRST, UNIX),
+    }
+    if counted:
+        found["fcntl"] = refuse(SECOND, F_SETPIPE_SZ)
+    if tcp_only:
+        kind = require(SECOND, STREAM, mask=KIND) + require(THIRD, 0, TCP)
+        found["socket"] = require(FIRST, INTERNET, INTERNET_6, NETLINK) + accept(FIRST, NETLINK) + kind
+        found["socketpair"] += require(SECOND, STREAM, SEQUENCED, mask=KIND)
+        found["sendto"] = found["sendmmsg"] = refuse(FOURTH, FASTOPEN, test=ANY_BIT)
+        found["sendmsg"] = refuse(THIRD, FASTOPEN, test=ANY_BIT)
+    first, second = (require(at, 0) if tcp_only else refuse(at, 1, server) for at in (FIRST, SECOND))
+    for name in ("sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"):
+        found[name] = first
+    found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
+    found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
+    lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
+    found["prlimit64"] = lower + upper + first  # with no new limit, it only asks
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
+    """The filter for a machine by the name that `uname -m` gives it. Neither process 1 nor `server` can be slowed down
+    or limited. With `tcp_only`, which is for programs among the host's, no other process can, there are sockets for TCP
+    and to ask the kernel and no others, and nothing that all programs share. With `counted`, where the memory of
+    processes is counted and bounded, there is none that belongs to no process; without `ipc`, nothing of System V's or
+    POSIX's that outlives them. Raises KeyError for a machine without a list."""
+    steps = [
+        step(LOAD, AT_MACHINE),
+        step(EQUAL, MACHINES[machine], 1, 0),
+        step(RETURN, KILL),
+        step(LOAD, AT_NUMBER),
+    ]
+    if machine == "x86_64":
+        steps += [step(AT_LEAST, X32, 0, 1), step(RETURN, ERRNO | ENOSYS)]
+    missing = (CLONE3, *(UNCOUNTED[machine] if counted else ()), *(() if ipc and not tcp_only else HOST_WIDE[machine]))
+    for number in missing:
+        steps += [step(EQUAL, number, 0, 1), step(RETURN, ERRNO | ENOSYS)]
+    for number in sorted([*DENIED_EVERYWHERE.values(), *DENIED[machine].values()]):
+        steps += [step(EQUAL, number, 0, 1), REFUSED]
+    for name, check in checks(tcp_only, server, counted).items():
+        steps += [step(EQUAL, LOOKED_AT[machine][name], 0, len(check) // SIZE + 1), check, PASSED]
+    return b"".join([*steps, PASSED])
+
+
+def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
+    """Put the filter on this process, the tool server, and all that it starts, for good. Raises OSError, and KeyError
+    as `program`."""
+    code = program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    checked("seccomp", libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(MODE_FILTER), header, 0, 0))

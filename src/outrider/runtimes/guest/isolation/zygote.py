@@ -1,0 +1,148 @@
+"""The process that all sandboxes of a node are forked from: a tool server that is loaded already, and not yet confined.
+
+A fork of it costs less than starting any program, needs no interpreter in the sandbox, and shares its memory. It is a
+program of its own, started by `python -I -S -c` with one end of a socket as its standard input; its environment is
+empty but for its node's mark. It knows no session. Invariants: it has one thread and never runs what a sandbox
+contains; when its socket ends, or it dies, every sandbox that came from it dies with it.
+
+A request is one message: its number, with three descriptors: of a file with the plan (see isolate.py), of the tool
+server's connection, and of the file for its standard error. The answer is `[number, pid, error]`, with a pidfd unless
+there is an error.
+"""
+
+from __future__ import annotations
+
+import _socket
+import array
+import gc
+import os
+import platform
+import signal
+from typing import TYPE_CHECKING
+
+from outrider.runtimes.guest.filesystem.layers import save_layers
+from outrider.runtimes.guest.isolation import isolate, seccomp, syscalls
+from outrider.runtimes.guest.msgpack import Unpacker, pack
+from outrider.runtimes.guest.poll_loop import POLL_READ, Loop
+from outrider.runtimes.guest.server import close_others, preload, serve
+
+if TYPE_CHECKING:
+    from typing import Any
+
+FAILED = 125
+
+
+class Zygote:
+    """Answers requests, one after another, and reaps what it forked."""
+
+    def __init__(self, loop: Loop, control: _socket.socket) -> None:
+        self.loop = loop
+        self.control = control
+        loop.watch(control.fileno(), POLL_READ, self._ready)
+
+    def _ready(self, events: int) -> None:
+        message, ancillary, _, _ = self.control.recvmsg(8, _socket.CMSG_SPACE(12), _socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            self.loop.stopped = True
+            return
+        given = array.array("i")
+        for _, _, data in ancillary:
+            given.frombytes(data)
+        number = int.from_bytes(message, "big")
+        try:
+            self._answer(number, self._fork(*given))
+        except OSError as error:
+            self._say([number, 0, str(error)])
+        finally:
+            for fd in given:
+                os.close(fd)
+
+    def _fork(self, file: int, connection: int, log: int) -> int:
+        plan = Unpacker(os.pread(file, os.fstat(file).st_size, 0)).value()
+        if len(plan["uids"]) == 1:
+            return self._clone(plan, connection, log)
+        told, tell = os.pipe()
+        try:
+            pid = self._clone(plan, connection, log, told, tell)
+            give_users(pid, plan)
+            os.write(tell, b"x")
+        finally:
+            os.close(told)
+            os.close(tell)
+        return pid
+
+    def _clone(self, plan: dict[str, Any], connection: int, log: int, told: int = -1, tell: int = -1) -> int:
+        pid = syscalls.clone(syscalls.NEWUSER | syscalls.NEWPID)
+        if pid == 0:
+            become_sandbox(plan, connection, log, told, tell)
+        self.loop.exits[pid] = lambda code: None
+        return pid
+
+    def _answer(self, number: int, pid: int) -> None:
+        pidfd = os.pidfd_open(pid)  # nothing has reaped it yet: that is done by the loop
+        try:
+            self._say([number, pid, ""], pidfd)
+        finally:
+            os.close(pidfd)
+
+    def _say(self, answer: list[object], *fds: int) -> None:
+        packed = bytearray()
+        pack(answer, packed)
+        rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.control.sendmsg([packed], rights)
+
+
+def give_users(pid: int, plan: dict[str, Any]) -> None:
+    """Let the child's user namespace have several users: root may, and programs that ask /etc/subuid. Raises OSError;
+    the child then finds that it was told nothing."""
+    for kind in ("uid", "gid"):
+        ids = plan[f"{kind}s"]
+        if os.geteuid() == 0:
+            isolate.write(f"/proc/{pid}/{kind}_map", isolate.mapping(ids))
+            continue
+        program = plan["mappers"][kind]
+        words = [program, str(pid), *(str(number) for line in ids for number in line)]
+        mapper = os.posix_spawn(program, words, {})
+        if os.waitpid(mapper, 0)[1] != 0:
+            raise OSError(f"{' '.join(words)} failed")
+
+
+def become_sandbox(plan: dict[str, Any], connection: int, log: int, told: int, tell: int) -> None:
+    """In the child, which is the first process of its pid namespace. Never returns."""
+    code = FAILED
+    try:
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDWR)
+        for source, target in ((null, 0), (null, 1), (log, 2)):
+            os.dup2(source, target)
+        if told >= 0:
+            os.close(tell)
+            if not os.read(told, 1):
+                raise OSError("the sandbox was given no users")
+        close_others({0, 1, 2, connection})
+        signal.set_wakeup_fd(-1)
+        gateway = os.open(plan["gateway"], os.O_PATH) if plan["gateway"] else -1
+        layers = isolate.enter(plan)
+        serve(connection, connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
+        code = 0
+    except BaseException as error:  # whatever it was, this process must not go on as a second zygote
+        os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    """Serve the socket on descriptor 0 until it ends."""
+    preload()
+    seccomp.program(platform.machine(), False, 1)
+    syscalls.rename_process(b"outrider-sandbox")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o022)
+    control = _socket.socket(fileno=os.dup(0))
+    control.setblocking(True)
+    loop = Loop()
+    Zygote(loop, control)
+    gc.collect()
+    gc.freeze()
+    loop.run()

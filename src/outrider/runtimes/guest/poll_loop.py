@@ -1,0 +1,103 @@
+"""A poll loop for one thread: readiness of descriptors, timers, and exits of children.
+
+It knows nothing of what it watches. Invariant: every child that exits is reaped, adopted orphans included. (asyncio
+would be the natural choice, but importing it takes several times as long as starting the interpreter.)
+"""
+
+from __future__ import annotations
+
+import posix
+import select
+import time
+from typing import TYPE_CHECKING
+
+from outrider.runtimes.guest.processes import exit_code, send_signal
+
+if TYPE_CHECKING:
+    import signal as _signal
+    from collections.abc import Callable
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
+
+
+CHUNK = 1 << 18
+
+
+FAR = float("inf")
+
+
+class Loop:
+    """A poll loop: readiness of descriptors, timers, and exits of children."""
+
+    def __init__(self) -> None:
+        self.poll = select.poll()
+        self.handlers: dict[int, Callable[[int], object]] = {}
+        self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
+        self.exits: dict[int, Callable[[int], object]] = {}
+        self.stopped = False
+        reader, writer = posix.pipe()
+        posix.set_blocking(reader, False)
+        posix.set_blocking(writer, False)
+        _signal.set_wakeup_fd(writer)
+        _signal.signal(_signal.SIGCHLD, lambda number, frame: None)
+        self.watch(reader, POLL_READ, lambda events: self._reap(reader))
+
+    def watch(self, fd: int, events: int, handler: Callable[[int], object]) -> None:
+        self.handlers[fd] = handler
+        self.poll.register(fd, events)
+
+    def forget(self, fd: int) -> None:
+        if self.handlers.pop(fd, None) is not None:
+            self.poll.unregister(fd)
+
+    def at(self, key: object, seconds: float, action: Callable[[], object]) -> None:
+        self.timers[key] = (time.monotonic() + seconds, action)
+
+    def run(self) -> None:
+        while not self.stopped:
+            timeout = None
+            soonest = FAR
+            if self.timers:
+                soonest = min(deadline for deadline, _ in self.timers.values())
+                timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5
+            for fd, events in self.poll.poll(timeout):
+                handler = self.handlers.get(fd)
+                if handler is not None:
+                    handler(events)
+            if soonest <= time.monotonic():
+                self._fire()
+
+    def _fire(self) -> None:
+        now = time.monotonic()
+        for key, (deadline, action) in list(self.timers.items()):
+            if deadline <= now and self.timers.get(key) == (deadline, action):
+                del self.timers[key]
+                action()
+
+    def _reap(self, wakeup: int) -> None:
+        read_ready(wakeup)
+        while True:
+            try:
+                pid, status = posix.waitpid(-1, posix.WNOHANG)
+            except OSError:
+                return
+            if pid == 0:
+                return
+            if posix.WIFSTOPPED(status):  # it asked to be traced by us, and nothing would ever let it go on
+                send_signal(pid, _signal.SIGKILL)
+                continue
+            watcher = self.exits.pop(pid, None)
+            if watcher is not None:
+                watcher(exit_code(status))
+
+
+def read_ready(fd: int) -> bytes | None:
+    """What can be read now: b"" when nothing is there, None at the end."""
+    try:
+        return posix.read(fd, CHUNK) or None
+    except BlockingIOError:
+        return b""
+    except OSError:
+        return None

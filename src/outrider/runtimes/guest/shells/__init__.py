@@ -1,0 +1,1 @@
+"""Interpreters that keep their state between commands: bash, Python and IPython."""

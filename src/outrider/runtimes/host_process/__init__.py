@@ -1,0 +1,1 @@
+"""Programs on the host itself: without isolation (`process`), or confined by Landlock."""

@@ -1,0 +1,71 @@
+"""Programs on the host itself, fenced in by Landlock: for machines where user namespaces are off.
+
+Weaker than a sandbox of namespaces: what is on the host's system folders can be seen, and so can its processes, though
+not what is in them; and what is bound is each process, where no control groups are there for all of them.
+It does not know what it runs. Invariant: what is in files is changed in the sandbox's own directory alone; the
+terminals of the service's user can be written to. What `stop` kills is what the process runtime's does.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from outrider.runtimes.base import Availability
+from outrider.runtimes.guest.isolation import landlock, seccomp
+from outrider.runtimes.host_process.process import ProcessRuntime
+from outrider.runtimes.kernel.cgroups import find
+from outrider.runtimes.tool_server.bundle import behind, server_command
+from outrider.runtimes.tool_server.launch import Setup
+
+FENCE = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
+NEEDED = 3
+"""The version of Landlock with which a file that cannot be written cannot be cut off either: Linux 6.2."""
+READ = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl", "/etc/pki/tls", "/etc/pki/ca-trust", "/etc/crypto-policies"),
+    *("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/localtime", "/etc/mime.types"),
+    *("/etc/os-release", "/etc/protocols", "/etc/services", "/sys/devices/system/cpu"),
+)
+WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
+"""The last also leads to other terminals of the service's user; without it no terminal of one's own can be opened."""
+ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
+"""Git gives up where there is a configuration for the whole host and it cannot read it."""
+
+
+class LandlockRuntime(ProcessRuntime):
+    """As `ProcessRuntime`, but that no file is written outside of the sandbox's own directory, nothing read but the
+    system's folders and the harness's programs, and no TCP connection made but to the gateway."""
+
+    @classmethod
+    def available(cls) -> Availability:
+        if platform.machine() not in seccomp.MACHINES or sys.platform != "linux":
+            return Availability(ok=False, detail="needs Linux on x86-64 or arm64")
+        if (have := landlock.version()) < NEEDED:
+            detail = f"Landlock {NEEDED} or newer is needed, this kernel has {have or 'none'}"
+            return Availability(ok=False, detail=detail, hint="Linux 6.2 or newer, with landlock in its list of LSMs")
+        network = "TCP" if have >= landlock.NETWORK_SINCE else "no network"
+        return Availability(
+            ok=True,
+            detail=f"Landlock {have}: files and {network} fenced, weaker than namespaces; limits by {find()}",
+        )
+
+    def _program(self, bytecode: bytes, limits: Mapping[str, int], memory: int) -> tuple[list[str], bytes]:
+        shown = [*READ, str(Path(sys.base_prefix).resolve()), *map(str, self._context.mounts)]
+        words = [
+            str(urlsplit(self.endpoint).port or 0),
+            *(f"read={path}" for path in shown),
+            *(f"write={path}" for path in (*WRITE, self._context.directory)),
+            f"memory={memory}",
+            *(f"{name}={value}" for name, value in limits.items()),
+        ]
+        return [*server_command(sys.executable), *words], behind(FENCE, bytecode)
+
+    def _setup(self) -> Setup:
+        setup = super()._setup()
+        return msgspec.structs.replace(setup, env={**ENVIRONMENT, **setup.env})

@@ -1,0 +1,1 @@
+"""Processes and control groups of this machine, for every runtime that starts processes itself."""

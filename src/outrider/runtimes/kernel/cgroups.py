@@ -1,0 +1,322 @@
+"""Control groups of a node: where the limits of its sandboxes are kept by the kernel.
+
+Version 2 where this process may make groups (a delegated unit or container), version 1 where it may (root, or chowned
+folders), nothing otherwise. It knows no runtime. Invariants: a group is named after its node's folder and its sandbox,
+so that what a dead node left is known for certain; and after `remove` it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.node_host import PREFIX, Host, lives
+from outrider.spec import MEBIBYTE, Resources
+
+log = logging.getLogger("outrider.node")
+
+MOUNT = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+VMSTAT = Path("/proc/vmstat")
+KILL_COUNTS = ("memory.events", "memory.oom_control")
+"""Of version 2 and of version 1."""
+UNIFIED = ""
+"""What /proc/self/cgroup calls the controllers of version 2."""
+CONTROLLERS = ("cpu", "memory", "pids")
+CPU_PERIOD = 100_000
+REMOVE_SECONDS = 5.0
+PAUSE_SECONDS = 0.002
+KILLS_SECONDS = 1.0
+OWN = "outrider-service"
+"""The group that this process moves into where a group with members may have no groups of its own (version 2)."""
+
+
+class Hierarchies(msgspec.Struct, frozen=True):
+    """Where this process may make groups: the folder for each controller it can set limits with."""
+
+    version: int
+    folders: Mapping[str, Path]
+
+    def __str__(self) -> str:
+        return f"control groups v{self.version} ({', '.join(self.folders)})" if self.folders else "no control groups"
+
+
+NONE = Hierarchies(0, {})
+
+
+def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
+    """What this process can use. `own` is what /proc/self/cgroup says."""
+    paths = by_controller(OWN_GROUPS.read_text() if own is None else own)
+    if (mount / "cgroup.controllers").exists():
+        return _unified(mount / paths.get(UNIFIED, "/").lstrip("/"))
+    found = {}
+    for name, path in paths.items():
+        folder = mount / name / path.lstrip("/")
+        if name in CONTROLLERS and os.access(folder, os.W_OK):
+            found[name] = folder
+    return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
+
+
+def by_controller(own: str) -> dict[str, str]:
+    """The path of a process's group for each controller, of what its /proc/PID/cgroup says."""
+    lines = [line.split(":", 2) for line in own.splitlines()]
+    return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
+
+
+def _unified(folder: Path) -> Hierarchies:
+    """Our own group, or the one above if we have moved into a leaf of it before."""
+    folder = folder.parent if folder.name == OWN else folder
+    try:
+        offered = (folder / "cgroup.controllers").read_text().split()
+    except OSError:
+        return NONE
+    usable = [name for name in CONTROLLERS if name in offered]
+    if not usable or not os.access(folder, os.W_OK) or not os.access(folder / "cgroup.procs", os.W_OK):
+        return NONE
+    return Hierarchies(2, dict.fromkeys(usable, folder))
+
+
+def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
+    """By controller: the files to write, in order, for what the resources bound."""
+    found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
+    memory = str(resources.most_memory_mb * MEBIBYTE)
+    if version == 2:
+        found["memory"] = {"memory.max": memory, "memory.swap.max": "0"}
+    else:
+        found["memory"] = {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory}
+    if resources.cpus is not None:
+        quota = str(round(resources.cpus * CPU_PERIOD))
+        if version == 2:
+            found["cpu"] = {"cpu.max": f"{quota} {CPU_PERIOD}"}
+        else:
+            found["cpu"] = {"cpu.cfs_period_us": str(CPU_PERIOD), "cpu.cfs_quota_us": quota}
+    return found
+
+
+UNBOUND = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
+OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
+"""Not there where the kernel does not account for swap."""
+
+
+class Group:
+    """The groups of one sandbox. Its methods block, for as long as a few system calls."""
+
+    def __init__(self, folders: tuple[Path, ...], host_kills: int = 0) -> None:
+        """`host_kills` is what that of the module said before."""
+        self._folders = folders
+        self._host_kills = host_kills
+
+    @property
+    def entrances(self) -> tuple[str, ...]:
+        """The files that a process writes "0" to, to be in the group with all that it starts."""
+        return tuple(str(folder / "cgroup.procs") for folder in self._folders)
+
+    def starved(self) -> bool:
+        """Whether the kernel has killed something for want of memory since this was made, and not of the memory that
+        this may have: it may have killed what is in it, too."""
+        return host_kills() - self.kills() > self._host_kills
+
+    def kills(self) -> int:
+        """How often the kernel has killed something in it for want of the memory that it may have."""
+        return sum(count_in(folder / file, "oom_kill") for folder in self._folders for file in KILL_COUNTS)
+
+    def add(self, pid: int) -> None:
+        for entrance in self.entrances:
+            Path(entrance).write_text(str(pid))
+
+    def kill(self) -> None:
+        """Whoever is in it now, without the limit of processor time, of which dying takes some."""
+        for folder in self._folders:
+            for file, value in UNBOUND.items():
+                with contextlib.suppress(OSError):  # of the other version, or of another controller
+                    (folder / file).write_text(value)
+            _kill_members(folder)
+
+    async def remove(self) -> None:
+        """With all that may still run in it. Raises RuntimeFailure, when as many are removed as can be."""
+        deadline = time.monotonic() + REMOVE_SECONDS
+        left: dict[Path, str] = {}
+        for folder in self._folders:
+            try:
+                while not _removed(folder):
+                    _kill_members(folder)
+                    if time.monotonic() > deadline:
+                        left[folder] = "something still runs in it"
+                        break
+                    await asyncio.sleep(PAUSE_SECONDS)
+            except OSError as error:
+                left[folder] = str(error)
+        self._folders = tuple(left)
+        for folder, reason in left.items():
+            raise RuntimeFailure(f"the control group {folder} cannot be removed: {reason}")
+
+
+def host_kills() -> int:
+    """How often the kernel has killed something on this host for want of memory, the host's or that of a group."""
+    return count_in(VMSTAT, "oom_kill")
+
+
+def count_in(file: Path, name: str) -> int:
+    """Of a file of lines `NAME NUMBER`; 0 where there is no such file or line."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+
+
+class Cgroups:
+    """A part of a node's host (see host.py): `async with` it, and make groups."""
+
+    def __init__(self, host: Host, *, hierarchies: Hierarchies | None = None) -> None:
+        self._name = host.name
+        self.hierarchies = find() if hierarchies is None else hierarchies
+        self._kills = 0
+        self._kills_until = 0.0
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._open)
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await asyncio.to_thread(_remove_node, self._parents(), self._name)
+
+    def make(self, sandbox: str, resources: Resources) -> Group:
+        """A group with the limits of `resources`, as far as there are controllers for them. Raises RuntimeFailure."""
+        wanted = settings(self.hierarchies.version, resources)
+        folders: dict[Path, None] = {}
+        try:
+            for controller, parent in self.hierarchies.folders.items():
+                if controller in wanted:
+                    folder = parent / self._name / sandbox
+                    folders[folder] = None
+                    with contextlib.suppress(FileExistsError):
+                        folder.mkdir()
+                    for file, value in wanted[controller].items():
+                        _set(folder / file, value)
+        except OSError as error:
+            for folder in folders:
+                with contextlib.suppress(OSError):
+                    _removed(folder)
+            raise RuntimeFailure(f"the sandbox's limits cannot be set: {error}") from error
+        return Group(tuple(folders), self._kills_lately())
+
+    def _kills_lately(self) -> int:
+        """The host's, as of a second ago at most: the file takes the kernel as long as a tenth of a sandbox's start."""
+        now = time.monotonic()
+        if now > self._kills_until:
+            self._kills, self._kills_until = host_kills(), now + KILLS_SECONDS
+        return self._kills
+
+    def _open(self) -> None:
+        try:
+            if self.hierarchies.version == 2:
+                self._delegate()
+            for folder in self._parents():
+                (folder / self._name).mkdir(exist_ok=True)
+        except OSError:
+            self.hierarchies = NONE  # what looked writable is not
+
+    def _delegate(self) -> None:
+        """Only a group without members of its own can give its controllers to groups below it."""
+        (folder,) = self._parents()
+        own = folder / OWN
+        own.mkdir(exist_ok=True)
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                _set(own / "cgroup.procs", pid)
+        wanted = " ".join(f"+{name}" for name in self.hierarchies.folders)
+        _set(folder / "cgroup.subtree_control", wanted)
+        (folder / self._name).mkdir(exist_ok=True)
+        _set(folder / self._name / "cgroup.subtree_control", wanted)
+
+    def _parents(self) -> list[Path]:
+        return _parents(self.hierarchies)
+
+
+def sweep() -> int:
+    """End what nodes left behind that do not live any more, whatever this process is to start itself; how many such
+    nodes there were. Blocks."""
+    parents = _parents(find())
+    names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
+    ended = 0
+    for name in names:
+        if lives(name):
+            continue
+        try:
+            _remove_node(parents, name)
+            ended += 1
+        except OSError as error:  # it is another user's, perhaps: that is no reason to leave the others
+            log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
+    return ended
+
+
+def _parents(hierarchies: Hierarchies) -> list[Path]:
+    return list(dict.fromkeys(hierarchies.folders.values()))
+
+
+def _remove_node(parents: Iterable[Path], name: str) -> None:
+    for parent in parents:
+        for folder in _inner_first(parent / name):
+            deadline = time.monotonic() + REMOVE_SECONDS
+            while not _removed(folder) and time.monotonic() < deadline:
+                _kill_members(folder)
+                time.sleep(PAUSE_SECONDS)
+
+
+def _inner_first(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        for inner in folder.iterdir():
+            if inner.is_dir():
+                yield from _inner_first(inner)
+        yield folder
+
+
+def _kill_members(folder: Path) -> None:
+    """What is in a group that nobody else puts anything into. A process is held before its membership is read."""
+    for pid in _members(folder):
+        with contextlib.suppress(OSError):
+            held = os.pidfd_open(pid)
+            try:
+                if pid in _members(folder):
+                    signal.pidfd_send_signal(held, signal.SIGKILL)
+            finally:
+                os.close(held)
+
+
+def _members(folder: Path) -> list[int]:
+    try:
+        return [int(pid) for pid in (folder / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return False
+        raise
+    return True
+
+
+def _set(file: Path, value: str) -> None:
+    try:
+        file.write_text(value)
+    except FileNotFoundError:
+        if file.name not in OPTIONAL:
+            raise

@@ -1,0 +1,1 @@
+"""The default runtime: rootless sandboxes of Linux namespaces, forked from a zygote in milliseconds."""

@@ -1,0 +1,69 @@
+"""User ids for sandboxes with more than one: the ranges that /etc/subuid and /etc/subgid set aside for this user.
+
+It starts nothing. Invariant: an id outside that nobody set aside for this user is never used.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from outrider.errors import RuntimeUnavailable
+from outrider.runtimes.namespace.plan import Ids
+
+FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
+
+
+class Users(msgspec.Struct, frozen=True):
+    """The fields of a plan of the same names."""
+
+    uids: tuple[Ids, ...]
+    gids: tuple[Ids, ...]
+    mappers: dict[str, str]
+
+
+def users(count: int) -> Users | None:
+    """So many ids, the first of them this user's own; None when that is all. Raises RuntimeUnavailable."""
+    if count == 1:
+        return None
+    own = {"uid": os.geteuid(), "gid": os.getegid()}
+    ids = {kind: ((0, own[kind], 1), (1, _range(kind, count - 1), count - 1)) for kind in FILES}
+    return Users(ids["uid"], ids["gid"], {} if os.geteuid() == 0 else {kind: _mapper(kind) for kind in FILES})
+
+
+def _range(kind: str, count: int) -> int:
+    """The first id of a range that is large enough."""
+    uid = os.geteuid()
+    names = {str(uid)}
+    try:
+        names.add(pwd.getpwuid(uid).pw_name)
+    except KeyError:
+        """A user without a name is named by number."""
+    try:
+        lines = FILES[kind].read_text().split()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, first, size = line.split(":")
+        if name in names and int(size) >= count:
+            return int(first)
+    raise RuntimeUnavailable(
+        f"{FILES[kind]} sets no {count} ids aside for {' or '.join(sorted(names))}",
+        field="task.runtime.users",
+        hint=f"as root: usermod --add-sub{kind}s 100000-165535 {max(names, key=len)}",
+    )
+
+
+def _mapper(kind: str) -> str:
+    program = f"new{kind}map"
+    if found := shutil.which(program):
+        return found
+    raise RuntimeUnavailable(
+        f"{program} is not installed, which gives a sandbox more than one user",
+        field="task.runtime.users",
+        hint="install your distribution's uidmap (or shadow-utils)",
+    )

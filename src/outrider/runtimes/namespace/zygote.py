@@ -1,0 +1,202 @@
+"""The host's end of the node's zygote (guest/isolation/zygote.py), from which namespace sandboxes are forked.
+
+It knows plans and nothing of what runs in a sandbox. Invariant: a fork that was asked for is either given to the caller
+or, if the caller has gone meanwhile, killed.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from outrider.concurrency.cancellation import shielded
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.kernel.child import Child
+from outrider.runtimes.kernel.process_marks import VARIABLE
+from outrider.runtimes.namespace.plan import Plan, host_root, make_skeleton
+from outrider.runtimes.node_host import Host
+
+ANSWER_MAX = 1 << 16
+STOP_SECONDS = 5.0
+PAUSE_SECONDS = 0.001
+BOOT = """
+import sys, types
+for name in ("outrider", "outrider.runtimes"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
+from outrider.runtimes.guest.isolation.zygote import main
+main()
+"""
+"""The packages are stood in for: their own modules import what a bare interpreter does not have."""
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    pid: int
+    error: str
+
+
+class Zygote:
+    """A part of a node's host: `async with` it, then `fork`. `host_root` is the root of the host's own system folders,
+    `base` a folder for sandboxes to mount theirs at. A zygote that died is started anew by the next fork; the
+    sandboxes that came from it have died with it."""
+
+    def __init__(self, host: Host) -> None:
+        self._folder = host.folder
+        self.base = host.folder / "base"
+        self._child: Child | None = None
+        self._lost: list[Child] = []
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._spares: list[int] = []
+        """Descriptors held for the answers to come: one that found no room would be lost."""
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> Self:
+        self.base.mkdir(exist_ok=True)
+        self.host_root = host_root(await shielded(lambda: asyncio.to_thread(_skeleton, self._folder)))
+        self._spawn()
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._lose()
+        await shielded(self._bury)
+
+    async def _bury(self) -> None:
+        """Wait for the death of those that lost their connection, and so for that of all that came from them."""
+        while self._lost:
+            await self._lost.pop().end(STOP_SECONDS)
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-I", "-S", "-c", BOOT, str(Path(__file__).parents[3])]
+            try:
+                self._child = Child.spawn(command, {VARIABLE: f"{self._folder.name}/"}, theirs)
+            except BaseException:  # also a cancel: what was begun is undone
+                ours.close()
+                raise
+        ours.setblocking(False)
+        self._control = ours
+        self._loop.add_reader(ours.fileno(), self._ready)
+
+    async def fork(self, plan: Plan, connection: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
+        """A new sandbox whose tool server speaks on `connection`, and how to ask whether the process that it came from
+        still lives. Raises RuntimeFailure, and OSError when there are no descriptors left."""
+        if self._child is None:
+            await shielded(self._bury)
+        if self._child is None:  # and nobody has started it meanwhile
+            self._spawn()
+        maker = self._child
+        with contextlib.ExitStack() as undo, os.fdopen(os.memfd_create("plan"), "wb", buffering=0) as file:
+            log = os.memfd_create("stderr")
+            undo.callback(os.close, log)
+            file.write(msgspec.msgpack.encode(msgspec.to_builtins(plan)))
+            self._spares.append(os.dup(log))
+            pid, pidfd = await self._ask(file.fileno(), connection.fileno(), log)
+            undo.pop_all()
+        return Child(pid, pidfd, log), partial(self._lives, maker)
+
+    async def _lives(self, maker: Child | None) -> bool:
+        """What came from it may be seen to die a moment before it is seen itself."""
+        return maker is not None and maker is self._child and not await maker.ends_within(PAUSE_SECONDS)
+
+    async def _ask(self, *fds: int) -> tuple[int, int]:
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[tuple[int, int]] = self._loop.create_future()
+        self._waiting[number] = answer
+        try:
+            await self._send(number, answer, *fds)
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(_discard)
+            raise
+
+    async def _send(self, number: int, answer: asyncio.Future[tuple[int, int]], *fds: int) -> None:
+        """Until it is sent, or answered otherwise. What is not the zygote's fault is this request's own failure."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        try:
+            while not answer.done():
+                try:
+                    self._control.sendmsg([number.to_bytes(8, "big")], rights)
+                except BlockingIOError:
+                    await asyncio.sleep(PAUSE_SECONDS)
+                else:
+                    return
+        except (BrokenPipeError, ConnectionResetError):
+            self._lose()
+        except BaseException:  # also a cancel: what was begun is undone
+            self._waiting.pop(number, None)
+            if self._spares:
+                os.close(self._spares.pop())
+            raise
+
+    def _ready(self) -> None:
+        if self._spares:
+            os.close(self._spares.pop())
+        try:
+            message, fds, _, _ = socket.recv_fds(self._control, ANSWER_MAX, 1)
+        except OSError:
+            message, fds = b"", []
+        if not message:
+            self._lose()
+            return
+        told = msgspec.msgpack.decode(message, type=Answer)
+        answer = self._waiting.pop(told.number)
+        if told.error or not fds:
+            fault = told.error or "there is no descriptor left to hold it by"
+            answer.set_exception(RuntimeFailure(f"the sandbox cannot be forked: {fault}"))
+        else:
+            answer.set_result((told.pid, fds[0]))
+
+    def _lose(self) -> None:
+        """Give up the connection, and with it the zygote and all that came from it."""
+        if self._child is None:
+            return
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        tail = self._child.log_tail() or None
+        self._lost.append(self._child)
+        self._child = None
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            answer.set_exception(RuntimeFailure("the process that makes sandboxes is gone", log_tail=tail))
+        while self._spares:
+            os.close(self._spares.pop())
+
+
+def _skeleton(folder: Path) -> Path:
+    """The skeleton of a root in `folder`, whole, whoever else makes it now or has failed to. Blocks."""
+    skeleton = folder / "skeleton"
+    if not skeleton.exists():
+        with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:
+            made = Path(half, "root")
+            make_skeleton(made)
+            try:
+                made.rename(skeleton)
+            except OSError:
+                if not skeleton.exists():  # else another was faster
+                    raise
+    return skeleton
+
+
+def _discard(answer: asyncio.Future[tuple[int, int]]) -> None:
+    """The fork that nobody waits for any more."""
+    if answer.exception() is None:
+        _, pidfd = answer.result()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)

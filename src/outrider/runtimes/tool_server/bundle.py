@@ -1,0 +1,184 @@
+"""The tool server's code in the form that a bare interpreter starts fastest: bytecode of its own making.
+
+Compiling the source costs more than starting the interpreter, so each interpreter compiles it once and every later
+start reads the result from its standard input: nothing of ours needs to exist in the sandbox's file system.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.resources
+import marshal
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+from outrider.errors import RuntimeUnavailable
+
+BOOT = (
+    "import marshal,posix\n"
+    "def take(n):\n"
+    " b=b''\n"
+    " while len(b)<n:\n"
+    "  c=posix.read(0,n-len(b))\n"
+    "  if not c: posix._exit(1)\n"
+    "  b+=c\n"
+    " return b\n"
+    "scope={'__name__':'outrider_toolserver'}\n"
+    "exec(marshal.loads(take(int.from_bytes(take(4),'big'))),scope)\n"
+    "scope['main']()\n"
+)
+COMPILE = (
+    "import sys,marshal\n"
+    "if sys.version_info<(3,8): sys.exit('Python %d.%d is older than 3.8'%sys.version_info[:2])\n"
+    "code=compile(sys.stdin.buffer.read(),'toolserver','exec',0,True,2)\n"
+    "sys.stdout.buffer.write(marshal.dumps(code))\n"
+)
+FLAGS = ("-I", "-S")
+
+GUEST = "outrider.runtimes.guest"
+MODULES = (
+    "msgpack",
+    "filesystem.paths",
+    "filesystem.host_reads",
+    "processes",
+    "poll_loop",
+    "connection",
+    "calls",
+    "capture",
+    "job",
+    "shells.shell",
+    "shells.bash",
+    "shells.interpreter",
+    "bridge",
+    "filesystem.trees",
+    "filesystem.tree_writer",
+    "filesystem.files",
+    "filesystem.patch",
+    "filesystem.glob",
+    "filesystem.restore",
+    "memory_watch",
+    "server",
+)
+"""In the order in which they build on each other."""
+
+COMPILING = threading.Lock()
+"""Sandboxes that start together compile once; and Python 3.11's `ast.parse` fails when threads use it at once."""
+
+
+def source(name: str) -> str:
+    """The text of a module of the guest folder, named as below it: `filesystem.trees`."""
+    folder = importlib.resources.files(GUEST)
+    return folder.joinpath(name.replace(".", "/") + ".py").read_text(encoding="utf-8")
+
+
+@functools.cache
+def shell_program(kind: Literal["python", "ipython"]) -> str:
+    """What the tool server starts as a live Python of that kind."""
+    modules = ("shells.python", "shells.ipython") if kind == "ipython" else ("shells.python",)
+    engine = "RichEngine" if kind == "ipython" else "PlainEngine"
+    with COMPILING:
+        return f"{program(modules)}\nserve({engine})\n"
+
+
+def program(modules: Sequence[str] = MODULES) -> str:
+    """Modules in a row as one file, without their imports of each other and their types: the tool server."""
+    tree = ast.Module(body=[], type_ignores=[])
+    for name in modules:
+        for node in ast.parse(source(name)).body:
+            tree.body += _kept(node)
+    return ast.unparse(_Bare().visit(tree))
+
+
+class _Bare(ast.NodeTransformer):
+    """Takes the annotations out: every start would read them, and none uses them."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        node.returns = None
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            argument.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.fix_missing_locations(ast.copy_location(ast.Assign([node.target], node.value), node))
+
+
+def _kept(node: ast.stmt) -> list[ast.stmt]:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith((GUEST, "__future__", "typing")):
+        return []
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return node.orelse
+    return [node]
+
+
+LOADER = """
+import marshal, sys
+def main():
+    for name in ("outrider", "outrider.runtimes", *FOLDERS, "typing"):
+        sys.modules[name] = type(sys)(name)
+    sys.modules["typing"].TYPE_CHECKING = False  # all that is wanted of it, and it is slow to load
+    for name, code in PARTS:
+        module = sys.modules[name] = type(sys)(name)
+        exec(marshal.loads(code), module.__dict__)
+        folder, _, own = name.rpartition(".")
+        setattr(sys.modules[folder], own, module)
+    del sys.modules["typing"]
+    module.enter(sys.argv[1:])
+    scope = {"__name__": "outrider_toolserver"}
+    exec(marshal.loads(SERVER), scope)
+    scope["main"]()
+"""
+
+
+@functools.lru_cache(maxsize=8)  # pure, but for files of ours
+def behind(fence: Sequence[str], server: bytes) -> bytes:
+    """The tool server's bytecode behind that of other modules of this folder, in the order in which they import each
+    other: `enter`, of the last, is called first, with the words that follow `server_command`. For the interpreter that
+    runs this, or a copy of it."""
+    parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in fence)
+    folders = tuple(dict.fromkeys([GUEST, *(name.rpartition(".")[0] for name, _ in parts)]))
+    return _bytecode("loader", f"FOLDERS = {folders!r}\nPARTS = {parts!r}\nSERVER = {server!r}\n{LOADER}")
+
+
+def _bytecode(name: str, text: str) -> bytes:
+    return marshal.dumps(compile(text, name, "exec", dont_inherit=True, optimize=2))
+
+
+def server_command(interpreter: str) -> list[str]:
+    """How to start the tool server; `delivery` of its bytecode must come first on its standard input."""
+    return [interpreter, *FLAGS, "-c", BOOT]
+
+
+def delivery(bytecode: bytes) -> bytes:
+    return len(bytecode).to_bytes(4, "big") + bytecode
+
+
+def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
+    """The tool server as `interpreter`, run below `enter` (the sandbox's arguments), compiles it.
+
+    `stamp` tells one state of the interpreter's file system from another. Raises RuntimeUnavailable when there is no
+    Python of 3.8 or newer. Blocks for about 50 ms the first time, and while another thread is at it.
+    """
+    with COMPILING:
+        return _compiled(enter, interpreter, stamp)
+
+
+@functools.lru_cache(maxsize=64)  # pure, given `stamp`
+def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
+    command = [*enter, interpreter, *FLAGS, "-c", COMPILE]
+    try:
+        done = subprocess.run(command, input=program().encode(), capture_output=True, env={}, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeUnavailable(f"cannot run {interpreter} in the sandbox: {error}") from error
+    if done.returncode != 0:
+        raise RuntimeUnavailable(
+            f"no usable Python in the sandbox at {interpreter}",
+            hint="the root file system needs Python 3.8 or newer",
+            log_tail=done.stderr.decode(errors="replace")[-2000:],
+        )
+    return done.stdout

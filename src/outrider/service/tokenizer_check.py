@@ -1,0 +1,29 @@
+"""Refuses an engine that serves another model family than the one whose tokenizer we render with."""
+
+from __future__ import annotations
+
+from outrider.engines.base import ChatEngine, Engine, TokenizesText
+from outrider.errors import ModelMismatch
+from outrider.tokens.rendering.tokenizer import Tokenizer
+
+PROBE = "Outrider 0123456789 <|im_start|>user\nnaïve 测试\n\tdef f(x): return x  # 🙂<tool_call></tool_call>"
+
+
+class FamilyCheck:
+    """Called by the pool for every engine that is added. Engines that cannot tokenise are not checked."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._expected = tokenizer.encode(PROBE)
+
+    async def __call__(self, engine: Engine | ChatEngine) -> None:
+        """Raises ModelMismatch, or EngineUnavailable when the engine cannot be asked."""
+        if not isinstance(engine, TokenizesText):
+            return
+        ids = await engine.token_check(PROBE)
+        if ids is not None and ids != self._expected:
+            raise ModelMismatch(
+                f"engine {engine.name!r} tokenises text differently from {self._tokenizer.name_or_path}",
+                field="model.tokenizer",
+                hint="the engine serves another model: attach the right one, or start with its --tokenizer",
+            )

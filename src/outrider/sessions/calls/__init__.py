@@ -1,0 +1,1 @@
+"""One model call of a session, from the bytes of its body to a recorded turn."""

@@ -1,0 +1,239 @@
+"""What a model call's body may come to, judged while it arrives: from its size and its marks, before anything is read.
+
+A body that cannot fit the model's context costs a count of its bytes and nothing more. It knows no dialect: JSON's
+separators are the same in all of them. Invariant: the bytes that are held for calls are bounded for each session and
+over all of them; a call counts from its first byte to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+
+from outrider.concurrency.offload import Steps
+from outrider.errors import ContextOverflow, RequestError, TooLarge
+
+MAX_BODY = 32 << 20
+"""Bytes of one body. The providers' own bounds are between 20 and 50 MB."""
+MAX_TEXT_BODY = 9 << 20
+"""The same where the engine takes token ids, and so no images: two million tokens of ordinary text."""
+MAX_IN_SESSION = 64 << 20
+"""Bytes of all bodies of one session's calls that have not ended."""
+MAX_IN_ALL = 256 << 20
+"""The same over all sessions, of bodies that are LARGE."""
+LARGE = 1 << 20
+"""Bytes up to which a body is read whatever it holds: decoding the worst takes 25 ms."""
+BODY_SECONDS = 120.0
+"""Time for a body to arrive. It comes from the same machine."""
+
+BYTES_PER_TOKEN = 64
+"""A text with more bytes than this times the context does not fit: few tokens are so long."""
+FREE_SIZE = 1 << 20
+"""Bytes that are allowed beside, since not all are shown to the model."""
+VALUES_PER_TOKEN = 4
+"""The same for JSON values: every message, tool, part and field that is shown to the model takes a token or more."""
+FREE_VALUES = 4096
+"""Values that are allowed beside, since some are not shown."""
+MAX_VALUES = 1 << 17
+"""JSON values of any body: to decode so many takes 15 ms, during which the interpreter does nothing else."""
+MAX_TOOLS = 4096
+"""Tools of a request. The providers take 128, and a chat template needs 0.1 ms for each."""
+MAX_ESCAPES = 1 << 21
+"""Escaped characters of any body: 25 ms of decoding, too."""
+_PIECE = 1 << 20
+_SEPARATORS = b"{[,"
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+
+
+class TooMuchAtOnce(RequestError):
+    """The calls that have not ended are too many, or their bodies have more bytes together than are held at once."""
+
+    code = "too_much_at_once"
+    http_status = 429
+
+
+class TooSlow(RequestError):
+    """A body did not arrive in time."""
+
+    code = "too_slow"
+    http_status = 408
+
+
+class Intake:
+    """The LARGE bodies of all sessions; `seconds` is the time for any body to arrive. Where there is no room for one
+    more, the one that has been arriving for the longest is given up, so that nobody can take all the room by sending
+    slowly."""
+
+    def __init__(self, seconds: float = BODY_SECONDS) -> None:
+        self.size = 0
+        self.seconds = seconds
+        self._arriving: dict[Body, None] = {}
+
+    def add(self, body: Body, size: int) -> None:
+        """That so many more bytes of a body are held. Raises TooMuchAtOnce."""
+        self.size += size
+        self._arriving.setdefault(body)
+        while self.size > MAX_IN_ALL and self._arriving:
+            oldest = next(iter(self._arriving))
+            if oldest is body:
+                raise TooMuchAtOnce(f"the bodies of unfinished requests have more than {MAX_IN_ALL} bytes together")
+            oldest.give_up()
+
+    def arrived(self, body: Body) -> None:
+        self._arriving.pop(body, None)
+
+    def remove(self, body: Body, size: int) -> None:
+        self.arrived(body)
+        self.size -= size
+
+
+class Bodies:
+    """The bodies of one session's unfinished calls. `with bodies.next() as body:` around a call."""
+
+    def __init__(self, intake: Intake) -> None:
+        self.size = 0
+        self.intake = intake
+
+    @contextmanager
+    def next(self) -> Iterator[Body]:
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            body.end()
+
+
+class Body:
+    """One call's body."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._counted = 0
+        self._large = 0
+        self._clock: asyncio.Timeout | None = None
+        self._given_up = False
+
+    async def received(self, parts: AsyncIterator[bytes], capacity: Callable[[], Awaitable[Capacity]]) -> bytes:
+        """All parts. Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and what `capacity` raises, which is
+        asked for LARGE ones."""
+        held: list[bytes] = []
+        size = 0
+        bound: Capacity | None = None
+        try:
+            async with asyncio.timeout(self._bodies.intake.seconds) as self._clock:
+                async for part in parts:
+                    held.append(part)
+                    size += len(part)
+                    self._count(size)
+                    if size > LARGE:
+                        bound = bound or await capacity()
+                        bound.check_size(size)
+        except TimeoutError as error:
+            if self._given_up:
+                raise TooMuchAtOnce("other requests need the room of this one, which arrived too slowly") from error
+            raise TooSlow(f"the request did not arrive within {self._bodies.intake.seconds:g} s") from error
+        self._bodies.intake.arrived(self)
+        return held[0] if len(held) == 1 else b"".join(held)
+
+    def give_up(self) -> None:
+        """Stop receiving it."""
+        self._given_up = True
+        self._bodies.intake.remove(self, self._large)
+        self._large = 0
+        assert self._clock is not None
+        self._clock.reschedule(asyncio.get_running_loop().time())
+
+    def end(self) -> None:
+        """Its call has ended."""
+        self._bodies.size -= self._counted
+        self._bodies.intake.remove(self, self._large)
+        self._counted = self._large = 0
+
+    def _count(self, size: int) -> None:
+        self._bodies.size += size - self._counted
+        self._counted = size
+        if self._bodies.size > MAX_IN_SESSION:
+            raise TooMuchAtOnce(f"this session's unfinished requests have more than {MAX_IN_SESSION} bytes together")
+        if size > LARGE:
+            more, self._large = size - self._large, size
+            self._bodies.intake.add(self, more)
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What a body may come to. `context` is in tokens, None where no engine says it."""
+
+    context: int | None
+    images: bool
+
+    @property
+    def size(self) -> int:
+        most = MAX_BODY if self.images else MAX_TEXT_BODY
+        return most if self.images or self.context is None else min(most, FREE_SIZE + BYTES_PER_TOKEN * self.context)
+
+    @property
+    def values(self) -> int:
+        shown = MAX_VALUES if self.context is None else VALUES_PER_TOKEN * self.context
+        return min(MAX_VALUES, FREE_VALUES + shown)
+
+    def check_size(self, size: int) -> None:
+        """Raises ContextOverflow or TooLarge."""
+        if size <= self.size:
+            return
+        if self.context is not None and not self.images and size > FREE_SIZE + BYTES_PER_TOKEN * self.context:
+            raise self._overflow(1 + (size - FREE_SIZE) // BYTES_PER_TOKEN)
+        raise TooLarge(
+            f"the request body is larger than {self.size} bytes",
+            hint=None if self.images else "the engine takes token ids: images are not read",
+        )
+
+    def check_numbers(self, messages: int, tools: int) -> None:
+        """Raises ContextOverflow for more messages than tokens, RequestError for more than MAX_TOOLS."""
+        if tools > MAX_TOOLS:
+            raise RequestError(f"{tools} tools are too many: at most {MAX_TOOLS} are taken", field="tools")
+        if self.context is not None and messages > self.context:
+            raise self._overflow(messages)
+
+    def checking(self, body: bytes) -> Steps[None]:
+        """Judge a LARGE body by its marks. Raises ContextOverflow or TooLarge."""
+        separators = escapes = 0
+        for start in range(0, len(body), _PIECE):
+            yield _PIECE
+            piece = body[start : start + _PIECE]
+            escapes += piece.count(b"\\")
+            separators += len(piece) - len(piece.translate(None, _SEPARATORS))
+        if escapes > MAX_ESCAPES:
+            raise TooLarge(f"the request body has more than {MAX_ESCAPES} escaped characters")
+        # Those in texts were counted, too, because that is quicker. Mostly there are few enough all the same.
+        if separators > self.values and (values := (yield from counted_values(body))) > self.values:
+            raise self._overflow(values // VALUES_PER_TOKEN)
+
+    def _overflow(self, tokens: int) -> ContextOverflow:
+        limit = "" if self.context is None else f"; the model's context is {self.context}"
+        return ContextOverflow(f"the prompt has at least {tokens} tokens{limit}")
+
+
+def counted_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
+    """How many objects, lists and commas a JSON text has outside of its strings; of bytes that are no JSON, any
+    number."""
+    total = 0
+    inside = False
+    backslashes = 0
+    for start in range(0, len(body), piece_size):
+        yield min(piece_size, len(body) - start)
+        piece = np.frombuffer(body, np.uint8, min(piece_size, len(body) - start), start)
+        places = np.arange(len(piece))
+        other = np.maximum.accumulate(np.where(piece == _BACKSLASH, -1 - backslashes, places))
+        run = np.empty(len(piece), np.int64)  # how many backslashes stand right before each byte
+        run[0] = backslashes
+        run[1:] = places[:-1] - other[:-1]
+        ends = (piece == _QUOTE) & (run % 2 == 0)
+        quoted = (np.cumsum(ends) + inside) % 2 == 1
+        separators = (piece == _SEPARATORS[0]) | (piece == _SEPARATORS[1]) | (piece == _SEPARATORS[2])
+        total += int(np.count_nonzero(separators & ~quoted))
+        inside = bool(quoted[-1])
+        backslashes = int(places[-1] - other[-1])
+    return total

@@ -1,0 +1,322 @@
+"""One model call on an engine that takes messages: its ids are captured from the reply, where it tells any.
+
+The second-best way, and marked so in every turn: the engine renders the history anew each time, so a prompt may not
+extend the previous turn's ids. Invariant: nothing is spliced; such a turn stands alone and its drift is counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from uuid import uuid4
+
+import msgspec
+
+from outrider.dialects.base import Completion, ModelRequest, Opening
+from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
+from outrider.engines.pool.member import Assignment
+from outrider.errors import EngineUnavailable
+from outrider.messages import Delta, Message, Role, images_in
+from outrider.sessions.calls.on_token_engine import Endpoint, clamped, count_differences, recorded
+from outrider.sessions.calls.token_allowance import Allowance
+from outrider.tokens.tree.canonical import digest, extend, message_key
+from outrider.trajectory import (
+    FinishReason,
+    ForkCause,
+    JoinKind,
+    Turn,
+    TurnTimings,
+    VersionSpan,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+)
+
+
+class CaptureCall:
+    """A call on an engine that is given messages and reports the ids it used, or none at all.
+
+    The prompt joins the session's record by its ids: where it does not extend the previous turn's, the turn
+    stands alone and the difference is counted as drift.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        record: CaptureRecord,
+        request: ModelRequest,
+        messages: tuple[Message, ...],
+        sampling: SamplingParams,
+        allowance: Allowance,
+        *,
+        dialect: str,
+        session_key: str,
+        thinking: bool | None,
+    ) -> None:
+        self.id = uuid4().hex
+        self._endpoint = endpoint
+        self._record = record
+        self._request = request
+        self._messages = messages
+        self._sampling = sampling
+        self._allowance = allowance
+        self._thinking = thinking
+        self._dialect = dialect
+        self._session_key = session_key
+        self._received = time.time()
+        self._first_token: float | None = None
+        self._served: Assignment | None = None
+        self._last: ChatChunk | None = None
+
+    async def steps(self) -> AsyncGenerator[Opening | Delta, None]:
+        # All of it is promised: where its tokens end is not known before the text is told, which can then not be cut.
+        async with self._allowance.share(self._sampling.max_tokens) as share:
+            self._sampling = clamped(self._sampling, self._allowance)
+            generation = self._endpoint.pool.chat(
+                ChatRequest(
+                    request_id=self.id,
+                    session_key=self._session_key,
+                    messages=self._messages,
+                    tools=self._request.tools,
+                    sampling=self._sampling,
+                    thinking=self._thinking,
+                )
+            )
+            async with aclosing(generation):
+                async for chunk in generation:
+                    self._served = generation.served
+                    if self._last is None:
+                        yield Opening(id=self.id, created=int(self._received), model=self._request.model)
+                    self._last = chunk
+                    if chunk.text or chunk.reasoning:
+                        self._first_token = self._first_token or time.time()
+                        yield Delta(text=chunk.text, reasoning=chunk.reasoning)
+            if self._last is None or self._last.finish is None or self._last.reply is None:
+                raise EngineUnavailable("the engine ended a stream without finishing it")
+            share.take(_sampled(self._last))
+
+    def commit(self) -> Turn:
+        last, served = self._last, self._served
+        assert last is not None
+        assert last.reply is not None
+        assert served is not None
+        captured = last.output_ids is not None and last.prompt_ids is not None
+        output = last.output_ids or [] if captured else []
+        prompt = last.prompt_ids or [] if captured else []
+        placed = self._record.place(
+            prompt,
+            output,
+            shown=_image_paths(self._messages),
+            opening=_opening(self._messages, self._request.tools_raw),
+            messages=self._messages,
+            reply=last.reply,
+        )
+        versions = last.versions or ((VersionSpan(served.version, 0, len(output)),) if output else ())
+        return Turn(
+            index=placed.index,
+            parent=placed.parent,
+            join=placed.join,
+            cause=placed.cause,
+            forked_from=placed.forked_from,
+            conversation=placed.conversation,
+            tools=digest(self._request.tools_raw) if self._request.tools else b"",
+            agent_id=self._request.caller.agent_id,
+            parent_agent_id=self._request.caller.parent_id,
+            purpose=self._request.caller.purpose,
+            prompt_length=len(prompt),
+            prompt_delta=placed.delta,
+            output_ids=pack_ids(output),
+            logprobs=pack_logprobs(last.logprobs or [] if captured else []),
+            logprob_kind=served.logprob_kind,
+            versions=versions,
+            finish=last.finish or FinishReason.ABORT,
+            mode=served.mode,
+            dialect=self._dialect,
+            engine=served.engine,
+            sampling=recorded(self._sampling, self._thinking),
+            altered=self._sampling.altered,
+            ignored=self._request.ignored,
+            drift_tokens=placed.drift,
+            messages=self._messages[placed.known_messages :],
+            reply=last.reply,
+            timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
+        )
+
+    def abort(self) -> Turn | None:
+        """A generation that was cut off has reported no ids: there is nothing to record."""
+        return None
+
+    def completion(self) -> Completion:
+        last = self._last
+        assert last is not None
+        assert last.reply is not None
+        usage = last.usage or {}
+        return Completion(
+            id=self.id,
+            created=int(self._received),
+            model=self._request.model,
+            reply=last.reply,
+            finish=last.finish or FinishReason.ABORT,
+            prompt_tokens=usage.get("prompt_tokens", len(last.prompt_ids or [])),
+            completion_tokens=usage.get("completion_tokens", len(last.output_ids or [])),
+        )
+
+
+def _sampled(last: ChatChunk) -> int:
+    """A reply's tokens; where it has no ids, as many as the engine says."""
+    return len(last.output_ids) if last.output_ids is not None else (last.usage or {}).get("completion_tokens", 0)
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a captured turn stands in its session's record."""
+
+    index: int
+    parent: int | None
+    join: JoinKind
+    delta: bytes
+    drift: int
+    known_messages: int
+    conversation: int
+    cause: ForkCause | None = None
+    forked_from: int | None = None
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """Digests of what a conversation keeps while it grows: its tools, the system messages at its beginning, and the
+    first message behind them."""
+
+    tools: bytes = b""
+    system: bytes = b""
+    first: bytes = b""
+
+
+NOTHING = Beginning()
+
+
+class CaptureRecord:
+    """The ids of a session's captured turns: a prompt that begins with all of an earlier turn's extends it, if it also
+    shows the same images up to there. Ids alone do not tell: those of two images of one size are the same."""
+
+    def __init__(self) -> None:
+        self._ends: list[bytes] = []
+        self._messages: list[int] = []
+        self._images: list[bytes] = []
+        self._conversations: dict[Beginning, int] = {}
+        self._newest: dict[int, int] = {}
+        self._openings: list[Beginning] = []
+        self._replies: dict[tuple[bytes, bytes], dict[Beginning, int]] = {}
+
+    def place(
+        self,
+        prompt: list[int],
+        output: list[int],
+        *,
+        shown: Sequence[bytes],
+        opening: Beginning = NOTHING,
+        messages: Sequence[Message] = (),
+        reply: Message | None = None,
+    ) -> Placed:
+        """`shown[n]` tells the images in the request's first `n` messages apart from others. Requests with the same
+        `opening` belong to one conversation. One that quotes the `reply` of another such, and has its first message, is
+        that conversation's, which goes on with other tools or another system prompt."""
+        index = len(self._ends)
+        packed = pack_ids(prompt)
+        conversation = self._conversations.setdefault(opening, len(self._conversations))
+        before = self._newest.get(conversation)
+        self._newest[conversation] = index
+        fitting = self._prefixes(packed)
+        same = [earlier for earlier in fitting if self._shows_the_same(earlier, shown)]
+        parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
+        self._ends.append(packed + pack_ids(output))
+        self._messages.append(len(shown))
+        self._images.append(shown[-1])
+        known_messages = 0 if parent is None else self._messages[parent]
+        self._openings.append(opening)
+        elsewhere = self._quoted(messages[known_messages:], opening)
+        if reply is not None and (reply.content or reply.tool_calls):
+            self._replies.setdefault((opening.first, message_key(reply).body), {})[opening] = index
+        if elsewhere is not None:
+            return Placed(
+                index=index,
+                parent=parent,
+                join=JoinKind.FORK,
+                cause=self._change(elsewhere, opening),
+                delta=packed[len(self._ends[parent]) :] if parent is not None else packed,
+                drift=0,
+                known_messages=known_messages,
+                conversation=conversation,
+                forked_from=elsewhere,
+            )
+        if parent is not None:
+            return Placed(
+                index=index,
+                parent=parent,
+                join=JoinKind.APPEND,
+                delta=packed[len(self._ends[parent]) :],
+                drift=0,
+                known_messages=known_messages,
+                conversation=conversation,
+            )
+        known = unpack_ids(b"" if before is None else self._ends[before])
+        forked = before is not None and bool(prompt)
+        cause = ForkCause.HISTORY_REWRITTEN if fitting else ForkCause.CAPTURE_DRIFT
+        return Placed(
+            index=index,
+            parent=None,
+            join=JoinKind.FORK if forked else JoinKind.ROOT,
+            cause=cause if forked else None,
+            delta=packed,
+            drift=count_differences(known, prompt[: len(known)]) if prompt else 0,
+            known_messages=0,
+            conversation=conversation,
+            forked_from=before,
+        )
+
+    def _quoted(self, messages: Sequence[Message], opening: Beginning) -> int | None:
+        """The turn whose reply is the last that the messages quote, if only one with other tools or another system
+        prompt said that."""
+        for message in reversed(messages):
+            if message.role is Role.ASSISTANT:
+                said = self._replies.get((opening.first, message_key(message).body))
+                if said is not None:
+                    return None if opening in said else max(said.values())
+        return None
+
+    def _change(self, before: int, opening: Beginning) -> ForkCause:
+        old = self._openings[before]
+        if old.system == opening.system:
+            return ForkCause.TOOLS_CHANGED
+        return ForkCause.SYSTEM_CHANGED if old.tools == opening.tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
+
+    def _prefixes(self, prompt: bytes) -> list[int]:
+        """The turns whose ids the prompt goes on from."""
+        return [
+            index for index, ids in enumerate(self._ends) if ids and len(ids) < len(prompt) and prompt.startswith(ids)
+        ]
+
+    def _shows_the_same(self, earlier: int, shown: Sequence[bytes]) -> bool:
+        """Whether a request has the images of an earlier one, in the messages that both have."""
+        return shown[min(self._messages[earlier], len(shown) - 1)] == self._images[earlier]
+
+
+def _image_paths(messages: Sequence[Message]) -> list[bytes]:
+    """For every number of messages, from none to all, what stands for the images in so many."""
+    paths = [b""]
+    for message in messages:
+        path = paths[-1]
+        for image in images_in(message):
+            path = extend(path, image.digest.encode())
+        paths.append(path)
+    return paths
+
+
+def _opening(messages: Sequence[Message], tools_raw: bytes) -> Beginning:
+    system, first = b"", b""
+    for message in messages:
+        body = message_key(message).body
+        if message.role is not Role.SYSTEM:
+            first = body
+            break
+        system = extend(system, body)
+    return Beginning(digest(tools_raw), system, first)

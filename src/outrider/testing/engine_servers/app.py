@@ -1,0 +1,95 @@
+"""An engine as an ASGI application, and that application as a server.
+
+It knows neither protocol's routes. Invariant: every error, also one of ours, is answered in the protocol's
+own shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import uvicorn
+
+from outrider.engines.base import Engine
+from outrider.errors import EngineError
+from outrider.http_server import Application, Receive, Scope, Send, server_settings
+from outrider.testing.engine_servers.asgi import Call, Served, ServeSettings
+from outrider.testing.engine_servers.sglang import ServedSGLang
+from outrider.testing.engine_servers.vllm import ServedVLLM
+
+EngineProtocol = Literal["vllm", "sglang"]
+
+PROTOCOLS: dict[EngineProtocol, Callable[[Engine, ServeSettings], Served]] = {
+    "vllm": ServedVLLM,
+    "sglang": ServedSGLang,
+}
+DEFAULT_SETTINGS = ServeSettings()
+
+
+def engine_app(
+    engine: Engine, protocol: EngineProtocol = "vllm", settings: ServeSettings = DEFAULT_SETTINGS
+) -> Application:
+    """The engine as an ASGI application. Whoever calls this starts and closes the engine.
+
+    The SGLang side is written from that server's documentation and sources, and was never compared with a
+    real one.
+    """
+    served = PROTOCOLS[protocol](engine, settings)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _answer(served, Call(scope, receive, send))
+
+    return app
+
+
+async def _answer(served: Served, call: Call) -> None:
+    route = served.routes.get((call.method, call.path))
+    if route is None:
+        await call.answer(404, served.error_body("Not Found", 404))
+        return
+    try:
+        await route(call)
+    except EngineError as error:
+        await call.answer(error.http_status, served.error_body(error.message, error.http_status))
+
+
+@asynccontextmanager
+async def serving(app: Application, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str, None]:
+    """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free one.
+
+    Connections still open at the end of the block are cut.
+    """
+    config = server_settings(app)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    # Made by hand: asyncio turns Nagle's algorithm off only where a socket's protocol is spelt out, and with it
+    # every streamed answer would wait 40 ms for an acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    await server.startup(sockets=[listener])
+    try:
+        yield f"http://{host}:{listener.getsockname()[1]}"
+    finally:
+        await asyncio.shield(_stop(server, listener))
+
+
+async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Like uvicorn's own shutdown, without its pauses: whoever is still connected is cut off."""
+    for listening in server.servers:
+        listening.close()
+    listener.close()
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+        if (transport := getattr(connection, "transport", None)) is not None:
+            transport.abort()
+    tasks = list(server.server_state.tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

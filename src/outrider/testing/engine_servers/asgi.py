@@ -1,0 +1,159 @@
+"""The little of HTTP that serving an engine needs, straight on ASGI: one call, one answer or one event stream.
+
+It knows no protocol of an engine. Invariant: when the client leaves, the work done for it is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import orjson
+
+from outrider.constraint import Constraint
+from outrider.engines.base import Engine, TakesConstraints
+from outrider.errors import EngineRejected
+from outrider.http_server import Receive, Scope, Send, while_connected
+from outrider.tokens.rendering.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+DONE = b"data: [DONE]\n\n"
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine is served. `tokenizer` gives texts and `/tokenize`; `model` is the served name.
+
+    vLLM: `generate_route` False refuses `/inference/v1/generate` as a server without `--enable-scale-out` does;
+    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31. SGLang: `incremental`
+    streams deltas as with `--incremental-streaming-output`.
+    """
+
+    tokenizer: Tokenizer | None = None
+    model: str = "policy"
+    generate_route: bool = True
+    text_token_ids: bool = False
+    incremental: bool = False
+
+
+class Call:
+    """One HTTP request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.path: str = scope["path"]
+        self.method: str = scope["method"]
+        self.query: str = scope["query_string"].decode()
+        self.streaming = False
+        self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+
+    def header(self, name: bytes) -> str | None:
+        for key, value in self._headers:
+            if key == name:
+                return value.decode("latin-1")
+        return None
+
+    async def body(self) -> bytes:
+        parts = []
+        while True:
+            message = await self._receive()
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The JSON body. Raises EngineRejected when it is not what the route takes."""
+        try:
+            return decoder.decode(await self.body())
+        except msgspec.DecodeError as error:
+            raise EngineRejected(f"invalid request: {error}") from error
+
+    async def answer(self, status: int, content: Any = None) -> None:
+        body = b"" if content is None else orjson.dumps(content)
+        headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def event(self, content: Any) -> None:
+        """One event of a stream, which begins with its first."""
+        if not self.streaming:
+            self.streaming = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        data = b"data: " + orjson.dumps(content) + b"\n\n"
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """Ends the stream, as the engines do, with `[DONE]`."""
+        await self._send({"type": "http.response.body", "body": DONE})
+
+    async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, which answers the call, unless the client leaves first."""
+        await while_connected(self._scope, work)
+
+
+Routes = dict[tuple[str, str], Callable[[Call], Awaitable[None]]]
+"""Handlers by (method, path)."""
+
+ErrorBody = Callable[[str, int], Any]
+"""A message and a status in a protocol's own error shape."""
+
+
+def held_to(engine: Engine, constraint: Constraint | None) -> Constraint | None:
+    """The form that a reply is asked to have. Raises EngineRejected where the engine cannot hold it to that."""
+    if constraint is None or (isinstance(engine, TakesConstraints) and constraint.kind in engine.constraints):
+        return constraint
+    raise EngineRejected(f"this engine cannot hold a reply to a {constraint.kind.value}")
+
+
+class Served(Protocol):
+    """One engine in the words of one protocol."""
+
+    routes: Routes
+
+    def error_body(self, message: str, status: int) -> Any: ...
+
+
+class CommonRoutes:
+    """The routes that both protocols have alike."""
+
+    def __init__(self, engine: Engine, settings: ServeSettings, error_body: ErrorBody) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._error_body = error_body
+
+    def routes(self) -> Routes:
+        return {
+            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/tokenize"): self._tokenize,
+        }
+
+    async def _health(self, call: Call) -> None:
+        await call.answer(200 if (await self._engine.health()).ok else 503)
+
+    async def _models(self, call: Call) -> None:
+        health = await self._engine.health()
+        name = self._settings.model
+        card = {"id": name, "object": "model", "root": name, "max_model_len": health.context_tokens}
+        await call.answer(200, {"object": "list", "data": [card]})
+
+    async def _tokenize(self, call: Call) -> None:
+        body = await call.read(_TOKENIZE)
+        if self._settings.tokenizer is None:
+            await call.answer(404, self._error_body("this server has no tokenizer", 404))
+            return
+        ids = self._settings.tokenizer.encode(body.prompt)
+        context = (await self._engine.health()).context_tokens
+        await call.answer(200, {"tokens": ids, "count": len(ids), "max_model_len": context})
+
+
+class _Tokenize(msgspec.Struct):
+    prompt: str
+
+
+_TOKENIZE = msgspec.json.Decoder(_Tokenize)

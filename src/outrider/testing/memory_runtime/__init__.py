@@ -1,0 +1,1 @@
+"""A runtime without processes: files in memory, a very small shell, and failures on demand."""

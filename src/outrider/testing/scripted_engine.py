@@ -1,0 +1,307 @@
+"""An engine that says what it is told to: the fake that ships, for tests, dry runs and benchmarks.
+
+It samples nothing. It keeps the whole contract of an engine (stops, limits, overflow, pausing, aborting,
+versions) and adds what a test needs: failures and stalls at a chosen token, and a record of what it was asked.
+Invariant: token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Literal
+
+import msgspec
+
+from outrider.constraint import ConstraintKind
+from outrider.engines.adapters.options import read_options
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
+from outrider.engines.pool.pause_gate import Gate
+from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, InvalidField
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
+
+TAIL_TOKENS = 1024
+"""How much of the prompt's end a rule's `when` is looked for in."""
+
+REMEMBERED_REQUESTS = 1024
+
+FAILURES: dict[str, type[EngineError]] = {
+    "unavailable": EngineUnavailable,
+    "overflow": ContextOverflow,
+    "rejected": EngineRejected,
+}
+
+
+def scripted_logprob(position: int, token_id: int) -> float:
+    """A number in [-4, 0), exact in float32 and in JSON, told apart by token and by position.
+
+    `position` counts from the start of the context (prompt and output), so a training row can be checked
+    with nothing but its own ids.
+    """
+    return -((position * 2654435761 + token_id * 40503) % 4096 + 1) / 1024
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One scripted turn: `reply` (text with special-token markup) or raw `ids`.
+
+    With `when` it is a rule, used for every prompt whose decoded tail contains that text; without, it is the
+    next line of its session's script. `fail` raises that error once `after` tokens were given, if so many were asked
+    for. `stall` waits at that many tokens until `release` is called.
+    """
+
+    reply: str = ""
+    ids: tuple[int, ...] | None = None
+    when: str | None = None
+    fail: Literal["unavailable", "overflow", "rejected"] | None = None
+    after: int = 0
+    stall: int | None = None
+
+
+class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`replies` without `when` are given in order to each session's turns, the last one again and again.
+    `chunk_tokens` is how many tokens a chunk brings."""
+
+    replies: list[str | Reply] = []
+    chunk_tokens: int = 1
+    context_tokens: int = 32768
+    version: int = 0
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """A whole generation: what it gives, how it ends (`failure` instead of `finish`), where it stalls."""
+
+    ids: list[int]
+    finish: FinishReason | None
+    stop_match: int | str | None
+    failure: str | None
+    stall: int | None
+
+
+class ScriptedEngine:
+    """`Engine`, `TokenizesText` and `SetsVersion` from a script.
+
+    For tests: `requests` are the last ones given; `aborted` the ids of generations whose consumer left, after
+    which `abort_seen` is set; `stalled` is set when a generation reaches its stall, which `release` ends;
+    `kill` makes it unavailable, also to generations in flight, until `revive`.
+    """
+
+    mode = TokenMode.TOKENS
+    logprob_kind = LogprobKind.SAMPLING
+    constraints = frozenset(ConstraintKind)  # a script is what its author made it
+
+    def __init__(self, options: EngineOptions) -> None:
+        own = read_options(ScriptOptions, options.options)
+        if own.chunk_tokens < 1:
+            raise InvalidField("chunk_tokens must be at least 1", field="options")
+        self.name = options.name
+        self.version = own.version
+        self.requests: deque[GenerateRequest] = deque(maxlen=REMEMBERED_REQUESTS)
+        self.aborted: deque[str] = deque(maxlen=REMEMBERED_REQUESTS)
+        self.abort_seen = asyncio.Event()
+        self.stalled = asyncio.Event()
+        self._model = options.model or "scripted"
+        self._chunk_tokens = own.chunk_tokens
+        self._context_tokens = own.context_tokens
+        self._tokenizer = Tokenizer.load(options.tokenizer) if options.tokenizer else None
+        self._script = _Script(own.replies, self._tokenizer)
+        self._gate = Gate()
+        self._down = self._frozen = self._released = False
+        self._aborts = 0
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        self.kill()
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(
+            ok=not self._down,
+            detail="killed" if self._down else "",
+            model=self._model,
+            context_tokens=self._context_tokens,
+            version=self.version,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        try:
+            if self._down:
+                raise EngineUnavailable(f"engine {self.name!r} is down")
+            plan = self._plan(request)
+            async with self._gate.passage():
+                run = _Run(len(request.input_ids), self._aborts)
+                while not run.ended:
+                    yield await self._next(plan, run)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted.append(request.request_id)
+            self.abort_seen.set()
+            raise
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._gate.close()
+        if mode == "keep":
+            self._frozen = True
+        elif mode == "abort":
+            self._aborts += 1
+            self._notify()
+        elif mode == "finish":
+            await self._gate.drained()
+
+    async def resume(self) -> None:
+        self._frozen = False
+        self._gate.open()
+        self._notify()
+
+    async def set_version(self, version: int) -> None:
+        self.version = version
+
+    async def token_check(self, text: str) -> list[int] | None:
+        return self._tokenizer.encode(text) if self._tokenizer else None
+
+    def release(self) -> None:
+        """End every stall, now and later."""
+        self._released = True
+        self._notify()
+
+    def kill(self) -> None:
+        self._down = True
+        self._notify()
+
+    def revive(self) -> None:
+        self._down = False
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _plan(self, request: GenerateRequest) -> _Plan:
+        asked = len(request.input_ids) + request.sampling.max_tokens
+        if asked > self._context_tokens:
+            raise ContextOverflow(
+                f"the model's context length is {self._context_tokens} tokens, but {asked} were requested "
+                f"({len(request.input_ids)} in the prompt, {request.sampling.max_tokens} for the output)"
+            )
+        reply, ids = self._script.next(request)
+        if reply.fail is not None and reply.after <= request.sampling.max_tokens:
+            return _Plan(ids[: reply.after], None, None, reply.fail, reply.stall)
+        end = _ending(ids, request.sampling, self._tokenizer)
+        return _Plan(ids[: end.length], end.finish, end.match, None, reply.stall)
+
+    async def _next(self, plan: _Plan, run: _Run) -> Chunk:
+        """The next chunk, once it may come: not while frozen or stalled, and not when killed or aborted."""
+        if run.position:
+            await asyncio.sleep(0)
+        while (stalled := plan.stall == run.position and not self._released) or self._frozen or self._down:
+            if self._down:
+                raise EngineUnavailable(f"engine {self.name!r} went down")
+            if run.aborts != self._aborts:
+                break
+            if stalled:
+                self.stalled.set()
+            await self._changed.wait()
+        if run.aborts != self._aborts:
+            return run.chunk([], self.version, FinishReason.ABORT)
+        if plan.failure is not None and run.position == len(plan.ids):
+            raise FAILURES[plan.failure](f"engine {self.name!r} fails here by its script")
+        end = min(run.position + self._chunk_tokens, len(plan.ids))
+        if plan.stall is not None and run.position < plan.stall:
+            end = min(end, plan.stall)
+        ids = plan.ids[run.position : end]
+        last = end == len(plan.ids) and plan.failure is None
+        return run.chunk(ids, self.version, plan.finish, plan.stop_match) if last else run.chunk(ids, self.version)
+
+
+class _Run:
+    """How far one generation has come. `aborts` is the engine's abort count at its start."""
+
+    def __init__(self, prompt_length: int, aborts: int) -> None:
+        self.position = 0
+        self.ended = False
+        self.aborts = aborts
+        self._prompt_length = prompt_length
+        self._starts: list[tuple[int, int]] = []
+
+    def chunk(
+        self, ids: list[int], version: int, finish: FinishReason | None = None, match: int | str | None = None
+    ) -> Chunk:
+        """The chunk of the next `ids`, sampled by `version`."""
+        start = self._prompt_length + self.position
+        logprobs = [scripted_logprob(start + offset, token_id) for offset, token_id in enumerate(ids)]
+        if ids and (not self._starts or self._starts[-1][0] != version):
+            self._starts.append((version, self.position))
+        self.position += len(ids)
+        if finish is None:
+            return Chunk(ids=ids, logprobs=logprobs)
+        self.ended = True
+        return Chunk(
+            ids=ids, logprobs=logprobs, finish=finish, stop_match=match, versions=self._spans(), cached_tokens=0
+        )
+
+    def _spans(self) -> tuple[VersionSpan, ...]:
+        ends = [start for _, start in self._starts[1:]] + [self.position] * bool(self._starts)
+        return tuple(VersionSpan(version, start, end) for (version, start), end in zip(self._starts, ends, strict=True))
+
+
+class _Script:
+    """Which reply a request gets."""
+
+    def __init__(self, replies: list[str | Reply], tokenizer: Tokenizer | None) -> None:
+        entries = [Reply(reply=entry) if isinstance(entry, str) else entry for entry in replies]
+        if tokenizer is None and any(entry.ids is None and (entry.reply or entry.when) for entry in entries):
+            raise InvalidField("a script with texts needs a tokenizer folder", field="tokenizer")
+        self._tokenizer = tokenizer
+        encoded = [(entry, self._encode(entry)) for entry in entries]
+        self._rules = [(entry.when, entry, ids) for entry, ids in encoded if entry.when is not None]
+        self._lines = [(entry, ids) for entry, ids in encoded if entry.when is None]
+        self._turns: dict[str, int] = {}
+
+    def next(self, request: GenerateRequest) -> tuple[Reply, list[int]]:
+        """Raises EngineRejected when the script has nothing to say to this prompt."""
+        if self._rules and self._tokenizer is not None:
+            tail = self._tokenizer.decode(request.input_ids[-TAIL_TOKENS:].tolist())
+            for when, rule, ids in self._rules:
+                if when in tail:
+                    return rule, ids
+        if not self._lines:
+            raise EngineRejected("the script has no reply for this prompt")
+        if len(self._lines) == 1:
+            return self._lines[0]
+        turn = self._turns.get(request.session_key, 0)
+        self._turns[request.session_key] = turn + 1
+        return self._lines[min(turn, len(self._lines) - 1)]
+
+    def _encode(self, entry: Reply) -> list[int]:
+        if entry.ids is not None:
+            return list(entry.ids)
+        return self._tokenizer.encode(entry.reply) if self._tokenizer else []
+
+
+class _Ending(msgspec.Struct, frozen=True):
+    length: int
+    finish: FinishReason
+    match: int | str | None = None
+
+
+def _ending(ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer | None) -> _Ending:
+    """Where a reply ends: at the first stop id or string, at the limit, or at its own end."""
+    stops = frozenset(sampling.stop_token_ids)
+    if sampling.stop and tokenizer is None:
+        raise EngineRejected("stop strings need a tokenizer folder")
+    decoder = tokenizer.stream() if tokenizer and sampling.stop else None
+    text = ""
+    if stops or decoder:
+        for length, token_id in enumerate(ids[: sampling.max_tokens], start=1):
+            if token_id in stops:
+                return _Ending(length, FinishReason.STOP, token_id)
+            if decoder:
+                text += decoder.push((token_id,))
+                for stop in sampling.stop:
+                    if stop in text:
+                        return _Ending(length, FinishReason.STOP, stop)
+    if len(ids) > sampling.max_tokens:
+        return _Ending(sampling.max_tokens, FinishReason.LENGTH)
+    return _Ending(len(ids), FinishReason.STOP)
