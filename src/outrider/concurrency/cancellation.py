@@ -1,7 +1,7 @@
-"""Work that runs to its end whatever happens to the one who waits for it: teardown, and what must not be done by half.
+"""Work that runs to its end although its caller is cancelled: teardown, and steps that must not be left half done.
 
-It does not know what the work is. Invariants: when `shielded` returns or raises, the work has ended; and what `opened`
-has made is ended, whoever is cancelled.
+It does not know what the work is. Invariants: when `shielded` returns or raises, the work has ended; and what
+`opened` has made is ended, whoever is cancelled.
 """
 
 from __future__ import annotations
@@ -16,33 +16,40 @@ T = TypeVar("T")
 
 
 async def shielded(work: Callable[[], Awaitable[T]]) -> T:
-    """The outcome of `work`, which may be an error. A cancellation of the caller meanwhile is raised instead, once the
-    work has ended."""
+    """Await `work()` to its end and return its result or raise its error.
+
+    If the caller is cancelled meanwhile, CancelledError is raised instead, but only once the work has ended.
+    """
+    # The work needs a task of its own: asyncio.timeout() inside it cancels the task that it runs in. A bare task and
+    # one future cost 8 us a call; a TaskGroup around the task costs 13 us, and every stored turn pays for it.
+    task = asyncio.ensure_future(work())
     cancelled: asyncio.CancelledError | None = None
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(_outcome(work))
+    if not task.done():
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        task.add_done_callback(lambda _: waiter.done() or waiter.set_result(None))
         while not task.done():
             try:
-                await asyncio.wait({task})
+                await waiter
             except asyncio.CancelledError as error:
                 cancelled = error
-    result = task.result()
+                waiter = loop.create_future()  # the callback reads the variable, so it wakes the new one
     try:
-        if cancelled is not None:
-            raise cancelled
-        if isinstance(result, _Failure):
-            raise result.error
-        return result
+        if cancelled is None:
+            return task.result()
+        if not task.cancelled():
+            task.exception()  # asyncio logs an error that nobody has asked for
+        raise cancelled
     finally:
         # The traceback of an error holds this frame. If the frame held the error, too, both would stay until the
         # garbage collector finds them, with all that the frames of the traceback hold: bodies of megabytes.
-        del cancelled, result, task
+        del cancelled, task
 
 
 @asynccontextmanager
 async def opened(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIterator[T]:
-    """What `make` gives, until `end` is called with it: both may block, and run in threads. It is ended also when the
-    caller is cancelled while it is made."""
+    """What `make` returns, until `end` is called with it: both may block, and run in threads. `end` is also called
+    when the caller is cancelled while `make` runs."""
     async with AsyncExitStack() as held:
 
         async def enter() -> T:
@@ -51,15 +58,3 @@ async def opened(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIter
             return made
 
         yield await shielded(enter)
-
-
-class _Failure:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-async def _outcome(work: Callable[[], Awaitable[T]]) -> T | _Failure:
-    try:
-        return await work()
-    except Exception as error:  # handed to the one who waits, as it was raised: a task group would wrap it
-        return _Failure(error)

@@ -58,6 +58,30 @@ async def test_a_cancelled_caller_is_cancelled_though_the_work_failed() -> None:
     assert caller.cancelled()
 
 
+async def test_a_timeout_inside_the_work_ends_the_work_only() -> None:
+    async def work() -> str:
+        try:
+            async with asyncio.timeout(0):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            return "timed out"
+        return "unreachable"
+
+    assert await shielded(work) == "timed out"
+
+
+async def test_a_cancel_in_the_loop_pass_in_which_the_work_ends_still_counts() -> None:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[str] = loop.create_future()
+
+    async with asyncio.TaskGroup() as callers:
+        caller = callers.create_task(shielded(lambda: future))
+        await asyncio.sleep(0)
+        future.set_result("done")
+        caller.cancel()
+    assert caller.cancelled()
+
+
 async def test_what_a_failed_work_held_goes_at_once() -> None:
     """Not only when the garbage collector comes: a refused request's body has megabytes."""
 
