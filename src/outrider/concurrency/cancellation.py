@@ -27,7 +27,7 @@ async def shielded(work: Callable[[], Awaitable[T]]) -> T:
     if not task.done():
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        task.add_done_callback(lambda _: waiter.done() or waiter.set_result(None))
+        task.add_done_callback(lambda _: None if waiter.done() else waiter.set_result(None))
         while not task.done():
             try:
                 await waiter
