@@ -21,7 +21,7 @@ from yarl import URL
 
 from bench import gateway, streams
 from bench.corpus import Corpus
-from bench.gateway import Load, Requests, Spent, Way, compared
+from bench.gateway import Load, Requests, Spent, Through, Way, compared
 from bench.http import Client
 from bench.parked import Parking, parked
 from bench.processes import upstream, world
@@ -31,8 +31,8 @@ from outrider.api.gateway import Gateway
 from outrider.spec import EngineSpec
 
 CONVERSING = (*DIALECTS, STORED_RESPONSES)
-DIRECT = Way(gateway=False, streamed=True)
-WAYS = (DIRECT, *(Way(gateway=True, streamed=True, speaker=speaker) for speaker in DIALECTS))
+DIRECT = Way(Through.NOTHING, streamed=True)
+WAYS = (DIRECT, *(Way(Through.GATEWAY, streamed=True, speaker=speaker) for speaker in DIALECTS))
 
 T = TypeVar("T")
 
@@ -97,9 +97,8 @@ async def _calls(corpus: Corpus, plan: Plan) -> dict[str, Any]:
         "prompt_characters": gateway.PROMPT_CHARACTERS,
         "reply_tokens": gateway.REPLY_TOKENS,
         "latency": {
-            way.speaker.name: {byte: compared(spent[DIRECT], spent[way], byte) for byte in ("first", "last")}
-            for way in WAYS
-            if way.gateway
+            name: {byte: compared(spent[DIRECT], spent[way], byte) for byte in ("first", "last")}
+            for name, way in zip(("direct", *(speaker.name for speaker in DIALECTS)), WAYS, strict=True)
         },
     }
 

@@ -1,8 +1,8 @@
-"""What the gateway adds to a model call, measured beside the same call made to the engine directly.
+"""What the gateway adds to a model call, beside what less than a gateway adds, and the same call made directly.
 
-Three processes: this client, the service, and the engine. A gateway request is a fresh 2 KB prompt, here in Chat
-Completions; its direct twin posts the very ids it is rendered to. Blocks of both alternate, so that whatever else
-the machine does disturbs both alike. Durations are milliseconds, rates are per second.
+Processes: this client, the service, the engine, and the two floors (`floors.py`). A gateway request is a fresh 2 KB
+prompt, here in Chat Completions; the others post the very ids it is rendered to. Blocks of all ways alternate, so that
+whatever else the machine does disturbs them alike. Durations are milliseconds, rates are per second.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ import orjson
 
 from bench.corpus import Corpus
 from bench.http import Client
-from bench.processes import World, world
+from bench.processes import Floors, Process, World, floors, world
 from bench.speakers import CHAT, Speaker
-from bench.yardstick import Yardstick, a_yardstick
 from outrider.messages import Message, Role
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
 
@@ -64,15 +64,24 @@ class Spent(msgspec.Struct, frozen=True):
     last: float
 
 
+class Through(StrEnum):
+    """What a request passes on its way to the engine."""
+
+    NOTHING = "direct"
+    RELAY = "relay"
+    PROXY = "proxy"
+    GATEWAY = "gateway"
+
+
 class Way(msgspec.Struct, frozen=True):
     """One of the kinds of request that are compared. Who speaks makes no difference to the engine."""
 
-    gateway: bool
+    through: Through
     streamed: bool
     speaker: Speaker = CHAT
 
 
-WAYS = tuple(Way(gateway, streamed) for streamed in (True, False) for gateway in (False, True))
+WAYS = tuple(Way(through, streamed) for streamed in (True, False) for through in Through)
 
 
 async def run(quick: bool) -> dict[str, Any]:
@@ -84,42 +93,44 @@ async def measure(plan: Plan) -> dict[str, Any]:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
         async with (
             world(corpus, reply_tokens=REPLY_TOKENS, sessions=CONCURRENCY) as processes,
+            floors(processes.upstream.urls[0]) as below,
             Client() as client,
-            a_yardstick() as yardstick,
         ):
-            load = Load(client, Requests(corpus, processes))
+            load = Load(client, Requests(corpus, processes, below))
             for way in WAYS:
                 await load.one_by_one(way, plan.warm_requests)
                 await load.at_once(way, plan.warm_requests)
             return {
                 "prompt_characters": PROMPT_CHARACTERS,
                 "reply_tokens": REPLY_TOKENS,
-                "latency": await _latency(load, plan, yardstick),
-                "yardstick_ms": yardstick.median_ms(),
-                "rate": await _rate(load, plan, processes),
+                "latency": await _latency(load, plan),
+                "rate": await _rate(load, plan, processes, below),
             }
 
 
 class Requests:
     """Makes requests, each with a prompt that nobody has seen."""
 
-    def __init__(self, corpus: Corpus, processes: World) -> None:
+    def __init__(self, corpus: Corpus, processes: World, below: Floors | None = None) -> None:
         self._corpus = corpus
         self._renderer: Renderer = make_renderer(corpus.tokenizer, "qwen3")
-        self._direct = processes.upstream.urls[0] + "/inference/v1/generate"
+        self._engines = {Through.NOTHING: processes.upstream.urls[0]}
+        if below is not None:
+            self._engines |= {Through.RELAY: below.relay.urls[0], Through.PROXY: below.proxy.urls[0]}
         self._gateways = itertools.cycle(processes.gateway.urls)
         self._ids = itertools.count()
 
     def make(self, way: Way, count: int) -> list[Request]:
         texts = [self._corpus.text(characters=PROMPT_CHARACTERS) for _ in range(count)]
-        return [self._through(text, way) if way.gateway else self._past(text, way) for text in texts]
+        make = self._to_gateway if way.through is Through.GATEWAY else self._to_engine
+        return [make(text, way) for text in texts]
 
-    def _through(self, text: str, way: Way) -> Request:
+    def _to_gateway(self, text: str, way: Way) -> Request:
         speaker = way.speaker
         body = speaker.talk(max_tokens=REPLY_TOKENS, stream=way.streamed).ask(text)
         return Request(next(self._gateways) + speaker.target(way.streamed), body, way.streamed, speaker.last)
 
-    def _past(self, text: str, way: Way) -> Request:
+    def _to_engine(self, text: str, way: Way) -> Request:
         body = {
             "request_id": f"direct-{next(self._ids):026}",
             "token_ids": self._renderer.render([Message(role=Role.USER, content=text)], ()),
@@ -132,7 +143,7 @@ class Requests:
             "stream": way.streamed,
             "stream_options": {"include_usage": True},
         }
-        return Request(self._direct, orjson.dumps(body), way.streamed)
+        return Request(self._engines[way.through] + "/inference/v1/generate", orjson.dumps(body), way.streamed)
 
 
 class Load:
@@ -179,26 +190,28 @@ def _is_whole(request: Request, answer: bytes) -> bool:
     return answer.startswith(b"{") and answer.endswith(b"}")
 
 
-async def _latency(load: Load, plan: Plan, yardstick: Yardstick) -> dict[str, Any]:
-    """One request at a time: per way the percentiles of both bytes, and what the gateway adds to each."""
+async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
+    """One request at a time: per reply, byte and way the percentiles, and what the way adds to a direct call."""
     spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
     for number in range(plan.latency_rounds):
         for way in WAYS if number % 2 else reversed(WAYS):
             spent[way] += await load.one_by_one(way, plan.latency_block)
-        await yardstick.take(plan.latency_block)
     return {
         _name(streamed): {
-            byte: compared(spent[Way(False, streamed)], spent[Way(True, streamed)], byte) for byte in ("first", "last")
+            byte: {
+                through: compared(spent[Way(Through.NOTHING, streamed)], spent[Way(through, streamed)], byte)
+                for through in Through
+            }
+            for byte in ("first", "last")
         }
         for streamed in (True, False)
     }
 
 
-def compared(direct: Sequence[Spent], gateway: Sequence[Spent], byte: str) -> dict[str, dict[str, float]]:
-    """Percentiles, in milliseconds, of both until the "first" or the "last" byte, and what the gateway adds to each."""
-    without, within = _cuts(direct, byte), _cuts(gateway, byte)
-    added = {name: within[name] - without[name] for name in within}
-    return {"direct_ms": without, "gateway_ms": within, "added_ms": added}
+def compared(direct: Sequence[Spent], through: Sequence[Spent], byte: str) -> dict[str, dict[str, float]]:
+    """Percentiles, in milliseconds, until the "first" or the "last" byte, and what they are above direct calls'."""
+    without, within = _cuts(direct, byte), _cuts(through, byte)
+    return {"spent_ms": within, "added_ms": {name: within[name] - without[name] for name in within}}
 
 
 def _cuts(spent: Sequence[Spent], byte: str) -> dict[str, float]:
@@ -206,40 +219,39 @@ def _cuts(spent: Sequence[Spent], byte: str) -> dict[str, float]:
     return {f"p{percent}": cuts[percent - 1] for percent in PERCENTILES}
 
 
-async def _rate(load: Load, plan: Plan, processes: World) -> dict[str, Any]:
-    """Requests per second at `CONCURRENCY`, with the processor time each of the three processes took for one."""
+async def _rate(load: Load, plan: Plan, processes: World, below: Floors) -> dict[str, Any]:
+    """Requests per second at `CONCURRENCY`, and the processor time that each process took for one of them."""
+    between = {Through.RELAY: below.relay, Through.PROXY: below.proxy, Through.GATEWAY: processes.gateway}
     rates: dict[Way, list[float]] = {way: [] for way in WAYS}
-    used = {way: [0.0, 0.0, 0.0] for way in WAYS}
+    used: dict[Way, dict[str, float]] = {way: dict.fromkeys(("client", "between", "engine"), 0.0) for way in WAYS}
     for number in range(plan.rate_rounds):
         for way in WAYS if number % 2 else reversed(WAYS):
-            before = _cpu(processes)
+            before = _cpu(processes.upstream, between.get(way.through))
             seconds = await load.at_once(way, plan.rate_block)
+            after = _cpu(processes.upstream, between.get(way.through))
             rates[way].append(plan.rate_block / seconds)
-            used[way] = [sum(parts) for parts in zip(used[way], _since(before, _cpu(processes)), strict=True)]
+            for name, late in after.items():
+                used[way][name] += late - before[name]
     requests = plan.rate_rounds * plan.rate_block
     return {"concurrency": CONCURRENCY} | {
         _name(streamed): {
-            "direct_per_second": statistics.median(rates[Way(False, streamed)]),
-            "gateway_per_second": statistics.median(rates[Way(True, streamed)]),
-            "cpu_ms_per_gateway_request": dict(
-                zip(
-                    ("client", "gateway", "engine"),
-                    [1000 * seconds / requests for seconds in used[Way(True, streamed)]],
-                    strict=True,
-                )
-            ),
+            through: {
+                "per_second": statistics.median(rates[Way(through, streamed)]),
+                "cpu_ms": {name: 1000 * seconds / requests for name, seconds in used[Way(through, streamed)].items()},
+            }
+            for through in Through
         }
         for streamed in (True, False)
     }
 
 
-def _cpu(processes: World) -> list[float]:
+def _cpu(engine: Process, between: Process | None) -> dict[str, float]:
     own = resource.getrusage(resource.RUSAGE_SELF)
-    return [own.ru_utime + own.ru_stime, processes.gateway.cpu_seconds(), processes.upstream.cpu_seconds()]
-
-
-def _since(before: list[float], after: list[float]) -> list[float]:
-    return [late - early for early, late in zip(before, after, strict=True)]
+    return {
+        "client": own.ru_utime + own.ru_stime,
+        "between": 0.0 if between is None else between.cpu_seconds(),
+        "engine": engine.cpu_seconds(),
+    }
 
 
 def _name(streamed: bool) -> str:

@@ -1,7 +1,9 @@
-"""The other processes of a benchmark: an engine behind vLLM's protocol, a service of parked sessions, an echo.
+"""The other processes of a benchmark: an engine behind vLLM's protocol, a service of parked sessions, and the floors.
 
     python -m bench.processes upstream TOKENIZER REPLY_TOKENS
     python -m bench.processes gateway  TOKENIZER UPSTREAM_URL SESSIONS
+    python -m bench.processes proxy    UPSTREAM_URL
+    python -m bench.processes relay    UPSTREAM_URL
     python -m bench.processes echo
 
 Each prints its URLs, a line each, and ends when its standard input does: none outlives the one that started it.
@@ -16,15 +18,17 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 
 from bench.corpus import Corpus
+from bench.floors import Proxy, Receive, RoundTrip, Scope, Send, relay, round_trips
 from bench.parked import CONTEXT_TOKENS, parked
 from outrider.cli.loop import calm_interpreter
 from outrider.engines.base import EngineOptions
-from outrider.http_server import Receive, Scope, Send
 from outrider.spec import EngineSpec
 from outrider.testing.engine_servers.app import engine_app, serving
 from outrider.testing.engine_servers.asgi import ServeSettings
@@ -61,12 +65,18 @@ class Process:
         return int(lines[field].split()[0]) / 1024
 
 
-class World:
+class World(msgspec.Struct, frozen=True):
     """An upstream and a gateway in front of it, in processes of their own."""
 
-    def __init__(self, upstream: Process, gateway: Process) -> None:
-        self.upstream = upstream
-        self.gateway = gateway
+    upstream: Process
+    gateway: Process
+
+
+class Floors(msgspec.Struct, frozen=True):
+    """What stands before an upstream instead of a gateway, in processes of their own."""
+
+    proxy: Process
+    relay: Process
 
 
 @asynccontextmanager
@@ -87,10 +97,16 @@ async def upstream(corpus: Corpus, *, reply_tokens: int) -> AsyncIterator[Proces
 
 
 @asynccontextmanager
-async def echo() -> AsyncIterator[Process]:
-    """A server that answers everything with a few bytes, with none of our code in it."""
-    async with _process(1, "echo") as process:
-        yield process
+async def floors(url: str) -> AsyncIterator[Floors]:
+    async with _process(1, "proxy", url) as proxy, _process(1, "relay", url) as relay:
+        yield Floors(proxy, relay)
+
+
+@asynccontextmanager
+async def a_round_trip() -> AsyncIterator[RoundTrip]:
+    """To a server that answers everything with a few bytes, with none of our code in it."""
+    async with _process(1, "echo") as echo, round_trips(echo.urls[0]) as trips:
+        yield trips
 
 
 @asynccontextmanager
@@ -133,6 +149,17 @@ async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
         await _until_told(parking.base_urls)
 
 
+async def _serve_proxy(url: str) -> None:
+    proxy = Proxy(url)
+    await _serve_bare(proxy)
+    await proxy.close()
+
+
+async def _serve_relay(url: str) -> None:
+    async with relay(url) as own:
+        await _until_told([own])
+
+
 async def _serve_echo() -> None:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
@@ -141,11 +168,16 @@ async def _serve_echo() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"{}"})
 
+    await _serve_bare(answer)
+
+
+async def _serve_bare(app: Any) -> None:
+    """By uvicorn as it is."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(answer, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False)
+        config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False)
         server = uvicorn.Server(config)
         serving_it = asyncio.create_task(server.serve(sockets=[listening]))
-        await _until_told([f"http://127.0.0.1:{listening.getsockname()[1]}/"])
+        await _until_told([f"http://127.0.0.1:{listening.getsockname()[1]}"])
         server.should_exit = True
         await serving_it
 
@@ -161,6 +193,8 @@ async def _until_told(urls: list[str] | tuple[str, ...]) -> None:
 ROLES: dict[str, Callable[..., Awaitable[None]]] = {
     "upstream": _serve_upstream,
     "gateway": _serve_gateway,
+    "proxy": _serve_proxy,
+    "relay": _serve_relay,
     "echo": _serve_echo,
 }
 

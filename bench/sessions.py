@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from bench.corpus import Corpus
-from bench.yardstick import a_yardstick
+from bench.processes import a_round_trip
 from outrider.api.server import serving
 from outrider.config import Config, ModelConfig
 from outrider.evaluators.base import Outcome
@@ -32,7 +32,7 @@ from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import SessionResult, StageSeconds
 
 GROUP_SIZE = 8
-YARDSTICK_CALLS = 300
+ROUND_TRIPS = 300
 WAIT_SECONDS = 60.0
 SAID = "hello from the sandbox"
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo ' + SAID + '"}}\n</tool_call><|im_end|>'
@@ -57,12 +57,12 @@ async def run(quick: bool) -> dict[str, Any]:
 async def measure(plan: Plan) -> dict[str, Any]:
     """Per runtime the rate and the stages; a runtime that this machine cannot run says why instead."""
     found: dict[str, Any] = {}
-    async with a_yardstick() as yardstick:
-        await yardstick.take(YARDSTICK_CALLS)
+    async with a_round_trip() as round_trip:
+        await round_trip.take(ROUND_TRIPS)
         for kind, sessions in plan.sessions.items():
             found[kind] = await _of(kind, sessions)
-            await yardstick.take(YARDSTICK_CALLS)
-        return {"runtimes": found, "yardstick_ms": yardstick.median_ms()}
+            await round_trip.take(ROUND_TRIPS)
+        return {"runtimes": found, "round_trip_ms": round_trip.median_ms()}
 
 
 async def _of(kind: str, sessions: int) -> dict[str, Any]:

@@ -26,8 +26,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.processes import a_round_trip
 from bench.sandboxes import summary
-from bench.yardstick import a_yardstick
 from outrider.plugins import resolve
 from outrider.pythons.ipython import ipython_mounts
 from outrider.runtimes.base import SandboxContext, ShellKind
@@ -253,14 +253,14 @@ OTHERS: dict[str, Callable[[], contextlib.AbstractAsyncContextManager[Call]]] = 
 
 
 async def run(quick: bool = False) -> dict[str, Any]:
-    """All figures: {"ways": {WAY: {"p50_ms", "p95_ms", "calls"}}, "left_out": {WAY: why}, "yardstick_ms": ...}."""
+    """All figures: {"ways": {WAY: {"p50_ms", "p95_ms", "calls"}}, "left_out": {WAY: why}, "round_trip_ms": ...}."""
     return await measure(QUICK if quick else FULL)
 
 
 async def measure(plan: Plan, *, others: bool = True) -> dict[str, Any]:
     ways: dict[str, Way] = {}
     left_out: dict[str, str] = {}
-    async with AsyncExitStack() as stack, a_yardstick() as yardstick:
+    async with AsyncExitStack() as stack, a_round_trip() as round_trip:
         for kind in RUNTIMES:
             try:
                 shells = await stack.enter_async_context(tool_server(kind))
@@ -276,11 +276,11 @@ async def measure(plan: Plan, *, others: bool = True) -> dict[str, Any]:
             await _repeat(way, FIRST if way.quick else 1)
             way.spent = []
         for _ in range(plan.rounds):
-            await yardstick.take(plan.quick)
+            await round_trip.take(plan.quick)
             for way in ways.values():
                 await _repeat(way, plan.quick if way.quick else plan.slow)
     figures = {name: {**summary(way.spent), "calls": len(way.spent)} for name, way in ways.items()}
-    return {"ways": figures, "left_out": left_out, "yardstick_ms": yardstick.median_ms()}
+    return {"ways": figures, "left_out": left_out, "round_trip_ms": round_trip.median_ms()}
 
 
 async def _repeat(way: Way, calls: int) -> None:

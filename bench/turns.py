@@ -24,8 +24,7 @@ from bench.corpus import VOCABULARY, Corpus
 from bench.dialogue import Dialogue
 from bench.http import Client
 from bench.parked import parked
-from bench.processes import World, world
-from bench.yardstick import a_yardstick
+from bench.processes import World, a_round_trip, world
 from outrider.api.gateway import Gateway
 from outrider.dialects.base import WireCall
 from outrider.dialects.chat.dialect import ChatDialect
@@ -35,7 +34,7 @@ from outrider.spec import EngineSpec
 
 NEW_TOKENS = 500
 REPLY_TOKENS = 20
-YARDSTICK_CALLS = 300
+ROUND_TRIPS = 300
 
 Turn = Callable[[bytes], Awaitable[bytes]]
 """Sends the body of one request and gives that of its answer."""
@@ -76,11 +75,11 @@ async def measure(points: Sequence[Point]) -> dict[str, Any]:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
         async with (
             world(corpus, reply_tokens=REPLY_TOKENS, sessions=sessions) as processes,
-            a_yardstick() as yardstick,
+            a_round_trip() as round_trip,
         ):
-            await yardstick.take(YARDSTICK_CALLS)
+            await round_trip.take(ROUND_TRIPS)
             own = await _own_work(corpus, processes, points, sessions)
-            await yardstick.take(YARDSTICK_CALLS)
+            await round_trip.take(ROUND_TRIPS)
             added = await _added_latency(corpus, processes, points)
     merged = [
         {"history_tokens": point.history} | work | extra for point, work, extra in zip(points, own, added, strict=True)
@@ -89,7 +88,7 @@ async def measure(points: Sequence[Point]) -> dict[str, Any]:
         "new_tokens": NEW_TOKENS,
         "reply_tokens": REPLY_TOKENS,
         "points": merged,
-        "yardstick_ms": yardstick.median_ms(),
+        "round_trip_ms": round_trip.median_ms(),
         "growth": merged[-1]["own_ms"] / merged[0]["own_ms"],
     }
 
