@@ -19,7 +19,7 @@ from bench.processes import ROOT
 
 from api.test_gateway import CHAT, KEY, OneSession, a_gateway, serving
 from outrider.api.gateway import Gateway
-from outrider.concurrency.offload import INLINE
+from outrider.concurrency.offload import INLINE_BYTES
 from outrider.concurrency.watchdog import Watchdog
 from outrider.sessions.calls.body_limits import MAX_IN_SESSION, MAX_TEXT_BODY
 from sessions.world import a_world
@@ -127,7 +127,7 @@ async def test_a_prompt_far_beyond_the_context_is_refused_unread(tmp_path: Path,
 async def test_no_body_holds_the_event_loop(tmp_path: Path, name: str) -> None:
     """Bodies of three sizes: what is done at once, what is done beside the loop, and what cannot fit. The time that the
     loop's own thread is at work does not depend on what else the machine does."""
-    sizes = (INLINE - 1, 400 << 10, MAX_TEXT_BODY - (1 << 16))
+    sizes = (INLINE_BYTES - 1, 400 << 10, MAX_TEXT_BODY - (1 << 16))
     async with (
         a_world(tmp_path, ["hi<|im_end|>"] * 3, context_tokens=131_072) as world,
         serving(Gateway(OneSession(world.conversation))) as url,

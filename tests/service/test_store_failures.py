@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.concurrency.backoff import Backoff
-from outrider.concurrency.offload import Aside
+from outrider.concurrency.offload import OffloadThread
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
@@ -157,7 +157,7 @@ async def test_a_redirect_is_no_delivery(tokenizer: Path) -> None:
 async def delivered(store: FailingStore, tokenizer: Path) -> None:
     """Deliver until nothing is left to be delivered."""
     deliverer = Deliverer(
-        store, Reader(store, Tokenizer.load(tokenizer), Aside()), pauses=Backoff(first=0.01, longest=0.01)
+        store, Reader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=Backoff(first=0.01, longest=0.01)
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliverer.run())

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from outrider.concurrency.offload import whole
 from outrider.errors import ContextOverflow, RequestError, TooLarge
 from outrider.sessions.calls.body_limits import (
     BYTES_PER_TOKEN,
@@ -29,6 +28,7 @@ from outrider.sessions.calls.body_limits import (
     TooSlow,
     counted_values,
 )
+from support.steps import run_inline
 
 
 async def sent(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
@@ -65,7 +65,7 @@ def test_values_are_counted_outside_of_strings(seed: int) -> None:
     rng = random.Random(seed)
     value = [nested(rng) for _ in range(10)]
     body = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
-    assert whole(counted_values(body, rng.choice([1, 2, 3, 7, 1 << 20]))) == values_in(value)
+    assert run_inline(counted_values(body, rng.choice([1, 2, 3, 7, 1 << 20]))) == values_in(value)
 
 
 def test_a_size_that_cannot_fit_is_an_overflow_and_one_that_is_not_read_is_too_large() -> None:
@@ -83,16 +83,16 @@ def test_a_size_that_cannot_fit_is_an_overflow_and_one_that_is_not_read_is_too_l
 def test_more_values_than_the_context_has_room_for_are_refused() -> None:
     body = b"[" + b"{}," * 30_000 + b"{}]"
     with pytest.raises(ContextOverflow, match="at least 15000 tokens"):
-        whole(Capacity(4096, images=False).checking(body))
-    whole(Capacity(1 << 14, images=False).checking(body))
+        run_inline(Capacity(4096, images=False).checking(body))
+    run_inline(Capacity(1 << 14, images=False).checking(body))
     with pytest.raises(ContextOverflow):
-        whole(Capacity(None, images=True).checking(b"{" * (MAX_VALUES + 1)))
-    whole(Capacity(4096, images=False).checking(json.dumps("{}," * 30_000).encode()))
+        run_inline(Capacity(None, images=True).checking(b"{" * (MAX_VALUES + 1)))
+    run_inline(Capacity(4096, images=False).checking(json.dumps("{}," * 30_000).encode()))
 
 
 def test_more_escapes_than_can_be_decoded_at_once_are_refused() -> None:
     with pytest.raises(TooLarge, match="escaped"):
-        whole(Capacity(None, images=True).checking(b"\\" * (MAX_ESCAPES + 1)))
+        run_inline(Capacity(None, images=True).checking(b"\\" * (MAX_ESCAPES + 1)))
 
 
 async def test_a_body_beyond_its_capacity_is_refused_while_it_arrives() -> None:

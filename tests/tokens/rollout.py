@@ -38,6 +38,7 @@ from outrider.trajectory import (
     pack_ids,
     pack_logprobs,
 )
+from support.steps import run_inline
 
 TRIMMING = ("qwen3.5", "qwen3.6")
 TURN_OPEN = "<|im_start|>"
@@ -71,7 +72,7 @@ class Rollout:
 
     def join(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Joined:
         raw = json.dumps(list(tools)).encode() if tools else b""
-        joined = self.tree.join(ParsedMessages(messages), tools, raw)
+        joined = run_inline(self.tree.join(ParsedMessages(messages), tools, raw))
         self._check(joined, list(messages), tools)
         self._sent[id(joined.prompt)] = list(messages)
         return joined

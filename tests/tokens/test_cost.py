@@ -11,6 +11,7 @@ from time import thread_time
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, ToolSpec
 from outrider.tokens.rendering.renderer import FamilyRenderer, History
 from outrider.tokens.tree.tree import TokenTree
+from support.steps import run_inline
 
 from .renderers import family_renderer, small_tokenizer
 from .strategies import TOOLS
@@ -65,7 +66,7 @@ class Talk:
         self.sent = [Message(role=Role.USER, content="Read the file.")]
 
     def turn(self, new: Sequence[str], sampled: int) -> None:
-        joined = self.tree.join(Sent(self.sent), TOOLS, RAW)
+        joined = run_inline(self.tree.join(Sent(self.sent), TOOLS, RAW))
         name = f"c{len(self.sent)}"
         call = ToolCall(name, "read_file", f'{{"path": "{name}"}}')
         reply = Message(
@@ -79,7 +80,7 @@ class Talk:
         """Seconds of the processor that a continuation with other new messages takes to join and to be read out."""
         messages = Sent([*self.sent, Message(role=Role.USER, content=question)])
         start = thread_time()
-        self.tree.join(messages, TOOLS, RAW).prompt.ids()
+        run_inline(self.tree.join(messages, TOOLS, RAW)).prompt.ids()
         return thread_time() - start
 
 
@@ -92,7 +93,7 @@ def test_one_more_turn_costs_its_own_tokens() -> None:
     questions = [f"{number}{text(2000)}" for number in range(15)]
     pairs = [(short.ask(question), long.ask(question)) for question in questions]
     quick, slow = (min(times) for times in zip(*pairs, strict=True))
-    longest = long.tree.join(Sent(long.sent), TOOLS, RAW).prompt
+    longest = run_inline(long.tree.join(Sent(long.sent), TOOLS, RAW)).prompt
     assert longest.length > 95_000
     assert slow < 2 * quick, f"{1000 * quick:.2f} ms after 1k tokens, {1000 * slow:.2f} ms after 100k"
 
@@ -111,12 +112,12 @@ def test_a_call_of_2000_tokens_keeps_less_than_10_kilobytes() -> None:
     new = [text(750), text(750)]
     for _ in range(10):
         talk.turn(new, 500)
-    before = talk.tree.join(Sent(talk.sent), TOOLS, RAW).prompt.length
+    before = run_inline(talk.tree.join(Sent(talk.sent), TOOLS, RAW)).prompt.length
     gc.collect()
     tracemalloc.start()
     for _ in range(100):
         talk.turn(new, 500)
-    tokens = talk.tree.join(Sent(talk.sent), TOOLS, RAW).prompt.length - before
+    tokens = run_inline(talk.tree.join(Sent(talk.sent), TOOLS, RAW)).prompt.length - before
     talk.sent.clear()
     gc.collect()
     kept = tracemalloc.get_traced_memory()[0] / 100

@@ -20,6 +20,7 @@ from outrider.tokens.tree.canonical import EVERYTHING, SHOWN, message_key
 from outrider.tokens.tree.differences import DIFFERENCES, Effect
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import ForkCause, JoinKind
+from support.steps import run_inline
 from support.tokenizer import make_tokenizer
 from support.wire import CALL
 
@@ -150,12 +151,12 @@ def keeps(renderer: FamilyRenderer, recorded: list[Wire], sent: list[Wire]) -> b
     """Whether a client that was told `recorded` and sends `sent` goes on from every recorded id."""
     tree = TokenTree(renderer, "recorded")
     old = read(recorded)
-    first = tree.join(read(recorded[:SAID]), TOOLS, b"1")
+    first = run_inline(tree.join(read(recorded[:SAID]), TOOLS, b"1"))
     tree.commit(first.prompt, THOUGHT_AND_SAID, old.parse(SAID))
-    results = tree.join(read(recorded[:MORE]), TOOLS, b"1")
+    results = run_inline(tree.join(read(recorded[:MORE]), TOOLS, b"1"))
     tree.commit(results.prompt, THOUGHT_AND_SAID, Message(role=Role.ASSISTANT, content="Both."))
     both = {"role": "assistant", "content": "Both."}
-    joined = tree.join(read([*sent[:-1], both, sent[-1]]), TOOLS, b"1")
+    joined = run_inline(tree.join(read([*sent[:-1], both, sent[-1]]), TOOLS, b"1"))
     return joined.kind is JoinKind.APPEND
 
 
@@ -196,8 +197,9 @@ def test_other_tools_are_a_difference() -> None:
     for tools in ((), TOOLS * 2, ({"type": "function", "function": {"name": "read_file"}},)):
         tree = TokenTree(renderer_showing(everything=False), "recorded")
         recorded = read(wire_history())
-        tree.commit(tree.join(read(wire_history()[:SAID]), TOOLS, b"1").prompt, [300, 2], recorded.parse(SAID))
-        assert tree.join(recorded, tools, b"2").cause is ForkCause.TOOLS_CHANGED
+        first = run_inline(tree.join(read(wire_history()[:SAID]), TOOLS, b"1"))
+        tree.commit(first.prompt, [300, 2], recorded.parse(SAID))
+        assert run_inline(tree.join(recorded, tools, b"2")).cause is ForkCause.TOOLS_CHANGED
 
 
 SPECIAL = r'"(<[|｜/]?[\w/| :｜|-]+?>|\[gMASK\]|\]~!b\[|\]~b\]|\[e~\[)"'  # noqa: RUF001 - the models' own characters

@@ -12,6 +12,7 @@ from outrider.tokens.rendering.renderer import FamilyRenderer
 from outrider.tokens.rendering.template import ChatTemplate
 from outrider.tokens.tree.tree import Joined
 from outrider.trajectory import ForkCause, JoinKind
+from support.steps import run_inline
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
 from .rollout import Rollout
@@ -148,7 +149,7 @@ def test_the_same_request_behind_another_head_again_is_a_retry_once_there_is_an_
 def test_a_count_of_tokens_is_of_the_prompt_that_would_be_sent() -> None:
     talk = Talk()
     messages = [EXPERT, *talk.history, AGAIN]
-    counted = talk.rollout.tree.measure(ParsedMessages(messages), OTHERS, json.dumps(OTHERS).encode())
+    counted = run_inline(talk.rollout.tree.measure(ParsedMessages(messages), OTHERS, json.dumps(OTHERS).encode()))
     assert counted == talk.rollout.join(messages, OTHERS).prompt.length
 
 
@@ -167,7 +168,7 @@ def test_a_template_that_shows_tools_among_the_messages_is_rendered_whole() -> N
     rollout = Rollout(renderer)
     reply = rollout.answer(rollout.join([TRIAGE, QUESTION], TOOLS), spelled("Yes."), tools=TOOLS)
     messages = ParsedMessages([EXPERT, QUESTION, reply, AGAIN])
-    joined = rollout.tree.join(messages, TOOLS, json.dumps(TOOLS).encode())
+    joined = run_inline(rollout.tree.join(messages, TOOLS, json.dumps(TOOLS).encode()))
     assert (joined.cause, joined.forked_from) == (ForkCause.SYSTEM_CHANGED, 0)
     assert joined.prompt.ids().tolist() == renderer.render([EXPERT, QUESTION, reply, AGAIN], TOOLS)
 

@@ -22,6 +22,7 @@ from outrider.trajectory import (
     pack_ids,
     pack_logprobs,
 )
+from support.steps import run_inline
 
 from .harnesses import CODER, TASK, assistant, system, user
 from .renderers import family_renderer
@@ -129,5 +130,5 @@ def test_what_a_tree_keeps_of_ever_new_messages_is_bounded() -> None:
     tree = TokenTree(family_renderer(), "recorded")
     for request in range(4):
         messages = [Message(role=Role.USER, content=f"{request} {at}") for at in range(SEEN_PATHS // 3)]
-        tree.join(ParsedMessages(messages), (), b"")
+        run_inline(tree.join(ParsedMessages(messages), (), b""))
     assert len(tree._seen) <= SEEN_PATHS + SEEN_PATHS // 3 + 1

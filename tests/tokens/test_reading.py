@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.concurrency.offload import whole
 from outrider.messages import Message, Role
 from outrider.tokens.rendering.stream import ReplyStream
 from outrider.tokens.tree import request_index as reading
 from outrider.tokens.tree.canonical import EVERYTHING
 from outrider.tokens.tree.request_index import MARGIN, STRIDE, RequestReader
 from outrider.tokens.tree.tree import TokenTree
+from support.steps import run_inline
 
 from .clients import echoed, news, rewritten, sampled
 from .renderers import family_renderer
@@ -72,10 +72,10 @@ def test_a_reader_with_a_memory_reads_as_one_without(seed: int) -> None:
         talks[which] = talk = talk[: rng.randrange(len(talk) + 1) if rng.random() < 0.1 else None]
         talk += said(rng, rng.randrange(1, 5))
         tools, raw = rng.choice([((), b""), (TOOLS, RAW)])
-        got = whole(known.read(Marked(talk), tools, raw))
-        anew = whole(RequestReader(EVERYTHING).read(Marked(talk), tools, raw))
+        got = run_inline(known.read(Marked(talk), tools, raw))
+        anew = run_inline(RequestReader(EVERYTHING).read(Marked(talk), tools, raw))
         assert (got.keys, got.paths) == (anew.keys, anew.paths)
-        known.remember(got, tree.join(Marked(talk), tools, raw).prompt)
+        known.remember(got, run_inline(tree.join(Marked(talk), tools, raw)).prompt)
 
 
 def test_a_long_history_is_not_read_again() -> None:
@@ -83,7 +83,7 @@ def test_a_long_history_is_not_read_again() -> None:
     talk = said(Random(1), 100)
     for _ in range(30):
         messages = Marked(talk)
-        tree.join(messages, (), b"")
+        run_inline(tree.join(messages, (), b""))
         talk = [*talk, *said(Random(2), 2)]
     assert messages.read <= 2 * MARGIN + STRIDE + 4
 
@@ -116,7 +116,7 @@ def _session(moves: list[tuple[int, int]]) -> list[object]:
         old = finished[-1 - rng.randrange(min(2, len(finished)))]
         changed = rewritten(rng, old) if action == 0 else echoed(rng, old)
         messages = (*changed, *news(rng, old[-1]))
-        joined = tree.join(Marked(messages, marks=0), TOOLS, RAW)
+        joined = run_inline(tree.join(Marked(messages, marks=0), TOOLS, RAW))
         prompt = joined.prompt
         found.append((joined.kind, joined.cause, joined.forked_from, prompt.ids().tolist(), prompt.conversation))
         ids = sampled(rng)

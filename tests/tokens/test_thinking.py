@@ -14,6 +14,7 @@ from outrider.tokens.rendering.template import ChatTemplate
 from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import ForkCause, JoinKind
+from support.steps import run_inline
 
 from .renderers import FAMILIES, FamilyRenderer, family_renderer, small_tokenizer
 
@@ -39,7 +40,7 @@ def theirs(family: str, thinking: bool):
 
 
 def joined(tree: TokenTree, *messages: Message, thinking: bool | None = None) -> Joined:
-    return tree.join(ParsedMessages(messages), (), b"", thinking=thinking)
+    return run_inline(tree.join(ParsedMessages(messages), (), b"", thinking=thinking))
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -72,7 +73,10 @@ def test_switching_midway_appends_to_every_recorded_id(family: str) -> None:
         assert second.kind is kind
         assert second.cause is (ForkCause.SIBLING if kind is JoinKind.FORK else None)
         ends[thinking] = small_tokenizer().decode(ids[len(known) :])
-        assert tree.measure(ParsedMessages([ASKED, SAID, MORE]), (), b"", thinking=thinking) == second.prompt.length
+        assert (
+            run_inline(tree.measure(ParsedMessages([ASKED, SAID, MORE]), (), b"", thinking=thinking))
+            == second.prompt.length
+        )
     assert ends[False].endswith("<think>\n\n</think>\n\n")
     assert not ends[True].endswith("</think>\n\n")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from outrider.concurrency.offload import whole
 from outrider.errors import ContextOverflow, RequestError, TooLarge
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, image_from_bytes
 from outrider.tokens.rendering.tokenizer import MAX_SLOW_TEXT
 from outrider.tokens.tree.request_index import MAX_TOOL_VALUES
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, ForkCause, JoinKind
+from support.steps import run_inline
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
 from .rollout import Rollout
@@ -347,7 +347,7 @@ def test_a_request_that_cannot_be_read_or_rendered_changes_nothing() -> None:
     with pytest.raises(RequestError):
         rollout.join([QUESTION, image])
     with pytest.raises(RequestError):
-        rollout.tree.join(Unreadable([QUESTION]), (), b"")
+        run_inline(rollout.tree.join(Unreadable([QUESTION]), (), b""))
     with pytest.raises(RequestError):
         rollout.join([])
     assert outcome(rollout.join([QUESTION])) == ROOT
@@ -370,22 +370,24 @@ def test_a_text_that_takes_too_much_memory_to_encode_is_refused() -> None:
     tree = TokenTree(family_renderer(), "recorded")
     text = Message(role=Role.USER, content="\u00fc" * (MAX_SLOW_TEXT + 1))
     with pytest.raises(TooLarge, match="too long to be encoded"):
-        tree.join(ParsedMessages([text]), (), b"")
-    tree.join(ParsedMessages([Message(role=Role.USER, content="go on")]), (), b"")
+        run_inline(tree.join(ParsedMessages([text]), (), b""))
+    run_inline(tree.join(ParsedMessages([Message(role=Role.USER, content="go on")]), (), b""))
 
 
 def test_a_text_that_does_not_fit_is_refused_before_all_of_it_is_encoded() -> None:
     tree = TokenTree(family_renderer(), "recorded")
     text = Message(role=Role.USER, content="a word " * 600_000)
-    steps = tree.joining(ParsedMessages([text]), (), b"", context=4096)
+    steps = tree.join(ParsedMessages([text]), (), b"", context=4096)
     with pytest.raises(ContextOverflow, match="the model's context is 4096"):
-        whole(steps)
+        run_inline(steps)
     assert tree.forks == {}
 
 
 def test_tools_that_take_too_long_to_write_are_refused() -> None:
     raw = b"[" + b"1," * MAX_TOOL_VALUES + b"1]"
     with pytest.raises(TooLarge, match="JSON values"):
-        TokenTree(family_renderer(), "recorded").join(
-            ParsedMessages([Message(role=Role.USER, content="a")]), TOOLS, raw
+        run_inline(
+            TokenTree(family_renderer(), "recorded").join(
+                ParsedMessages([Message(role=Role.USER, content="a")]), TOOLS, raw
+            )
         )

@@ -1,11 +1,11 @@
-"""Long pure work done beside the event loop: in one thread, a piece at a time, so that works take turns.
+"""Runs long pure computations in one worker thread, in pieces, so that they do not block the event loop.
 
-A request with tens of thousands of messages takes seconds to read and render. Done on the event loop that would stop
-every other session; done in a thread it only shares the interpreter with them. There is one thread, because more of
-them would not be faster and would take the interpreter from the event loop more often.
+Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop that would stop
+every other session; in a thread it only competes with them for the interpreter. There is one thread, because several
+would not be faster (Python runs one at a time) and would take the interpreter from the event loop more often.
 
-It does not know what the work is. Invariant: when `run` or `finish` returns, raises or is cancelled, no piece of that
-work is running any more.
+This module does not know what it computes. Invariant: when `run` or `run_steps` returns, raises or is cancelled, no
+piece of that computation is running any more.
 """
 
 from __future__ import annotations
@@ -23,60 +23,52 @@ from outrider.concurrency.cancellation import shielded
 T = TypeVar("T")
 
 Steps = Generator[int, None, T]
-"""Work in pieces. Each yield states the size of the piece that comes next, in bytes of what it works on; the result is
-what the generator returns. Pieces that are not large in themselves should work on no more than PIECE."""
+"""A computation in pieces. Each yield states the size of the next piece, in bytes of its input; the result is the
+generator's return value. A piece should cover at most PIECE_BYTES, unless a single message or text is larger."""
 
-INLINE = 32 << 10
-"""Bytes that are worked on at once, on the event loop: 20 ms at the worst, where messages have few bytes."""
-PIECE = 16 << 10
-"""Bytes after which work in a thread lets others have their turn."""
-
-
-class _Finished(msgspec.Struct):
-    """That the work is done, and what it came to."""
-
-    result: object
+INLINE_BYTES = 32 << 10
+"""Input that is processed on the event loop before the thread takes over. A thread hop costs more than the work of an
+ordinary call; 32 KiB take 20 ms in the worst case, which is many very short messages."""
+PIECE_BYTES = 16 << 10
+"""Input after which a computation in the thread lets the next one run."""
 
 
-class Aside:
-    """The thread, and the queue for it: pieces are done in the order in which they come, so that long works take turns.
-    The thread starts with the first work; `close` waits for the piece it is at."""
+class _Result(msgspec.Struct):
+    value: object
+
+
+class OffloadThread:
+    """The worker thread and its queue. Pieces run in the order of their arrival, so that long computations take turns.
+    The thread starts with the first piece; `close` waits for the piece that is running."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-aside")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-offload")
         self._queue = asyncio.Lock()
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` gives, called in the thread."""
+        """Call `work` in the thread and return its result."""
         async with self._queue:
             return await shielded(lambda: asyncio.get_running_loop().run_in_executor(self._thread, work))
 
-    async def finish(self, steps: Steps[T]) -> T:
-        """What the steps come to: the first INLINE bytes of them at once, the others in the thread."""
+    async def run_steps(self, steps: Steps[T]) -> T:
+        """Run all steps and return their result: the first INLINE_BYTES on the event loop, the rest in the thread. A
+        caller that is cancelled ends the computation after the running piece."""
         with closing(steps):
             size = 0
             step = _advance(steps)
-            while not isinstance(step, _Finished):
+            while not isinstance(step, _Result):
                 size += step
-                step = _advance(steps) if size <= INLINE else await self.run(lambda: _advance(steps))
-        result: T = step.result  # type: ignore[assignment]  # what the generator returned
+                step = _advance(steps) if size <= INLINE_BYTES else await self.run(lambda: _advance(steps))
+        result: T = step.value  # type: ignore[assignment]  # the generator's return value
         return result
 
 
-def _advance(steps: Steps[object]) -> int | _Finished:
-    """Do the next piece: the size of the one after it, or the end."""
+def _advance(steps: Steps[object]) -> int | _Result:
+    """Run the next piece. A StopIteration cannot leave a future, so that the end is a value."""
     try:
         return next(steps)
     except StopIteration as end:
-        return _Finished(end.value)
-
-
-def whole(steps: Steps[T]) -> T:
-    """All of the work, here and now."""
-    while not isinstance(step := _advance(steps), _Finished):
-        pass
-    result: T = step.result  # type: ignore[assignment]  # what the generator returned
-    return result
+        return _Result(end.value)

@@ -90,8 +90,8 @@ class Service:
             files=config.files,
             warm=WarmLimits(each=config.sandboxes.warm, memory_mb=config.sandboxes.warm_memory_mb),
         )
-        self._aside = self.node.endpoint.aside
-        self.reader = Reader(self.store, tokenizer, self._aside)
+        self._offload = self.node.endpoint.offload
+        self.reader = Reader(self.store, tokenizer, self._offload)
         self._deliverer = Deliverer(self.store, self.reader)
         self._scheduler = Scheduler(self.store, [self.node], on_done=self._group_done, pauses=pauses)
         self._done = Bell()
@@ -101,7 +101,7 @@ class Service:
         async with AsyncExitStack() as stack:
             self.config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
             stack.callback(os.close, _lock(self.config.data))
-            stack.push_async_callback(self._aside.close)
+            stack.push_async_callback(self._offload.close)
             await self.store.open()
             stack.push_async_callback(self.store.close)
             await stack.enter_async_context(self.pool)
@@ -131,7 +131,7 @@ class Service:
 
     async def parse(self, body: bytes) -> GroupSpec:
         """The group in a request's body. Raises RequestError, or InvalidField naming the field."""
-        return await self._aside.finish(_parsing(body))
+        return await self._offload.run_steps(_parsing(body))
 
     async def submit(self, spec: GroupSpec) -> GroupView:
         """Check, store, and wake the scheduler. Raises what admission raises, and Conflict for a repeated
@@ -153,7 +153,7 @@ class Service:
             labels=spec.task.labels,
         )
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
-        body = await self._aside.run(lambda: spec.model_dump_json().encode())
+        body = await self._offload.run(lambda: spec.model_dump_json().encode())
         stored = await self.store.create_group(row, body, session_ids)
         self._scheduler.wake()
         return await self.reader.view(stored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from outrider.concurrency.offload import Aside, Steps
+from outrider.concurrency.offload import OffloadThread, Steps
 from outrider.errors import NotFound
 from outrider.schemas import GroupSummary, GroupView, SampleList, SessionView, TurnList, TurnView
 from outrider.store.base import GroupRow, SessionRow, Store
@@ -20,10 +20,10 @@ BYTES_OF_A_POSITION = 32
 class Reader:
     """Groups, sessions, turns and samples, by id. Unknown ids raise NotFound."""
 
-    def __init__(self, store: Store, tokenizer: Tokenizer, aside: Aside) -> None:
+    def __init__(self, store: Store, tokenizer: Tokenizer, offload: OffloadThread) -> None:
         self._store = store
         self._tokenizer = tokenizer
-        self._aside = aside
+        self._offload = offload
 
     async def group(self, group_id: str, *, samples: bool = False) -> GroupView:
         return await self.view(await self._store.group(group_id), samples=samples)
@@ -47,14 +47,14 @@ class Reader:
 
     async def encoded(self, view: GroupView | SampleList | TurnList) -> bytes:
         """As JSON."""
-        return await self._aside.finish(encoding(view))
+        return await self._offload.run_steps(encoding(view))
 
     async def session(self, session_id: str) -> SessionView:
         return session_view(await self._store.session(session_id))
 
     async def turns(self, session_id: str) -> tuple[TurnView, ...]:
         turns = await self._store.turns(session_id)
-        return await self._aside.run(lambda: tuple(map(self._turn_view, turns, lineages(turns))))
+        return await self._offload.run(lambda: tuple(map(self._turn_view, turns, lineages(turns))))
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         session = await self._store.session(session_id)
@@ -70,7 +70,7 @@ class Reader:
         if result is None or result.turns == 0:
             return ()
         turns = await self._store.turns(session.id, result.attempt)
-        return await self._aside.run(lambda: tuple(build_samples(turns, result)))
+        return await self._offload.run(lambda: tuple(build_samples(turns, result)))
 
     def _turn_view(self, turn: Turn, lineage: Lineage) -> TurnView:
         return TurnView(

@@ -31,7 +31,7 @@ from outrider.sessions.calls.token_allowance import Allowance, LimitReached
 from outrider.spec import Limits, Sampling
 from outrider.tokens.rendering.renderer import History
 from outrider.tokens.tree.nodes import PromptNode
-from outrider.tokens.tree.request_index import parsing
+from outrider.tokens.tree.request_index import parse_messages
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 
@@ -57,7 +57,7 @@ class Conversation:
     record of a turn, after which no call is taken. `hung_up` says whether a client has given up a call. `bodies` are
     those of its calls, and `under_way` is how many calls are not answered yet: whoever receives them counts.
 
-    Requests are read and joined one at a time; long work on one is done beside the event loop (`aside`).
+    Requests are read and joined one at a time; long work on one runs in the worker thread (`offload`).
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Conversation:
         try:
             async with self._reading:
                 return await self._finish(
-                    self.tree.measuring(
+                    self.tree.measure(
                         request.messages, request.tools, request.tools_raw, thinking=self._switched_thinking(request)
                     )
                 )
@@ -208,7 +208,7 @@ class Conversation:
         return assigned
 
     async def _shows_images(self, request: ModelRequest) -> bool:
-        return any(map(images_in, await self._finish(parsing(request.messages))))
+        return any(map(images_in, await self._finish(parse_messages(request.messages))))
 
     def _admit(self) -> None:
         if not self._open:
@@ -255,7 +255,7 @@ class Conversation:
         Capacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         check_form(request, assigned)
         if assigned.mode is not TokenMode.TOKENS:
-            messages = await self._finish(parsing(request.messages))
+            messages = await self._finish(parse_messages(request.messages))
             wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             ignored: tuple[str, ...] = ()
@@ -276,9 +276,7 @@ class Conversation:
         thinking = self._switched_thinking(request)
         async with self._reading:
             joined = await self._finish(
-                self.tree.joining(
-                    request.messages, request.tools, request.tools_raw, thinking=thinking, context=context
-                )
+                self.tree.join(request.messages, request.tools, request.tools_raw, thinking=thinking, context=context)
             )
         if self._wanted_thinking(request) not in (None, thinking):
             request = msgspec.structs.replace(request, ignored=(*request.ignored, "thinking"))
@@ -319,7 +317,7 @@ class Conversation:
             )
 
     async def _finish(self, steps: Steps[T]) -> T:
-        return await self.endpoint.aside.finish(steps)
+        return await self.endpoint.offload.run_steps(steps)
 
     def _sampling_for(self, asked: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
         """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left. What no task can

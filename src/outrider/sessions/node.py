@@ -157,7 +157,7 @@ class LocalNode:
             ending = await SessionRun(parts).run()
             turns = await self._turns(assignment)
             work = partial(self._result, assignment, parts.conversation, ending, turns)
-            return await self._endpoint.aside.run(work)
+            return await self._endpoint.offload.run(work)
         except Exception as error:  # of a plugin that cannot be made any more, or a record that cannot be read
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed in a way it never should", assignment.session_id)

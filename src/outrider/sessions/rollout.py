@@ -305,7 +305,7 @@ class SessionRun:
 
     async def _transcript(self) -> tuple[Message, ...]:
         turns = await self._parts.turns()
-        return await self._parts.conversation.endpoint.aside.run(lambda: transcript(turns))
+        return await self._parts.conversation.endpoint.offload.run(lambda: transcript(turns))
 
     async def _outcome(self, sandbox: Sandbox, reason: StopReason, harness: HarnessOutcome) -> Outcome:
         parts = self._parts

@@ -15,7 +15,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from outrider.concurrency.offload import Aside
+from outrider.concurrency.offload import OffloadThread
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.engines.pool.member import Assignment
@@ -52,7 +52,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     context_tokens: int | None = None
     intake: Intake = msgspec.field(default_factory=Intake)
-    aside: Aside = msgspec.field(default_factory=Aside)
+    offload: OffloadThread = msgspec.field(default_factory=OffloadThread)
 
 
 class Call(Protocol):

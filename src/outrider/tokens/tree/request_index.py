@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from outrider.concurrency.offload import PIECE, Steps
+from outrider.concurrency.offload import PIECE_BYTES, Steps
 from outrider.errors import RequestError, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import Opening
@@ -35,13 +35,13 @@ KEPT_KEYS = 1 << 14
 """Of how many messages the digests are kept. A session that sends more of them is read anew."""
 
 
-def parsing(messages: WireMessages) -> Steps[tuple[Message, ...]]:
-    """All messages. Raises RequestError for one that cannot be read."""
+def parse_messages(messages: WireMessages) -> Steps[tuple[Message, ...]]:
+    """Parse all messages. Raises RequestError for one that cannot be read."""
     found: list[Message] = []
     piece = 0
     for index in range(len(messages)):
         piece += messages.size(index)
-        if piece > PIECE:
+        if piece > PIECE_BYTES:
             yield piece
             piece = 0
         found.append(messages.parse(index))
@@ -210,7 +210,7 @@ class RequestReader:
         for index in range(recalled, len(messages)):
             sizes.append(messages.size(index))
             piece += sizes[-1]
-            if piece > PIECE:
+            if piece > PIECE_BYTES:
                 yield piece
                 piece = 0
             short = digest(messages.raw(index))
@@ -266,7 +266,7 @@ class RequestReader:
         short = digest(raw)
         path = self._tools.get(short)
         if path is None:
-            if len(raw) > PIECE:
+            if len(raw) > PIECE_BYTES:
                 yield len(raw)
             if len(raw) > MAX_TOOL_VALUES and sum(map(raw.count, (b"[", b"{", b","))) > MAX_TOOL_VALUES:
                 raise TooLarge(f"the tools have more than {MAX_TOOL_VALUES} JSON values", field="tools")

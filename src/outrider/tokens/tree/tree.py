@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from outrider.concurrency.offload import Steps, whole
+from outrider.concurrency.offload import Steps
 from outrider.errors import ContextOverflow, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
@@ -67,19 +67,6 @@ class TokenTree:
         self.forks: dict[ForkCause, int] = {}
 
     def join(
-        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
-    ) -> Joined:
-        """Find or make the request's prompt. `thinking` switches the model's reasoning, for this turn alone. Raises
-        RequestError for a message that cannot be read or rendered; the tree is then unchanged."""
-        return whole(self.joining(messages, tools, tools_raw, thinking=thinking))
-
-    def measure(
-        self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
-    ) -> int:
-        """The length of the prompt that `join` would give; nothing is recorded. Raises as `join` does."""
-        return whole(self.measuring(messages, tools, tools_raw, thinking=thinking))
-
-    def joining(
         self,
         messages: WireMessages,
         tools: Sequence[ToolSpec],
@@ -88,8 +75,10 @@ class TokenTree:
         thinking: bool | None = None,
         context: int | None = None,
     ) -> Steps[Joined]:
-        """`join` in pieces. Raises ContextOverflow for a prompt that leaves no room in a context of so many tokens;
-        the tree is then unchanged, too."""
+        """Find or make the request's prompt. `thinking` switches the model's reasoning for this turn alone.
+
+        Raises RequestError for a message that cannot be read or rendered, TooLarge for a text that cannot be encoded,
+        and ContextOverflow for a prompt that leaves no room in `context` tokens; the tree is then unchanged."""
         request = yield from self._read(messages, tools, tools_raw, thinking)
         known = self._known(request)
         if known is None:
@@ -107,10 +96,10 @@ class TokenTree:
             self._add(request, joined)
         return joined
 
-    def measuring(
+    def measure(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
     ) -> Steps[int]:
-        """`measure` in pieces."""
+        """The length in tokens of the prompt that `join` would give; nothing is recorded. Raises as `join` does."""
         request = yield from self._read(messages, tools, tools_raw, thinking)
         if (known := self._known(request)) is not None:
             return known.length

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 import pytest
 
-from outrider.concurrency.offload import INLINE, Aside, Steps, whole
+from outrider.concurrency.offload import INLINE_BYTES, OffloadThread, Steps
 
 
 @pytest.fixture
-async def aside() -> AsyncIterator[Aside]:
-    made = Aside()
+async def offload() -> AsyncIterator[OffloadThread]:
+    made = OffloadThread()
     yield made
     await made.close()
 
@@ -28,54 +28,50 @@ def named(*sizes: int) -> Steps[list[str]]:
     return names
 
 
-async def test_small_work_stays_on_the_event_loop_and_large_work_leaves_it(aside: Aside) -> None:
+async def test_small_work_stays_on_the_event_loop_and_large_work_leaves_it(offload: OffloadThread) -> None:
     here = threading.current_thread().name
-    assert await aside.finish(named(INLINE // 2, INLINE // 2)) == [here, here]
-    first, *others = await aside.finish(named(INLINE, 1, 1))
+    assert await offload.run_steps(named(INLINE_BYTES // 2, INLINE_BYTES // 2)) == [here, here]
+    first, *others = await offload.run_steps(named(INLINE_BYTES, 1, 1))
     assert first == here
-    assert others == ["outrider-aside_0"] * 2
+    assert others == ["outrider-offload_0"] * 2
 
 
-async def test_an_error_of_a_piece_is_the_callers(aside: Aside) -> None:
+async def test_an_error_of_a_piece_is_the_callers(offload: OffloadThread) -> None:
     def failing() -> Steps[None]:
-        yield INLINE + 1
+        yield INLINE_BYTES + 1
         raise KeyError("in a thread")
 
     with pytest.raises(KeyError):
-        await aside.finish(failing())
-    assert await aside.finish(named(INLINE + 1)) == ["outrider-aside_0"]
+        await offload.run_steps(failing())
+    assert await offload.run_steps(named(INLINE_BYTES + 1)) == ["outrider-offload_0"]
 
 
-def test_whole_does_all_of_it_here() -> None:
-    assert whole(named(INLINE + 1)) == [threading.current_thread().name]
-
-
-async def test_long_works_take_turns(aside: Aside) -> None:
+async def test_long_works_take_turns(offload: OffloadThread) -> None:
     order = []
 
     def long(name: str) -> Steps[None]:
         for _ in range(3):
-            yield INLINE + 1
+            yield INLINE_BYTES + 1
             order.append(name)
 
-    await asyncio.gather(*(aside.finish(long(name)) for name in "abc"))
+    await asyncio.gather(*(offload.run_steps(long(name)) for name in "abc"))
     assert order == list("abcabcabc")
 
 
-async def test_work_that_is_given_up_ends_with_its_piece_and_the_next_has_its_turn(aside: Aside) -> None:
+async def test_work_that_is_given_up_ends_with_its_piece_and_the_next_has_its_turn(offload: OffloadThread) -> None:
     started, gate = threading.Event(), threading.Event()
     pieces = []
 
     def long() -> Steps[None]:
         for piece in range(100):
-            yield INLINE + 1
+            yield INLINE_BYTES + 1
             pieces.append(piece)
             started.set()
             gate.wait()
 
-    work = asyncio.ensure_future(aside.finish(long()))
+    work = asyncio.ensure_future(offload.run_steps(long()))
     await asyncio.to_thread(started.wait)
-    waiting = [asyncio.ensure_future(aside.finish(named(INLINE + 1))) for name in "bc"]
+    waiting = [asyncio.ensure_future(offload.run_steps(named(INLINE_BYTES + 1))) for name in "bc"]
     await asyncio.sleep(0)
     for one in (work, waiting[0]):
         one.cancel()
@@ -83,5 +79,5 @@ async def test_work_that_is_given_up_ends_with_its_piece_and_the_next_has_its_tu
     for one in (work, waiting[0]):
         with suppress(asyncio.CancelledError):
             await one
-    assert await waiting[1] == ["outrider-aside_0"]
+    assert await waiting[1] == ["outrider-offload_0"]
     assert pieces == [0]
