@@ -124,4 +124,4 @@ def page(name: str) -> Page:
 
 
 DOCS = [Page(path) for path in sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page("README.md"), page("CHANGELOG.md"), *DOCS]
+PAGES = [page("README.md"), page("CONTRIBUTING.md"), page("CHANGELOG.md"), *DOCS]
