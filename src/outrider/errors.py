@@ -64,7 +64,7 @@ class OutriderError(Exception):
     """Base of every error Outrider raises on purpose.
 
     `inside`: what failed did so in a sandbox, of a command or of the sandbox itself. Once an agent has been there, it
-    may be what the agent did (see sessions/blame.py).
+    may be what the agent did (see sessions/grading.py).
     """
 
     boundary: ClassVar[Boundary] = Boundary.SERVICE

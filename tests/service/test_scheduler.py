@@ -13,7 +13,7 @@ from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import NodeStats, RoomStats
 from outrider.service.scheduler import Scheduler
-from outrider.sessions.node import Assignment
+from outrider.sessions.attempt import Attempt
 from outrider.store.base import SessionRow
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
@@ -66,13 +66,13 @@ class FakeNode:
     def stats(self) -> NodeStats:
         return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), room=self.room)
 
-    async def run(self, assignment: Assignment) -> SessionResult:
-        self.ran.append((assignment.session_id, assignment.attempt))
+    async def run(self, attempt: Attempt) -> SessionResult:
+        self.ran.append((attempt.session.id, attempt.session.attempt))
         return SessionResult(
-            session_id=assignment.session_id,
-            group_id=assignment.group_id,
-            sample_index=assignment.sample_index,
-            attempt=assignment.attempt,
+            session_id=attempt.session.id,
+            group_id=attempt.session.group_id,
+            sample_index=attempt.session.sample_index,
+            attempt=attempt.session.attempt,
             stop_reason=StopReason.ERROR if self.error else StopReason.COMPLETED,
             error=self.error,
         )

@@ -18,8 +18,9 @@ from outrider.schemas import NodeStats, RoomStats
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import Scheduler
 from outrider.service.views import Reader
+from outrider.sessions.attempt import Attempt
 from outrider.sessions.calls.on_token_engine import Endpoint
-from outrider.sessions.node import Assignment, LocalNode
+from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Amount, Room
 from outrider.sessions.slots import Lanes
 from outrider.store.artifacts import ArtifactStore
@@ -77,13 +78,13 @@ class OnceMore:
     def stats(self) -> NodeStats:
         return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), room=ROOM)
 
-    async def run(self, assignment: Assignment) -> SessionResult:
-        first = assignment.attempt == 1
+    async def run(self, attempt: Attempt) -> SessionResult:
+        first = attempt.session.attempt == 1
         return SessionResult(
-            session_id=assignment.session_id,
-            group_id=assignment.group_id,
-            sample_index=assignment.sample_index,
-            attempt=assignment.attempt,
+            session_id=attempt.session.id,
+            group_id=attempt.session.group_id,
+            sample_index=attempt.session.sample_index,
+            attempt=attempt.session.attempt,
             stop_reason=StopReason.ERROR if first else StopReason.COMPLETED,
             error=GONE if first else None,
         )
@@ -120,17 +121,8 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
                 "node", endpoint=endpoint, store=store, artifacts=kept, lanes=lanes, files=tmp_path
             ) as node:
                 await put(store, "g", "s")
-                attempt = await store.start_attempt("s", node="node", lease_until=1e12)
-                result = await node.run(
-                    Assignment(
-                        session_id="s",
-                        group_id="g",
-                        sample_index=0,
-                        attempt=attempt,
-                        priority=0,
-                        task=group("ask").task,
-                    )
-                )
+                await store.start_attempt("s", node="node", lease_until=1e12)
+                result = await node.run(Attempt(session=await store.session("s"), task=group("ask").task))
                 assert result.error is not None
                 assert (result.stop_reason, result.error.code) == (StopReason.ERROR, "service_error")
                 assert (result.verdict, result.error.retryable) == (None, True)

@@ -124,13 +124,11 @@ async def test_a_call_that_succeeds_clears_the_failure_of_one_before(tmp_path: P
 
 async def test_the_turn_limit_is_told_once_and_refuses_further_calls(tmp_path: Path) -> None:
     async with a_world(tmp_path, ["x<|im_end|>"], limits=Limits(turns=1)) as world:
-        told: list[StopReason | None] = []
-        world.conversation.on_limit = lambda: told.append(world.conversation.limit)
         await world.ask(USER)
         for _ in range(2):
             with pytest.raises(LimitReached):
                 await world.ask(USER)
-        assert told == [StopReason.MAX_TURNS]
+        assert world.limits_told == [StopReason.MAX_TURNS]
 
 
 async def test_the_token_limit_bounds_the_whole_session(tmp_path: Path) -> None:

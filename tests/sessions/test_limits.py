@@ -38,13 +38,6 @@ def lengths(turns: list[Turn]) -> list[int]:
     return [len(unpack_ids(turn.output_ids)) for turn in turns]
 
 
-def note_limits(world: World) -> list[StopReason | None]:
-    """What the session is told of its limit from now on."""
-    told: list[StopReason | None] = []
-    world.conversation.on_limit = lambda: told.append(world.conversation.limit)
-    return told
-
-
 async def all_of(world: World, count: int, **fields: Any) -> list[Completion | BaseException]:
     calls = (world.ask(asking(number), **fields) for number in range(count))
     return await asyncio.gather(*calls, return_exceptions=True)
@@ -67,7 +60,7 @@ async def length_of(folder: Path) -> int:
 async def test_parallel_calls_sample_no_more_than_the_limit_together(tmp_path: Path, fields: dict[str, Any]) -> None:
     whole = await length_of(tmp_path)
     async with a_world(tmp_path, [WORDS], limits=Limits(response_tokens=100)) as world:
-        told = note_limits(world)
+        told = world.limits_told
         replies = await all_of(world, 64, **fields)
         assert sum(lengths(world.turns)) == 100
         # Whole replies one after the other, the last one cut, and the rest refused: not 64 pieces of a reply.
@@ -84,7 +77,7 @@ async def test_a_call_waits_for_what_another_may_leave_and_neither_is_harmed(tmp
     whole = await length_of(tmp_path)
     replies = [{"reply": WORDS, "stall": 1}]
     async with a_world(tmp_path, replies, limits=Limits(response_tokens=2 * whole)) as world:
-        told = note_limits(world)
+        told = world.limits_told
         async with asyncio.TaskGroup() as group:
             first = group.create_task(world.ask(asking(1)))
             await world.engine.stalled.wait()
@@ -161,7 +154,7 @@ async def test_a_call_that_waits_can_be_given_up_and_ends_with_its_session(tmp_p
 
 async def test_one_call_too_many_is_refused_alone_and_the_run_ends_after_those_in_flight(tmp_path: Path) -> None:
     async with a_world(tmp_path, [{"reply": WORDS, "stall": 2}], limits=Limits(turns=1)) as world:
-        told = note_limits(world)
+        told = world.limits_told
         async with asyncio.TaskGroup() as group:
             first = group.create_task(world.ask(asking(1)))
             await world.engine.stalled.wait()
@@ -180,7 +173,7 @@ async def test_one_call_too_many_is_refused_alone_and_the_run_ends_after_those_i
 async def test_the_turn_of_a_call_that_failed_is_free_again(tmp_path: Path) -> None:
     replies = [{"reply": "", "stall": 0, "fail": "rejected"}, WORDS]
     async with a_world(tmp_path, replies, limits=Limits(turns=1)) as world:
-        told = note_limits(world)
+        told = world.limits_told
         async with asyncio.TaskGroup() as group:
             failing = group.create_task(all_of(world, 1))
             await world.engine.stalled.wait()

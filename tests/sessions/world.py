@@ -15,6 +15,7 @@ from outrider.dialects.base import Completion, ModelRequest
 from outrider.dialects.chat.dialect import ChatDialect
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
+from outrider.lifecycle import StopReason
 from outrider.messages import Delta
 from outrider.sessions.calls.on_token_engine import Endpoint, Step
 from outrider.sessions.conversation import Conversation
@@ -44,6 +45,8 @@ class World:
         self.conversation = conversation
         self.engine = engine
         self.turns = turns
+        self.limits_told: list[StopReason | None] = []
+        """`conversation.limit` at each call of `on_limit`."""
         self.store_failure: Exception | None = None
         self.storing = asyncio.Event()
 
@@ -128,6 +131,7 @@ async def a_world(
             history=history,
             record=record,
             sample_index=sample_index,
+            on_limit=lambda: world and world.limits_told.append(world.conversation.limit),
         )
         try:
             world = World(conversation, engine, turns)

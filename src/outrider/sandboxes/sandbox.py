@@ -22,7 +22,7 @@ from outrider.spec import RuntimeSpec
 
 
 class Sandbox:
-    """One sandbox, for one session. `ready` starts and prepares it unless that is done; `stop` is idempotent."""
+    """One sandbox, for one session. Whoever has it stops it, unless `ready` raised."""
 
     def __init__(self, runtime: Runtime, spec: RuntimeSpec, context: SandboxContext, node: Sandboxes) -> None:
         self.runtime = runtime
@@ -33,16 +33,24 @@ class Sandbox:
         self._stopped = False
 
     async def ready(self) -> None:
-        """Raises RuntimeFailure. A sandbox that starts from a layer has been prepared where that came from."""
+        """Start and prepare the sandbox, unless that is done. Raises RuntimeFailure.
+
+        If this raises or is cancelled, the sandbox has been stopped. A sandbox that starts from a layer is not prepared
+        again: the one that the layer comes from was.
+        """
         if self._ready:
             return
-        await self.runtime.start()
-        if self._context.layer is None:
-            await prepare(self.runtime, self._spec.prepare, files=self._node.files)
+        try:
+            await self.runtime.start()
+            if self._context.layer is None:
+                await prepare(self.runtime, self._spec.prepare, files=self._node.files)
+        except BaseException:  # also a cancellation
+            await self.stop()
+            raise
         self._ready = True
 
     async def stop(self) -> None:
-        """Also when cancelled meanwhile."""
+        """Stop it and remove its folder, also if cancelled meanwhile. Idempotent."""
         if not self._stopped:
             self._stopped = True
             await shielded(self._stop)

@@ -230,11 +230,7 @@ class Warm:
     async def _made(self, shelf: Shelf) -> Standing:
         born = self._clock()
         sandbox = self._sandboxes.make(shelf.spec, f"warm-{next(self._numbers)}", 1, mounts=shelf.mounts)
-        try:
-            await sandbox.ready()
-        except BaseException:  # also a cancel: what was begun is undone
-            await sandbox.stop()
-            raise
+        await sandbox.ready()
         return Standing(sandbox, born)
 
     def _failed(self, shelf: Shelf, error: Exception) -> None:

@@ -20,9 +20,8 @@ from outrider.concurrency.backoff import Backoff
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, record_of
 from outrider.lifecycle import StopReason
 from outrider.schemas import NodeStats
-from outrider.service.interrupted_result import interrupted_result
 from outrider.service.retry_store import insist
-from outrider.sessions.node import Assignment, Node
+from outrider.sessions.attempt import Attempt, Node, session_result
 from outrider.sessions.resources import asked, left_of, whole_of
 from outrider.spec import GroupSpec, TaskSpec
 from outrider.store.base import SessionRow, Store
@@ -49,12 +48,11 @@ UNREADABLE = ErrorRecord(
 
 
 @dataclass(eq=False)
-class _Attempt:
-    """An attempt under way. `task` is there while its node has it: only then does a cancel interrupt it."""
+class _Placement:
+    """An attempt on a node. `task` is there while the node runs it: only then does a cancel interrupt it."""
 
     node: Node
-    session: SessionRow
-    assignment: Assignment
+    attempt: Attempt
     task: asyncio.Task[None] | None = None
     cancelled: bool = False
 
@@ -75,7 +73,7 @@ class Scheduler:
         self._on_done = on_done
         self._pauses = pauses
         self._work = asyncio.Event()
-        self._attempts: dict[str, _Attempt] = {}
+        self._placements: dict[str, _Placement] = {}
         self._placed: dict[str, int] = {node.name: 0 for node in nodes}
         self._tasks: dict[str, TaskSpec] = {}
 
@@ -99,15 +97,15 @@ class Scheduler:
     async def cancel(self, sessions: Sequence[SessionRow]) -> None:
         """End sessions of a cancelled group: attempts are told to stop, once; queued ones are finished here."""
         for session in sessions:
-            attempt = self._attempts.get(session.id)
-            if attempt is None:
+            placement = self._placements.get(session.id)
+            if placement is None:
                 task = await self._task_of(session)
-                result = interrupted_result(session, StopReason.CANCELLED, [], task=task)
+                result = session_result(session, StopReason.CANCELLED, [], task=task)
                 await self._finish(session.id, session.attempt, result)
-            elif not attempt.cancelled:
-                attempt.cancelled = True
-                if attempt.task is not None:
-                    attempt.task.cancel()
+            elif not placement.cancelled:
+                placement.cancelled = True
+                if placement.task is not None:
+                    placement.task.cancel()
 
     async def _resume(self) -> None:
         """Take over what an earlier service left: requeue its attempts, and end what was already cancelled, and what
@@ -123,7 +121,7 @@ class Scheduler:
     async def _give_up(self, session: SessionRow, task: TaskSpec | None, error: ErrorRecord | None) -> None:
         """End a queued session as failed."""
         turns = await self._store.turns(session.id, session.attempt)
-        result = interrupted_result(session, StopReason.ERROR, turns, task=task, error=error)
+        result = session_result(session, StopReason.ERROR, turns, task=task, error=error)
         await self._finish(session.id, session.attempt, result)
 
     async def _place_all(self, group: asyncio.TaskGroup) -> None:
@@ -170,18 +168,11 @@ class Scheduler:
         except Conflict:  # its group was cancelled in between
             self._tasks.pop(session.group_id, None)
             return
-        assignment = Assignment(
-            session_id=session.id,
-            group_id=session.group_id,
-            sample_index=session.sample_index,
-            attempt=number,
-            priority=session.priority,
-            task=task,
-        )
-        attempt = _Attempt(node, msgspec.structs.replace(session, attempt=number), assignment)
+        started = msgspec.structs.replace(session, attempt=number)
+        placement = _Placement(node, Attempt(session=started, task=task))
         self._placed[node.name] += 1
-        self._attempts[session.id] = attempt
-        group.create_task(self._run(attempt), name=f"session {session.id}")
+        self._placements[session.id] = placement
+        group.create_task(self._run(placement), name=f"session {session.id}")
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
         """None for one that this version does not understand: another one has stored it."""
@@ -196,12 +187,12 @@ class Scheduler:
                 return None
         return self._tasks[session.group_id]
 
-    async def _run(self, attempt: _Attempt) -> None:
-        session = attempt.session
+    async def _run(self, placement: _Placement) -> None:
+        session = placement.attempt.session
         started = time.monotonic()
         try:
-            result = await self._outcome(attempt)
-            result = await insist(lambda: self._settled(attempt, result))
+            result = await self._outcome(placement)
+            result = await insist(lambda: self._settled(placement, result))
             log.info(
                 "session %s attempt %d: %s in %.2f s",
                 session.id,
@@ -210,46 +201,46 @@ class Scheduler:
                 time.monotonic() - started,
             )
         finally:
-            self._placed[attempt.node.name] -= 1
-            if self._attempts.get(session.id) is attempt:
-                del self._attempts[session.id]
+            self._placed[placement.node.name] -= 1
+            if self._placements.get(session.id) is placement:
+                del self._placements[session.id]
             self._work.set()
 
-    async def _outcome(self, attempt: _Attempt) -> SessionResult:
+    async def _outcome(self, placement: _Placement) -> SessionResult:
         """How the attempt ended. A cancel may have come before its first step; after its last it stops nothing."""
         try:
-            if not attempt.cancelled:
-                attempt.task = asyncio.current_task()
-                return await attempt.node.run(attempt.assignment)
+            if not placement.cancelled:
+                placement.task = asyncio.current_task()
+                return await placement.node.run(placement.attempt)
         except asyncio.CancelledError:
-            if not attempt.cancelled:
+            if not placement.cancelled:
                 raise
         finally:
-            attempt.task = None
-        return await insist(lambda: self._cancelled_result(attempt))
+            placement.task = None
+        return await insist(lambda: self._cancelled_result(placement))
 
-    async def _cancelled_result(self, attempt: _Attempt) -> SessionResult:
-        turns = await self._store.turns(attempt.session.id, attempt.session.attempt)
-        return interrupted_result(attempt.session, StopReason.CANCELLED, turns, task=attempt.assignment.task)
+    async def _cancelled_result(self, placement: _Placement) -> SessionResult:
+        turns = await self._store.turns(placement.attempt.session.id, placement.attempt.session.attempt)
+        return session_result(placement.attempt.session, StopReason.CANCELLED, turns, task=placement.attempt.task)
 
-    async def _settled(self, attempt: _Attempt, result: SessionResult) -> SessionResult:
+    async def _settled(self, placement: _Placement, result: SessionResult) -> SessionResult:
         """What was stored: a result that cannot be is a bug, and ends its own session, not the service."""
         try:
-            await self._settle(attempt, result)
+            await self._settle(placement, result)
             return result
         except ServiceError:  # of the database: the same is tried again
             raise
         except Exception as error:  # whatever it is about this result
-            log.exception("the result of session %s cannot be stored", attempt.session.id)
+            log.exception("the result of session %s cannot be stored", placement.attempt.session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = msgspec.structs.replace(result, stop_reason=StopReason.ERROR, verdict=None, error=record)
-            await self._finish(attempt.session.id, attempt.session.attempt, failed)
+            await self._finish(placement.attempt.session.id, placement.attempt.session.attempt, failed)
             return failed
 
-    async def _settle(self, attempt: _Attempt, result: SessionResult) -> None:
+    async def _settle(self, placement: _Placement, result: SessionResult) -> None:
         """Retry what policy allows, else end the session. A cancel that comes meanwhile ends it too."""
-        session, error = attempt.session, result.error
-        if error is None or not _worth_another(error, attempt):
+        session, error = placement.attempt.session, result.error
+        if error is None or not _worth_another(error, placement):
             await self._finish(session.id, session.attempt, result)
             return
         log.warning("session %s attempt %d failed: %s", session.id, session.attempt, error.message)
@@ -259,8 +250,8 @@ class Scheduler:
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
-        if attempt.cancelled:
-            await self._finish(session.id, session.attempt, await self._cancelled_result(attempt))
+        if placement.cancelled:
+            await self._finish(session.id, session.attempt, await self._cancelled_result(placement))
 
     async def _finish(self, session_id: str, attempt: int, result: SessionResult) -> None:
         try:
@@ -284,10 +275,10 @@ def _failures(session: SessionRow) -> int:
     return session.attempt - session.recovered
 
 
-def _worth_another(error: ErrorRecord, attempt: _Attempt) -> bool:
+def _worth_another(error: ErrorRecord, placement: _Placement) -> bool:
     """A failed evaluation was tried again where it failed: the agent's work is not done anew for it."""
     return (
         error.retryable
         and error.boundary is not Boundary.EVALUATOR
-        and _failures(attempt.session) < attempt.assignment.task.max_attempts
+        and _failures(placement.attempt.session) < placement.attempt.task.max_attempts
     )

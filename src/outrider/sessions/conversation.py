@@ -50,8 +50,8 @@ class Ended(RequestError):
 
 class Conversation:
     """One attempt's calls. `record` stores a turn and is awaited before a call's completion is given out;
-    `on_limit`, set by the session, is called once: when the session has used up its turns or tokens, a call was refused
-    for it, and none is in flight. `limit` is why the newest call was refused; None once one was admitted after it.
+    `on_limit` is called at most once: when the session has used up its turns or tokens, a call was refused for it, and
+    none is in flight. `limit` is why the newest call was refused; None once one was admitted after it.
 
     `failure` is the engine's error of the newest call, None once a later call succeeded; or `broken`, what broke the
     record of a turn, after which no call is taken. `hung_up` says whether a client has given up a call. `bodies` are
@@ -70,6 +70,7 @@ class Conversation:
         history: History,
         record: Callable[[Turn], Awaitable[None]],
         sample_index: int = 0,
+        on_limit: Callable[[], None] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.session_key = session_key
@@ -90,7 +91,7 @@ class Conversation:
         self._sample_index = sample_index
         self._seeded_calls = 0
         self._record = record
-        self.on_limit: Callable[[], None] = _nothing
+        self._on_limit = on_limit
         self._calls: set[asyncio.Task[object]] = set()
         self._without_turn: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
@@ -231,8 +232,9 @@ class Conversation:
         turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
-            tell, self.on_limit = self.on_limit, _nothing
-            tell()
+            tell, self._on_limit = self._on_limit, None
+            if tell is not None:
+                tell()
 
     async def _run(self, request: ModelRequest, dialect: str) -> AsyncGenerator[Step, None]:
         assigned = await self.endpoint.pool.select(self.session_key)
@@ -386,10 +388,6 @@ def _parsing(
         yield from capacity.checking(body)
     yield len(body)
     return dialect.parse(call, body, memory)
-
-
-def _nothing() -> None:
-    """Until the run begins there is nobody to tell about a limit, and once it was told nobody needs to be."""
 
 
 def _first(task: T | None, asked: T | None, otherwise: T) -> T:

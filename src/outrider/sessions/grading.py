@@ -1,9 +1,11 @@
-"""Where an attempt's outcome is graded: in the agent's sandbox, or in a new one that no agent has touched.
+"""Grades the outcome of an agent's run, and decides whether the agent is to blame where that is impossible.
 
-A new one is given the paths that the task carries, and is started while the agent runs if there is room for both; or
-it starts from everything that was written. It knows no lane of the session's own and no token. Invariant: when files
-are carried, the evaluator begins after the agent's sandbox has been stopped; every sandbox begun here is stopped,
-whatever happens; and two are alive at once only while there is room set aside for the second.
+An outcome is graded in the agent's own sandbox, or in a new one that no agent has touched. A new one gets the paths
+that the task carries, and may start while the agent still runs; or it starts from everything that the agent wrote.
+This module knows no lane of the session's own and no tokens. Invariants: with carried files, the evaluator begins
+after the agent's sandbox has stopped; every sandbox begun here is stopped; two sandboxes of a session are alive at once
+only while the resources of both are set aside; and an agent is blamed only if the runtime says that the failure came
+from inside the sandbox, its model had replied by then, and what failed works in a sandbox that no agent has touched.
 """
 
 from __future__ import annotations
@@ -14,170 +16,233 @@ import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import cast
+from types import TracebackType
+from typing import Self, cast
 
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
-from outrider.errors import EvaluatorError, OutriderError, RuntimeFailure
+from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, plain
 from outrider.evaluators.base import Evaluator, Outcome
 from outrider.evaluators.verdict import read_verdict
 from outrider.plugins import contained
-from outrider.runtimes.base import LOG_TAIL, Layered, Runtime
+from outrider.runtimes.base import LOG_TAIL, Layered, NoShell, Runtime, Witness
 from outrider.sandboxes.node_folder import remove_tree
-from outrider.sandboxes.sandbox import Sandbox
-from outrider.sessions.blame import blamed, excess_verdict, try_out
+from outrider.sandboxes.sandbox import Sandbox, Sandboxes
+from outrider.sessions.attempt import Attempt
+from outrider.sessions.clock import Stopwatch
+from outrider.sessions.resources import asked
 from outrider.sessions.shares import Slot
-from outrider.sessions.slots import Lane
-from outrider.spec import TaskSpec
+from outrider.sessions.slots import Lane, Lanes
 from outrider.trajectory import Verdict
 
 log = logging.getLogger("outrider.session")
 
-CARRIED = "carried"
-BLAMED_AFTER = 2
-"""Failed tries, at least, for which an agent can be blamed: a grader that fails now and then seldom does so twice."""
+EXCESS = "agent_excess"
+"""The metric of an agent that made its grading impossible, and the first word of its verdict's reason."""
+
+TRIES_BEFORE_BLAME = 2
+"""How often an evaluation must fail before the agent can be blamed: an unreliable grader seldom fails twice."""
+
+PROBE_SECONDS = 30.0
+"""How long an untouched sandbox may take to run `true`."""
 
 
-class Bench(msgspec.Struct, frozen=True, kw_only=True):
-    """What grading needs of its node. `sandbox` makes the n-th new sandbox of the attempt, from a layer if there is
-    one; `second` sets aside what a sandbox beside the agent's takes, if it is free; `starts` bounds how many are
-    started at once, apart from those for agents; `folder` is the attempt's own, to be made and removed here; `owner`
-    has the tasks."""
+class Grade(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on an attempt, and whether the agent made going on or grading impossible (`agent_excess`)."""
 
-    sandbox: Callable[[int, Path | None], Sandbox]
-    second: Callable[[], Slot | None]
-    starts: Lane
-    priority: int
-    folder: Path
-    owner: asyncio.TaskGroup
+    verdict: Verdict
+    excess: bool
 
 
 class Grading:
-    """`begin` when the agent's run begins, `carry` when it has ended, `verdict` then, `confirm` when that fails, and
-    `close` in any case."""
+    """`async with Grading(...) as grading`: `start_ahead` when the agent's run begins, and `await grading.grade(...)`
+    once, when it has ended. Leaving stops what is left of the sandboxes that were begun here."""
 
-    def __init__(self, task: TaskSpec, evaluator: Evaluator, bench: Bench) -> None:
-        self._task = task
+    def __init__(
+        self,
+        attempt: Attempt,
+        evaluator: Evaluator,
+        *,
+        sandboxes: Sandboxes,
+        lanes: Lanes,
+        mounts: tuple[Path, ...],
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._attempt = attempt
+        self._task = attempt.task
         self._evaluator = evaluator
-        self._bench = bench
-        self._carry = task.evaluator.carry
+        self._sandboxes = sandboxes
+        self._lanes = lanes
+        self._mounts = mounts
+        self._stopwatch = stopwatch
+        self._carry = attempt.task.evaluator.carry
+        self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
+        self._archive = self._folder / "carried"
         self._layer: Path | None = None
-        self._second: Slot | None = None
-        self._ahead: Fresh | None = None
-        self._fresh: list[Fresh] = []
+        self._second_share: Slot | None = None
+        """The resources of a sandbox beside the agent's. The last sandbox of the session uses the session's own."""
+        self._ahead: GraderSandbox | None = None
+        self._started: list[GraderSandbox] = []
 
-    @property
-    def carries(self) -> bool:
-        """Whether the agent's sandbox is to be stopped before `verdict`, after `carry`."""
-        return self._carry is not None
+    async def __aenter__(self) -> Self:
+        return self
 
-    def begin(self) -> None:
-        """Start the new sandbox, if it needs nothing of the agent's to be started, and there is room beside that."""
-        if isinstance(self._carry, list) and (second := self._bench.second()) is not None:
-            self._second = second
-            self._ahead = self._start()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await shielded(self._close)
 
-    async def carry(self, runtime: Runtime) -> None:
-        """Take what is graded out of the agent's sandbox. Raises RuntimeFailure."""
-        await asyncio.to_thread(self._bench.folder.mkdir, mode=0o700)
-        file = self._bench.folder / CARRIED
+    async def _close(self) -> None:
+        async with AsyncExitStack() as undo:  # a step that raises does not keep the others from being done
+            if self._carry is not None:
+                undo.push_async_callback(asyncio.to_thread, remove_tree, self._folder)
+            undo.callback(self._release_second_share)
+            for sandbox in self._started:
+                undo.push_async_callback(sandbox.close)
+
+    def start_ahead(self) -> None:
+        """Start a new sandbox now, if it needs nothing of the agent's to start and the resources for both are free."""
         if isinstance(self._carry, list):
-            await runtime.snapshot(self._carry, file, alone=True)
-        else:
-            await cast(Layered, runtime).save_layer(file)
-            self._layer = file
+            self._second_share = self._lanes.room.take_now(asked(self._task.runtime.resources))
+            if self._second_share is not None:
+                self._ahead = self._start()
 
-    async def verdict(self, outcome: Outcome) -> Verdict:
-        """Evaluate, again on failure, up to the task's attempts, or until it has failed often enough to blame the agent
-        for it: the agent's work is not thrown away. What was carried is evaluated in another new sandbox each time, so
-        that its failure too is worth another try."""
-        self._one_is_left()
+    async def grade(
+        self, sandbox: Sandbox, outcome: Outcome, *, failure: OutriderError | None, model_replied: bool
+    ) -> Grade:
+        """Grade what the agent left in `sandbox`, which is stopped before a new one is used in its place.
+
+        `failure` ended the agent's run from inside its sandbox: what is left is graded all the same, if it can be.
+        Raises the failure of the grading if the agent is not to blame for it.
+        """
+        verdict: Verdict | None = None
+        try:
+            if self._carry is not None:
+                async with blamed(sandbox.runtime):
+                    await self._take_out(sandbox.runtime)
+                self._stopwatch.lap("eval")
+                await self._stop(sandbox)
+            verdict = await self._verdict(outcome)
+        except OutriderError as error:
+            if not (error.inside and model_replied):
+                raise
+            failure = failure or error
+        self._stopwatch.lap("eval")
+        if failure is not None:
+            await self._stop(sandbox)
+            confirmed = await self._confirm_excess(failure, outcome)
+            self._stopwatch.lap("eval")
+            return Grade(verdict=verdict or confirmed, excess=True)
+        assert verdict is not None
+        return Grade(verdict=verdict, excess=False)
+
+    async def _stop(self, sandbox: Sandbox) -> None:
+        await sandbox.stop()
+        self._stopwatch.lap("stop")
+
+    async def _take_out(self, runtime: Runtime) -> None:
+        """Copy what is graded from the agent's sandbox to the host. Raises RuntimeFailure."""
+        await asyncio.to_thread(self._folder.mkdir, mode=0o700)
+        if isinstance(self._carry, list):
+            await runtime.snapshot(self._carry, self._archive, alone=True)
+        else:
+            await cast(Layered, runtime).save_layer(self._archive)
+            self._layer = self._archive
+
+    async def _verdict(self, outcome: Outcome) -> Verdict:
+        """Evaluate, up to the task's `max_attempts` times, so that a failed evaluation does not cost the agent's work.
+
+        A failure from inside the sandbox is tried TRIES_BEFORE_BLAME times in any case. Carried files are evaluated in
+        another new sandbox each time, so a failure of that sandbox is tried again too.
+        """
+        self._release_second_share()
         failure: OutriderError = EvaluatorError("not evaluated")
         tries = 0
-        while tries < self._task.max_attempts or (failure.inside and tries < BLAMED_AFTER):
+        while tries < self._task.max_attempts or (failure.inside and tries < TRIES_BEFORE_BLAME):
             tries += 1
             try:
                 async with self._place(outcome.runtime) as runtime:
-                    return await self._evaluated(msgspec.structs.replace(outcome, runtime=runtime))
+                    return await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
             except EvaluatorError as error:
                 failure = error
             except RuntimeFailure as error:
-                if not (self.carries and error.retryable):
+                if self._carry is None or not error.retryable:
                     raise
                 failure = error
         raise failure
 
-    async def confirm(self, failure: OutriderError, outcome: Outcome) -> Verdict:
-        """The verdict on an agent that cannot be graded for a failure that came from inside its sandbox, which has been
-        stopped since. Raises `failure` where a sandbox that no agent has touched fails too; in the evaluation of
-        `outcome`, only if it was the evaluator that had failed. It pays no better than to have done nothing."""
-        self._layer = None
+    @asynccontextmanager
+    async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
+        """Where an evaluation happens: the agent's sandbox, or a new one with what was carried."""
+        if self._carry is None:
+            async with blamed(agents):
+                yield agents
+            return
+        async with self._new_sandbox(self._layer) as runtime, blamed(runtime):
+            if isinstance(self._carry, list):
+                await runtime.restore(self._archive, self._carry)
+            yield runtime
+
+    async def _confirm_excess(self, failure: OutriderError, outcome: Outcome) -> Verdict:
+        """The verdict on an agent that broke its sandbox or made grading impossible; its sandbox has been stopped.
+
+        Raises `failure` if an untouched sandbox fails too. `outcome` is evaluated in there as well, but if that fails,
+        it counts only where `failure` is the evaluator's. The reward is at most 0, and at most what doing nothing gets.
+        """
         reward = 0.0
-        fresh = await self._taken_ahead() or self._start()
         try:
-            runtime = await fresh.ready()
-            await try_out(runtime, failure)
-            untouched = await self._evaluated(msgspec.structs.replace(outcome, runtime=runtime))
-            reward = min(reward, untouched.reward)
+            async with self._new_sandbox(layer=None) as runtime:
+                await _try_out(runtime, failure)
+                untouched = await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
+                reward = min(reward, untouched.reward)
         except EvaluatorError as error:
             if isinstance(failure, EvaluatorError):
                 raise failure from error
         except Exception as error:  # a plugin may raise anything
             raise failure from error
-        finally:
-            await shielded(fresh.close)
-        return excess_verdict(failure, reward)
-
-    async def close(self) -> None:
-        """Stop what is left of new sandboxes, and remove what was carried."""
-        await shielded(self._close)
-
-    async def _close(self) -> None:
-        """Whatever one part of it raises, the others are done."""
-        async with AsyncExitStack() as undo:
-            if self.carries:
-                undo.push_async_callback(asyncio.to_thread, remove_tree, self._bench.folder)
-            undo.callback(self._one_is_left)
-            for fresh in self._fresh:
-                undo.push_async_callback(fresh.close)
-
-    def _one_is_left(self) -> None:
-        """Of the session's sandboxes; it has the session's own share of the room."""
-        if self._second is not None:
-            self._second.release()
+        return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=plain(f"{EXCESS}: {failure.message}"))
 
     @asynccontextmanager
-    async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
-        if not self.carries:
-            async with blamed(agents):
-                yield agents
-            return
-        fresh = await self._taken_ahead() or self._start()
+    async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
+        """The sandbox that was started ahead, if it came up, else another one; stopped on leaving."""
+        sandbox = await self._take_ahead() or self._start(layer)
         try:
-            runtime = await fresh.ready()
-            async with blamed(runtime):
-                if isinstance(self._carry, list):
-                    await runtime.restore(self._bench.folder / CARRIED, self._carry)
-                yield runtime
+            yield await sandbox.ready()
         finally:
-            await shielded(fresh.close)
+            await shielded(sandbox.close)
 
-    async def _taken_ahead(self) -> Fresh | None:
-        """The sandbox that was started while the agent ran, if that went well; if not, it is worth another try."""
+    async def _take_ahead(self) -> GraderSandbox | None:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
         try:
             await ahead.ready()
-        except RuntimeFailure as error:
-            log.warning("%s: a sandbox for grading failed, and is started again: %s", self._bench.folder.name, error)
+        except RuntimeFailure as error:  # the failure of one start costs no verdict
+            log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
             await shielded(ahead.close)
             return None
         return ahead
 
-    async def _evaluated(self, outcome: Outcome) -> Verdict:
-        """One try. Raises EvaluatorError, and what else of ours the evaluator raises."""
+    def _start(self, layer: Path | None = None) -> GraderSandbox:
+        session, runtime = self._attempt.session, self._task.runtime
+        name = f"{session.id}-g{len(self._started)}"
+
+        def make() -> Sandbox:
+            return self._sandboxes.make(runtime, name, session.attempt, mounts=self._mounts, layer=layer)
+
+        sandbox = GraderSandbox(
+            make,
+            owner=self._sandboxes.owner,
+            starts=self._lanes.grading,
+            priority=session.priority,
+            seconds=self._task.limits.session_seconds,
+        )
+        self._started.append(sandbox)
+        return sandbox
+
+    async def _evaluate(self, outcome: Outcome) -> Verdict:
+        """One try. Raises EvaluatorError, or any OutriderError that the evaluator itself raises."""
         seconds = self._task.evaluator.seconds
         try:
             async with asyncio.timeout(seconds):
@@ -188,34 +253,36 @@ class Grading:
         except OutriderError:
             raise
         except Exception as error:  # a plugin may raise anything
-            raise EvaluatorError(
-                f"the evaluator raised {type(error).__name__}: {error}", log_tail=end_of(error)
-            ) from error
+            log_tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
+            raise EvaluatorError(f"the evaluator raised {type(error).__name__}: {error}", log_tail=log_tail) from error
         try:
             return read_verdict(verdict)
         except ValueError as error:
             raise EvaluatorError(f"the evaluator returned no verdict: {error}") from error
 
-    def _start(self) -> Fresh:
-        fresh = Fresh(self._bench, len(self._fresh), self._layer, self._task.limits.session_seconds)
-        self._fresh.append(fresh)
-        return fresh
+    def _release_second_share(self) -> None:
+        if self._second_share is not None:
+            self._second_share.release()
 
 
-class Fresh:
-    """A new sandbox, made ready by a task of its own from the moment that this is constructed."""
+class GraderSandbox:
+    """A sandbox that a task of `owner` makes and starts, from the moment that this is constructed.
 
-    def __init__(self, bench: Bench, number: int, layer: Path | None, seconds: float) -> None:
-        self._bench = bench
-        self._number = number
-        self._layer = layer
-        self._seconds = seconds
+    `starts` bounds how many such sandboxes start at once. Starting may take `seconds`, without the wait for a slot.
+    """
+
+    def __init__(
+        self, make: Callable[[], Sandbox], *, owner: asyncio.TaskGroup, starts: Lane, priority: int, seconds: float
+    ) -> None:
         self._sandbox: Sandbox | None = None
         self._failure: Exception | None = None
-        self._task = bench.owner.create_task(self._start(), name="start a sandbox for an evaluation")
+        self._task = owner.create_task(
+            self._start(make, starts, priority, seconds), name="start a sandbox for an evaluation"
+        )
 
     async def ready(self) -> Runtime:
-        """Raises RuntimeFailure, or what else making it came to. To be cancelled while it waits stops nothing."""
+        """Wait until it has started. Raises RuntimeFailure, or what else a plugin raised. A cancelled wait leaves the
+        sandbox starting."""
         await asyncio.wait({self._task})
         if self._failure is not None:
             raise self._failure
@@ -223,23 +290,44 @@ class Fresh:
         return self._sandbox.runtime
 
     async def close(self) -> None:
-        """Stop it, at whatever point it is. Idempotent; to be run to its end."""
+        """Stop it, started or not. Idempotent; the caller shields it from cancellation."""
         self._task.cancel()
         await asyncio.wait({self._task})
         if self._sandbox is not None:
             await self._sandbox.stop()
 
-    async def _start(self) -> None:
-        limit = asyncio.timeout(self._seconds)
+    async def _start(self, make: Callable[[], Sandbox], starts: Lane, priority: int, seconds: float) -> None:
+        limit = asyncio.timeout(seconds)
         try:
-            async with await self._bench.starts.take(self._bench.priority), limit:
-                self._sandbox = self._bench.sandbox(self._number, self._layer)
-                await self._sandbox.ready()
-        except Exception as error:  # told to the one who needs the sandbox, and not to the owner's other tasks
-            late = f"a sandbox for grading was not ready within {self._seconds:g} s"
+            async with await starts.take(priority), limit:
+                sandbox = make()
+                await sandbox.ready()
+                self._sandbox = sandbox
+        except Exception as error:  # kept for `ready`: raised here, it would end all background tasks of the node
+            late = f"a sandbox for grading was not ready within {seconds:g} s"
             self._failure = RuntimeFailure(late) if limit.expired() else error
 
 
-def end_of(error: BaseException) -> str:
-    """The end of an exception's traceback."""
-    return "".join(traceback.format_exception(error))[-LOG_TAIL:]
+@asynccontextmanager
+async def blamed(runtime: Runtime) -> AsyncIterator[None]:
+    """Set `inside` on a failure of the sandbox, of the agent program in it or of the evaluator, if it came from inside.
+
+    The sandbox must not be stopped within the block. Other failures, such as an engine's, stay as they are.
+    """
+    try:
+        yield
+    except (RuntimeFailure, HarnessError, EvaluatorError) as failure:
+        if isinstance(runtime, Witness) and await runtime.broken_inside():
+            failure.inside = True
+        raise
+
+
+async def _try_out(runtime: Runtime, failure: OutriderError) -> None:
+    """Check that a sandbox can write a file and run a command, and open the shell that `failure` says was missing.
+    Raises RuntimeFailure."""
+    await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
+    done = await runtime.exec("true", seconds=PROBE_SECONDS)
+    if done.exit_code != 0:
+        raise RuntimeFailure("a new sandbox runs no command", log_tail=done.log_tail())
+    if isinstance(failure, NoShell):
+        await (await runtime.open_shell(failure.kind)).close()

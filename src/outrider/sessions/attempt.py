@@ -1,0 +1,79 @@
+"""One attempt of a session: what a node is given, what it returns, and the protocol of a node.
+
+It knows neither how an attempt runs nor why it ended. Invariant: every `SessionResult` is built here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from outrider.errors import ErrorRecord
+from outrider.lifecycle import StopReason
+from outrider.schemas import NodeStats
+from outrider.spec import TaskSpec
+from outrider.store.base import SessionRow
+from outrider.tokens.samples import count, policy_of
+from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node is to run. `session.attempt` is the number of this attempt, from 1."""
+
+    session: SessionRow
+    task: TaskSpec
+
+    @property
+    def name(self) -> str:
+        """Unique among all attempts of all sessions."""
+        return f"{self.session.id}-{self.session.attempt}"
+
+
+class Node(Protocol):
+    """Where sessions run. `run` returns how the attempt ended; it raises nothing but CancelledError."""
+
+    name: str
+
+    def stats(self) -> NodeStats: ...
+    async def run(self, attempt: Attempt) -> SessionResult: ...
+
+
+def session_result(
+    session: SessionRow,
+    reason: StopReason,
+    turns: Sequence[Turn],
+    *,
+    task: TaskSpec | None,
+    verdict: Verdict | None = None,
+    error: ErrorRecord | None = None,
+    harness_exit: HarnessExit | None = None,
+    forks: Mapping[str, int] = {},
+    seconds: StageSeconds | None = None,
+) -> SessionResult:
+    """How `session` ended, with every token of `turns` counted; `turns` are those of attempt `session.attempt`.
+
+    `task` is None if the stored task cannot be read: then the default branch policy applies and there are no labels.
+    `forks` are counted by cause while the attempt runs, and take precedence over those counted from `turns`.
+    """
+    policy = {} if task is None else policy_of(task.branches)
+    counts = count(turns, policy)
+    return SessionResult(
+        session_id=session.id,
+        group_id=session.group_id,
+        sample_index=session.sample_index,
+        attempt=session.attempt,
+        stop_reason=reason,
+        verdict=verdict,
+        error=error,
+        harness_exit=harness_exit,
+        turns=len(turns),
+        forks=counts.forks | dict(forks),
+        tokens=counts.tokens,
+        seconds=seconds or StageSeconds(),
+        samples=counts.samples,
+        policy=policy,
+        ignored=counts.ignored,
+        labels={} if task is None else task.labels,
+    )
