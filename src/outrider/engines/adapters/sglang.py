@@ -8,18 +8,18 @@ It knows no conversation. Invariant: an id is only passed on with the log-probab
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from outrider.constraint import Constraint, ConstraintKind
-from outrider.engines.adapters.event_chunks import arrivals
 from outrider.engines.adapters.id_text import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
-from outrider.engines.adapters.replies import bias_by_text, checked_logprobs, decode, finish_of, served_model
+from outrider.engines.adapters.replies import bias_by_text, checked_logprobs, decode_batch, finish_of, served_model
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.connections import Buffer
@@ -54,7 +54,8 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-_EVENTS = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_Event)
+_EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 class SGLangEngine:
@@ -85,15 +86,26 @@ class SGLangEngine:
         await self._http.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        reply = _Reply(self.name, self._version)
-        batches = self._http.events("/generate", lambda attempt: _body(request, attempt))
+        reader = _SGLangReader(self.name, self._version)
         try:
-            async with self._gate.passage(), aclosing(batches), aclosing(arrivals(batches, reply)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except StatusFailure as failure:
-            sizes = Sizes(prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context)
-            raise translate(failure, self.name, sizes) from None
+            async with (
+                self._gate.passage(),
+                aclosing(self._http.events("/generate", partial(_body, request))) as batches,
+            ):
+                async for payloads in batches:
+                    if (chunk := reader.read(payloads)) is not None:
+                        yield chunk
+                reader.check_finished()
+        except Exception as error:
+            # A connection that breaks behind the finish is no failure: all tokens are here.
+            if not (reader.finished and isinstance(error, EngineUnavailable)):
+                if (unsent := reader.unsent()) is not None:
+                    yield unsent
+                if not isinstance(error, StatusFailure):
+                    raise
+                sizes = Sizes(prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context)
+                raise translate(error, self.name, sizes) from None
+        yield reader.last()
 
     async def health(self) -> EngineHealth:
         try:
@@ -149,29 +161,52 @@ class SGLangEngine:
             raise translate(failure, self.name) from None
 
 
-class _Reply:
-    """One streamed generation, read event by event; the finishing tokens are kept for `last`, so that the
-    stream is read to its end and its connection reused."""
+class _SGLangReader:
+    """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, so that
+    the stream is read to its end and its connection reused."""
 
     def __init__(self, engine: str, version: int) -> None:
         self._engine = engine
         self._version = version
         self._length = 0
         self._labels: list[LabelSpan] = []
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
         self._last: Chunk | None = None
 
     @property
     def finished(self) -> bool:
         return self._last is not None
 
-    def last(self) -> Chunk:
+    def read(self, payloads: Sequence[bytes]) -> Chunk | None:
+        """The tokens that these events bring, as one chunk. None before the first token and behind the finish.
+
+        Raises EngineMisbehaved or StatusFailure for an event that is wrong or tells of an error; `unsent` then gives
+        the tokens before it.
+        """
+        for event in decode_batch(_EVENT, _EVENTS, payloads, self._engine):
+            self._take(event)
+        return None if self.finished else self.unsent()
+
+    def unsent(self) -> Chunk | None:
+        """The tokens that were read and are in no chunk yet."""
+        if not self._ids:
+            return None
+        chunk = Chunk(ids=self._ids, logprobs=self._logprobs)
+        self._ids, self._logprobs = [], []
+        return chunk
+
+    def check_finished(self) -> None:
         """Raises EngineUnavailable when the stream ended before the generation did."""
         if self._last is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
-        return self._last
 
-    def read(self, payload: bytes) -> Chunk | None:
-        event = decode(_EVENTS, payload, self._engine)
+    def last(self) -> Chunk:
+        """The finishing chunk, once `finished`."""
+        assert self._last is not None
+        return msgspec.structs.replace(self._last, ids=self._ids, logprobs=self._logprobs)
+
+    def _take(self, event: _Event) -> None:
         if event.error is not None:
             raise failure_of_event(event.error)
         meta = event.meta_info
@@ -180,22 +215,22 @@ class _Reply:
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, encode({"message": finish.message}))
         ids, logprobs = self._new_tokens(event.output_ids, meta)
+        self._ids += ids
+        self._logprobs += logprobs
         self._note_label(meta.weight_version, len(ids))
-        if finish is None:
-            return Chunk(ids=ids, logprobs=logprobs) if ids else None
-        self._last = Chunk(
-            ids=ids,
-            logprobs=logprobs,
-            finish=finish_of(finish.type, self._engine),
-            stop_match=finish.matched,
-            versions=spans_of(meta.weight_versions or self._labels, length=self._length, version=self._version),
-            cached_tokens=meta.cached_tokens,
-            prompt_tokens=meta.prompt_tokens,
-        )
-        return None
+        if finish is not None:
+            self._last = Chunk(
+                ids=[],
+                logprobs=[],
+                finish=finish_of(finish.type, self._engine),
+                stop_match=finish.matched,
+                versions=spans_of(meta.weight_versions or self._labels, length=self._length, version=self._version),
+                cached_tokens=meta.cached_tokens,
+                prompt_tokens=meta.prompt_tokens,
+            )
 
     def _note_label(self, label: str | None, new: int) -> None:
-        """What an event says of the weights is of its new tokens, where the reply has no spans of its own."""
+        """An event's weight label belongs to its new tokens, where the reply has no spans of its own."""
         if label is None or not new:
             return
         start = self._length - new if self._labels else 0

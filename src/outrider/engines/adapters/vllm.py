@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from outrider.constraint import ConstraintKind
-from outrider.engines.adapters.event_chunks import arrivals
 from outrider.engines.adapters.id_text import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
@@ -25,7 +25,7 @@ from outrider.engines.adapters.replies import (
     ModelCard,
     altering,
     checked_logprobs,
-    decode,
+    decode_batch,
     finish_of,
     served_model,
     structured_outputs,
@@ -85,7 +85,8 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-_EVENTS = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_Event)
+_EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 class VLLMEngine:
@@ -116,27 +117,33 @@ class VLLMEngine:
         await self._http.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        try:
-            if not self._completions_only:
-                try:
-                    async with aclosing(self._stream(GENERATE, _generate_body, request)) as chunks:
-                        async for chunk in chunks:
+        route = COMPLETIONS if self._completions_only else GENERATE
+        while True:
+            reader = _VLLMReader(self.name, self._version, self._unlabelled)
+            body = partial(_BODIES[route], request, self._model)
+            try:
+                async with aclosing(self._http.events(route, body, {"X-Session-ID": request.session_key})) as batches:
+                    async for payloads in batches:
+                        if (chunk := reader.read(payloads)) is not None:
                             yield chunk
-                    return
-                except StatusFailure as failure:
-                    if failure.status not in ROUTE_MISSING:
+                reader.check_finished()
+            except Exception as error:
+                if route == GENERATE and not reader.begun and _lacks_route(error):
+                    route = COMPLETIONS
+                    continue
+                # A connection that breaks behind the finish is no failure: only a usage count was still to come.
+                if not (reader.finished and isinstance(error, EngineUnavailable)):
+                    if (unsent := reader.unsent()) is not None:
+                        yield unsent
+                    if not isinstance(error, StatusFailure):
                         raise
-                except _NotStreamed:
-                    pass
-            async with aclosing(self._stream(COMPLETIONS, _completions_body, request)) as chunks:
-                async for chunk in chunks:
-                    self._completions_only = True
-                    yield chunk
-        except StatusFailure as failure:
-            sizes = Sizes(prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context)
-            raise translate(failure, self.name, sizes) from None
-        except _NotStreamed as error:
-            raise EngineUnavailable(str(error)) from None
+                    sizes = Sizes(
+                        prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context
+                    )
+                    raise translate(error, self.name, sizes) from None
+            self._completions_only = route == COMPLETIONS
+            yield reader.last()
+            return
 
     async def health(self) -> EngineHealth:
         try:
@@ -203,36 +210,28 @@ class VLLMEngine:
             return self._version
         return version_of(str(answer["weight_version"])) if "weight_version" in answer else self._version
 
-    async def _stream(
-        self,
-        path: str,
-        body: Callable[[GenerateRequest, str | None, int], Sequence[Buffer]],
-        request: GenerateRequest,
-    ) -> AsyncGenerator[Chunk, None]:
-        reply = _Reply(self.name, self._version, self._unlabelled)
-        batches = self._http.events(
-            path,
-            lambda attempt: body(request, self._model, attempt),
-            {"X-Session-ID": request.session_key},
-        )
-        async with aclosing(batches), aclosing(arrivals(batches, reply)) as chunks:
-            async for chunk in chunks:
-                yield chunk
 
-
-class _NotStreamed(Exception):
+class _NotStreamed(EngineUnavailable):
     """An answer came to its proper end without one event: it was no stream."""
 
 
-class _Reply:
-    """One streamed generation, read event by event. The finishing tokens wait for the usage behind them."""
+def _lacks_route(error: Exception) -> bool:
+    """Whether a server has no generate route, or one that does not stream."""
+    return isinstance(error, _NotStreamed) or (isinstance(error, StatusFailure) and error.status in ROUTE_MISSING)
+
+
+class _VLLMReader:
+    """Reads the events of one generation into chunks. The tokens of the finishing event wait for the usage behind
+    them."""
 
     def __init__(self, engine: str, version: int, unlabelled: int) -> None:
         self._engine = engine
         self._version = version
         self._unlabelled = unlabelled
-        self._begun = False
+        self.begun = False
         self._length = 0
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
         self._prompt_ids: list[int] | None = None
         self._usage = _Usage()
         self._last: Chunk | None = None
@@ -241,49 +240,67 @@ class _Reply:
     def finished(self) -> bool:
         return self._last is not None
 
-    def read(self, payload: bytes) -> Chunk | None:
-        self._begun = True
-        event = decode(_EVENTS, payload, self._engine)
-        if event.error is not None:
-            raise failure_of_event(event.error)
-        self._usage = event.usage or self._usage
-        return self._read_choice(event.choices[0]) if event.choices else None
+    def read(self, payloads: Sequence[bytes]) -> Chunk | None:
+        """The tokens that these events bring, as one chunk. None before the first token and behind the finish.
 
-    def last(self) -> Chunk:
+        Raises EngineMisbehaved or StatusFailure for an event that is wrong or tells of an error; `unsent` then gives
+        the tokens before it.
+        """
+        self.begun = True
+        for event in decode_batch(_EVENT, _EVENTS, payloads, self._engine):
+            if event.error is not None:
+                raise failure_of_event(event.error)
+            if event.usage is not None:
+                self._usage = event.usage
+            if event.choices:
+                self._take(event.choices[0])
+        return None if self.finished else self.unsent()
+
+    def unsent(self) -> Chunk | None:
+        """The tokens that were read and are in no chunk yet."""
+        if not self._ids:
+            return None
+        chunk = Chunk(ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids)
+        self._ids, self._logprobs, self._prompt_ids = [], [], None
+        return chunk
+
+    def check_finished(self) -> None:
         """Raises EngineUnavailable when the stream ended before the generation did."""
-        if not self._begun:
+        if not self.begun:
             raise _NotStreamed(f"engine {self._engine!r} answered without a stream")
         if self._last is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the generation's end")
+
+    def last(self) -> Chunk:
+        """The finishing chunk, once `finished`."""
+        assert self._last is not None
         details = self._usage.prompt_tokens_details
         cached = details.cached_tokens if details else None
         return msgspec.structs.replace(
             self._last,
+            ids=self._ids,
+            logprobs=self._logprobs,
+            prompt_ids=self._prompt_ids,
             cached_tokens=None if cached == -1 else cached,  # -1 of a request that was aborted while it still waited
             prompt_tokens=self._usage.prompt_tokens,
         )
 
-    def _read_choice(self, choice: _Choice) -> Chunk | None:
+    def _take(self, choice: _Choice) -> None:
         ids = choice.token_ids or []
-        logprobs = checked_logprobs(ids, _logprobs(choice, ids, self._engine), self._engine)
+        self._logprobs += checked_logprobs(ids, _logprobs(choice, ids, self._engine), self._engine)
+        self._ids += ids
         self._length += len(ids)
         self._prompt_ids = choice.prompt_token_ids or self._prompt_ids
-        if choice.finish_reason is None:
-            if not ids:
-                return None
-            prompt_ids, self._prompt_ids = self._prompt_ids, None
-            return Chunk(ids=ids, logprobs=logprobs, prompt_ids=prompt_ids)
-        self._last = Chunk(
-            ids=ids,
-            logprobs=logprobs,
-            finish=finish_of(choice.finish_reason, self._engine),
-            stop_match=choice.stop_reason,
-            versions=spans_of(
-                choice.weight_versions, length=self._length, version=self._version, unlabelled=self._unlabelled
-            ),
-            prompt_ids=self._prompt_ids,
-        )
-        return None
+        if choice.finish_reason is not None:
+            self._last = Chunk(
+                ids=[],
+                logprobs=[],
+                finish=finish_of(choice.finish_reason, self._engine),
+                stop_match=choice.stop_reason,
+                versions=spans_of(
+                    choice.weight_versions, length=self._length, version=self._version, unlabelled=self._unlabelled
+                ),
+            )
 
 
 def _logprobs(choice: _Choice, ids: list[int], engine: str) -> list[float | None]:
@@ -292,6 +309,7 @@ def _logprobs(choice: _Choice, ids: list[int], engine: str) -> list[float | None
         return []
     if choice.logprobs.token_logprobs is not None:
         return choice.logprobs.token_logprobs
+    logprobs: list[float | None] = []
     entries = choice.logprobs.content or []
     for entry, token_id in zip(entries, ids, strict=False):
         named = entry.token_id
@@ -299,7 +317,8 @@ def _logprobs(choice: _Choice, ids: list[int], engine: str) -> list[float | None
             named = int(entry.token.removeprefix("token_id:"))
         if named is not None and named != token_id:
             raise EngineMisbehaved(f"engine {engine!r} gave the log-probability of {named} for token {token_id}")
-    return [entry.logprob for entry in entries]
+        logprobs.append(entry.logprob)
+    return logprobs + [entry.logprob for entry in entries[len(logprobs) :]]
 
 
 def _sampling(request: GenerateRequest) -> dict[str, Any]:
@@ -350,3 +369,9 @@ def _completions_body(request: GenerateRequest, model: str | None, attempt: int)
         "return_weight_versions": True,
     }
     return body_with_ids(body, "prompt", request.input_ids)
+
+
+_BODIES: dict[str, Callable[[GenerateRequest, str | None, int], list[Buffer]]] = {
+    GENERATE: _generate_body,
+    COMPLETIONS: _completions_body,
+}

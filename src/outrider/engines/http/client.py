@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -84,55 +84,49 @@ class HttpClient:
     async def events(
         self, path: str, body: Callable[[int], Sequence[Buffer]], headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[list[bytes], None]:
-        """POST the pieces of `body(attempt)` and yield the answer's SSE payloads up to `[DONE]` or its end, in batches
-        as they arrive; none is empty.
+        """POST the pieces of `body(attempt)` and yield the payloads of the answer's server-sent events, up to `[DONE]`
+        or the end of the answer. Each list holds the payloads that one read has brought; none is empty.
 
-        Connection failures and transient statuses are retried until the first payload came. Closing the
-        generator closes the connection, which aborts the work upstream.
+        Connection failures and transient statuses are retried until the first payload came. Closing the generator
+        closes the connection, which aborts the work upstream.
         """
         for attempt in range(self._retry.attempts):
+            response = None
             begun = False
             last = attempt + 1 == self._retry.attempts
             asked: float | None = None
             try:
-                async with aclosing(self._exchange(path, body(attempt), headers)) as batches:
-                    async for payloads in batches:
+                response = await self._started().request("POST", path, body(attempt), headers)
+                if response.status >= 400:
+                    raise await _refusal(response)
+                reader = SseReader()
+                unfinished = 0
+                while chunk := await response.arrived():
+                    payloads = reader.feed(chunk)
+                    unfinished = 0 if payloads else unfinished + len(chunk)
+                    if unfinished > MAX_ANSWER:
+                        raise EngineMisbehaved(f"engine {self._name!r} sent an event of more than {MAX_ANSWER} bytes")
+                    done = DONE in payloads
+                    if done:
+                        payloads = payloads[: payloads.index(DONE)]
+                    if payloads:
                         begun = True
                         yield payloads
-                    return
+                    if done:
+                        await _read_rest(response)
+                        return
+                return
             except CONNECTION_ERRORS as error:
                 if begun or last or self._connections is None:
                     raise self._unavailable(error) from error
-            except _Refused as refused:
-                if last or not refused.failure.transient:
-                    raise refused.failure from None
-                asked = refused.retry_after
+            except StatusFailure as failure:
+                if last or not failure.transient:
+                    raise
+                asked = failure.retry_after
+            finally:
+                if response is not None:
+                    response.close()
             await asyncio.sleep(self._retry.wait(attempt, asked))
-
-    async def _exchange(
-        self, path: str, body: Sequence[Buffer], headers: Mapping[str, str] | None
-    ) -> AsyncGenerator[list[bytes], None]:
-        response = await self._started().request("POST", path, body, headers)
-        try:
-            if response.status >= 400:
-                raise await _refusal(response)
-            reader = SseReader()
-            unfinished = 0
-            while chunk := await response.arrived():
-                payloads = reader.feed(chunk)
-                unfinished = 0 if payloads else unfinished + len(chunk)
-                if unfinished > MAX_ANSWER:
-                    raise EngineMisbehaved(f"engine {self._name!r} sent an event of more than {MAX_ANSWER} bytes")
-                if DONE not in payloads:
-                    if payloads:
-                        yield payloads
-                    continue
-                if before := payloads[: payloads.index(DONE)]:
-                    yield before
-                await _finish(response)
-                return
-        finally:
-            response.close()
 
     async def _call(self, method: str, path: str, body: Sequence[Buffer], seconds: float | None) -> Any:
         try:
@@ -140,7 +134,7 @@ class HttpClient:
                 response = await self._started().request(method, path, body)
                 try:
                     if response.status >= 400:
-                        raise (await _refusal(response)).failure
+                        raise await _refusal(response)
                     content = await response.whole(MAX_ANSWER + 1)
                 finally:
                     response.close()
@@ -163,18 +157,9 @@ class HttpClient:
         return EngineUnavailable(f"engine {self._name!r} at {self._url}: {what}")
 
 
-class _Refused(Exception):
-    """A refusal on its way to the retry loop."""
-
-    def __init__(self, failure: StatusFailure, retry_after: float | None) -> None:
-        super().__init__(failure.status)
-        self.failure = failure
-        self.retry_after = retry_after
-
-
-async def _finish(response: Response) -> None:
-    """Read the few bytes behind `[DONE]`: a response read to its end gives its connection back for reuse, and
-    one that does not end in time is only a connection less."""
+async def _read_rest(response: Response) -> None:
+    """Read the few bytes behind `[DONE]`: a response read to its end gives its connection back for reuse. Where the end
+    does not come in time, only that connection is lost."""
     if response.complete:
         return
     with suppress(*CONNECTION_ERRORS):
@@ -183,7 +168,10 @@ async def _finish(response: Response) -> None:
                 pass
 
 
-async def _refusal(response: Response) -> _Refused:
+async def _refusal(response: Response) -> StatusFailure:
     header = (response.header(b"retry-after") or b"").decode("latin-1")
-    failure = StatusFailure(response.status, await response.whole(MAX_ERROR_BODY))
-    return _Refused(failure, float(header) if header.isdecimal() else None)
+    return StatusFailure(
+        response.status,
+        await response.whole(MAX_ERROR_BODY),
+        retry_after=float(header) if header.isdecimal() else None,
+    )

@@ -1,9 +1,11 @@
-"""Keep-alive HTTP/1.1 connections to one server: a request out, its answer in as the bytes arrive.
+"""Keep-alive HTTP/1.1 connections to one server: they send a request and give its answer as the bytes arrive.
 
-A general client spends more on one model call than the rest of the gateway's way to the engine, so this one does only
-what engine servers need: no redirects, cookies, proxies or compression. Parsing is `httptools`. It knows no JSON and
-tries nothing twice. Invariant: a connection carries one exchange at a time, and is used again only after an answer
-that was read to its end.
+This client does only what engine servers need: no redirects, cookies, proxies or compression. Parsing is `httptools`.
+It replaces aiohttp because it is cheaper: a streamed call of 18 events, 32 at once, takes 0.11 to 0.2 ms of CPU here
+and 0.24 to 0.31 ms with aiohttp 3.14, of about 1 ms that the gateway takes for a call in all.
+
+It knows no JSON and tries nothing twice. Invariant: a connection carries one exchange at a time, and is used again only
+after an answer that was read to its end.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ CONNECT_SECONDS = 10.0
 # uvicorn, under vLLM and SGLang, closes idle connections after 5 s: giving them up first avoids the race.
 KEEP_ALIVE_SECONDS = 4.0
 Buffer = bytes | memoryview
-"""What is sent as it is; not to be changed after that."""
+"""A piece of a request's body. It is sent without a copy, so it must not be changed afterwards."""
 LARGE = 1 << 16
-"""Requests of more bytes are not put together first."""
+"""Requests of more bytes are sent piece by piece: joining them would copy every long prompt once more."""
 HIGH_WATER = 128 << 10
-"""Bytes that wait to be read before the server is asked to pause."""
+"""Unread bytes of an answer above which the connection stops reading from its socket."""
 
 
 class Connections:
@@ -135,11 +137,17 @@ class Response:
         return self._open().headers.get(name)
 
     async def arrived(self) -> bytes:
-        """What has arrived since, waiting for something; b"" at the end. Raises OSError when the connection breaks."""
-        return await self._open().read()
+        """The bytes that have arrived since the last call; it waits for some. b"" at the end. Raises OSError when the
+        connection breaks."""
+        connection = self._open()
+        while not connection.has_body:
+            if connection.complete:
+                return b""
+            await connection.more()
+        return connection.take_body()
 
     async def whole(self, most: int | None = None) -> bytes:
-        """All of the body, or about its first `most` bytes."""
+        """The body, or its first `most` bytes."""
         parts: list[bytes] = []
         size = 0
         while part := await self.arrived():
@@ -162,8 +170,8 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection and the answer it is reading. The methods without an underscore at the end of the class are
-    called by asyncio and by the parser."""
+    """One connection and the answer it is reading. The methods from `connection_made` on are called by asyncio and by
+    the parser."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -172,7 +180,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        self._waiting = 0
+        self._unread = 0
         self._paused = False
         self.complete = True
         self._head_complete = False
@@ -183,25 +191,33 @@ class _Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         return self.complete and self._lost is None and self._transport is not None
 
+    @property
+    def has_body(self) -> bool:
+        return bool(self._body)
+
     async def begin(self, request: Sequence[Buffer]) -> None:
         """Send a request and wait for the head of its answer."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
-        self.status, self.headers, self._body, self._waiting = 0, {}, [], 0
+        self.status, self.headers, self._body, self._unread = 0, {}, [], 0
         self.complete = self._head_complete = False
         if sum(map(len, request)) > LARGE:
             self._transport.writelines(request)
         else:
             self._transport.write(b"".join(request))
         while not self._head_complete:
-            await self._more()
+            await self.more()
 
-    async def read(self) -> bytes:
-        while not self._body:
-            if self.complete:
-                return b""
-            await self._more()
-        parts, self._body, self._waiting = self._body, [], 0
+    def more(self) -> asyncio.Future[None]:
+        """A future that is done once something has arrived. Raises what ended the connection."""
+        if self._lost is not None:
+            raise self._lost
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    def take_body(self) -> bytes:
+        """The unread part of the body."""
+        parts, self._body, self._unread = self._body, [], 0
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
@@ -213,19 +229,10 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
             self._transport = None
 
-    async def _more(self) -> None:
-        """Wait until something has arrived. Raises what ended the connection."""
-        if self._lost is not None:
-            raise self._lost
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # done: the reader was cancelled
+            waiter.set_result(None)
 
     def _lose(self, error: Exception) -> None:
         if self._lost is None:
@@ -236,7 +243,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.complete:  # nobody asked: such a connection is not to be trusted with another request
+        if self.complete:  # bytes that answer no request would be taken for the answer to the next one
             self.abort()
             return
         try:
@@ -245,7 +252,7 @@ class _Connection(asyncio.Protocol):
             self._lose(ConnectionError(f"the answer is not HTTP: {error}"))
             self.abort()
             return
-        if self._waiting > HIGH_WATER and not self._paused and self._transport is not None:
+        if self._unread > HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
@@ -273,7 +280,7 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         self._body.append(part)
-        self._waiting += len(part)
+        self._unread += len(part)
 
     def on_message_complete(self) -> None:
         if self._head_complete:

@@ -41,14 +41,16 @@ UNSIZED = Sizes()
 class StatusFailure(Exception):
     """A server's refusal before it is understood: HTTP status (or UNKNOWN_STATUS) and the body it gave.
 
-    Raised by `HttpClient` and turned into an EngineError by the adapter, which knows the sizes.
+    Raised by `HttpClient` and turned into an EngineError by the adapter, which knows the sizes. `retry_after` is how
+    many seconds the server asked to wait.
     """
 
-    def __init__(self, status: int, body: bytes, *, retryable: bool = False) -> None:
+    def __init__(self, status: int, body: bytes, *, retryable: bool = False, retry_after: float | None = None) -> None:
         super().__init__(f"status {status}")
         self.status = status
         self.body = body
         self.retryable = retryable
+        self.retry_after = retry_after
 
     @property
     def transient(self) -> bool:
