@@ -6,6 +6,8 @@ VENV ?= .venv
 # What pip is asked for as torch. Where pip finds only the CUDA build it takes that one, which works and is
 # large: for the small one, name PyTorch's index of CPU wheels in PIP_EXTRA_INDEX_URL.
 TORCH ?= torch==2.13.0
+# A file of exact versions for pip; .ci/run names its own.
+CONSTRAINTS ?=
 # Further arguments, such as `make test ARGS="-k tree"` or `make demo ARGS=--json`.
 ARGS ?=
 
@@ -14,7 +16,7 @@ PROGRAMS ?= $(CURDIR)/.cache/outrider
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 # Tests and benchmarks run side by side: torch must not spin on every core in each of them.
 ONE_THREAD := OMP_NUM_THREADS=1
 # Tests start hundreds of Python programs: without compiled files, each would compile all that it imports again.
