@@ -56,8 +56,8 @@ def _rig(engine: EmbeddedEngine, reference: ReferenceLlama, max_tokens: int) -> 
         raise ZeroDivisionError
 
     def kill() -> None:
-        assert engine._worker is not None
-        engine._worker.post(crash)
+        assert engine._thread is not None
+        engine._thread.post(crash)
 
     return Rig(
         engine=engine,
@@ -251,10 +251,10 @@ def test_an_update_amid_a_prompt_computes_the_prompt_again(reference: ReferenceL
     other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}
     prompt = (DIALOGUE * 8)[:600]
     batch = Batch(load_model(POLICY), slots=2, context=700)
-    batch.add(batch.admission.check(request(prompt, max_tokens=3)))
+    batch.add(batch.checker.check(request(prompt, max_tokens=3)))
     assert batch.step() == []
     batch.update(other, 5)
-    chunks = [event.chunk for _ in range(5) for event in batch.step()]
+    chunks = [output.chunk for _ in range(5) for output in batch.step()]
     ids = [token for chunk in chunks for token in chunk.ids]
     logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
     assert logprobs == pytest.approx(ReferenceLlama(POLICY, other).logprobs(prompt, ids), abs=EXACT)
@@ -407,9 +407,9 @@ async def test_a_form_that_costs_too_much_ends_its_own_reply_alone() -> None:
 
 async def test_tokenizers_for_stop_ids_of_clients_are_few() -> None:
     pytest.importorskip("llguidance")
-    from outrider.engines.embedded.structured_output import KEPT_TOKENIZERS, Forms
+    from outrider.engines.embedded.structured_output import MAX_TOKENIZERS, GrammarCompiler
 
-    forms = Forms(POLICY, len(TOKENIZER))
-    for stop in range(3 * KEPT_TOKENIZERS):
-        forms.compile(Constraint(ConstraintKind.REGEX, "a"), (stop, 1 << 30))
-    assert len(forms._tokenizers) == KEPT_TOKENIZERS
+    compiler = GrammarCompiler(POLICY, len(TOKENIZER))
+    for stop in range(3 * MAX_TOKENIZERS):
+        compiler.compile(Constraint(ConstraintKind.REGEX, "a"), (stop, 1 << 30))
+    assert len(compiler._tokenizers) == MAX_TOKENIZERS

@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 
 from outrider.engines.base import SamplingParams
-from outrider.engines.embedded.slots import Slots
-from outrider.engines.embedded.stops import StopWatch
 from outrider.trajectory import FinishReason
 from support.embedded import TOKENIZER
 
 torch = pytest.importorskip("torch")
+
+from outrider.engines.embedded.kv_cache import SlotTable  # noqa: E402  # these import torch
+from outrider.engines.embedded.sampler import SamplingState, sample  # noqa: E402
+from outrider.engines.embedded.sequence import StopChecker  # noqa: E402
 
 PROBABILITIES = (0.4, 0.3, 0.2, 0.08, 0.02)
 
 
 def drawn(count: int = 4000, **sampling: float) -> list[float]:
     """How often each token comes, over many draws of one stream."""
-    from outrider.engines.embedded.sampler import Stream, sample
-
-    stream = Stream(SamplingParams(max_tokens=1, seed=0, **sampling))
+    state = SamplingState(SamplingParams(max_tokens=1, seed=0, **sampling))
     logits = torch.tensor([PROBABILITIES]).log().repeat(count, 1)
-    draws = sample(logits, [stream] * count)
+    draws = sample(logits, [state] * count)
     assert all(draw.logprob == pytest.approx(np.log(PROBABILITIES[draw.token]), abs=1e-5) for draw in draws)
     return [sum(draw.token == token for draw in draws) / count for token in range(len(PROBABILITIES))]
 
@@ -47,15 +47,13 @@ def test_draws_follow_the_truncated_distribution(sampling: dict[str, float], exp
 
 
 def test_rows_of_a_batch_keep_to_their_own_parameters() -> None:
-    from outrider.engines.embedded.sampler import Stream, sample
-
     rows = [
         SamplingParams(max_tokens=1, temperature=0.0),
         SamplingParams(max_tokens=1, top_k=1),
         SamplingParams(max_tokens=1, top_p=0.3),
     ]
     free = SamplingParams(max_tokens=1, seed=1)
-    streams = [*(Stream(row) for row in rows), Stream(free)]
+    streams = [*(SamplingState(row) for row in rows), SamplingState(free)]
     draws = [sample(torch.tensor([PROBABILITIES] * 4).log(), streams) for _ in range(100)]
     assert all(draw.token == 0 for step in draws for draw in step[:3])
     assert {step[3].token for step in draws} >= {0, 1, 2}
@@ -64,7 +62,7 @@ def test_rows_of_a_batch_keep_to_their_own_parameters() -> None:
 def stops(text: str, *, limit: int = 100, **sampling: tuple[int | str, ...]) -> tuple[int, object, object] | None:
     """After how many tokens of `text` a watch stops, why, and on what."""
     params = SamplingParams(max_tokens=limit, **sampling)
-    watch = StopWatch(params, limit=limit, text=TOKENIZER.stream())
+    watch = StopChecker(params, limit=limit, text=TOKENIZER.stream())
     for count, token in enumerate(TOKENIZER.encode(text), 1):
         if stop := watch.push(token):
             return count, stop.reason, stop.match
@@ -87,7 +85,7 @@ def test_stop_ids_win_over_the_limit_and_the_limit_comes_last() -> None:
     assert stops(" jade", stop=(" jade",), limit=1) == (1, FinishReason.STOP, " jade")
 
 
-def filled(slots: Slots, *tokens: int) -> int:
+def filled(slots: SlotTable, *tokens: int) -> int:
     """Take a slot for `tokens` and compute them all."""
     prompt = np.array(tokens, dtype=np.int32)
     lease = slots.take(prompt)
@@ -101,7 +99,7 @@ def ids(*tokens: int) -> np.ndarray:
 
 
 def test_a_session_that_goes_on_gets_its_own_slot_back() -> None:
-    slots = Slots(3, 16)
+    slots = SlotTable(3, 16)
     first, second = filled(slots, 1, 2, 3), filled(slots, 1, 2, 4)
     slots.release(second)
     slots.release(first)
@@ -111,7 +109,7 @@ def test_a_session_that_goes_on_gets_its_own_slot_back() -> None:
 
 
 def test_a_fork_copies_and_leaves_the_other_history_whole() -> None:
-    slots = Slots(3, 16)
+    slots = SlotTable(3, 16)
     kept = filled(slots, 1, 2, 3, 4)
     slots.release(kept)
     lease = slots.take(ids(1, 2, 9))
@@ -124,7 +122,7 @@ def test_a_fork_copies_and_leaves_the_other_history_whole() -> None:
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
-    slots = Slots(1, 16)
+    slots = SlotTable(1, 16)
     slots.release(filled(slots, 1, 2, 3))
     lease = slots.take(ids(1, 2, 3))
     assert lease is not None
@@ -137,7 +135,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
 
 
 def test_the_least_recently_used_slot_is_given_up() -> None:
-    slots = Slots(2, 16)
+    slots = SlotTable(2, 16)
     old, new = filled(slots, 1, 1), filled(slots, 2, 2)
     slots.release(old)
     slots.release(new)
@@ -148,7 +146,7 @@ def test_the_least_recently_used_slot_is_given_up() -> None:
 
 
 def test_what_older_weights_computed_is_nobodys_prefix() -> None:
-    slots = Slots(2, 16)
+    slots = SlotTable(2, 16)
     busy = filled(slots, 1, 2, 3)
     slots.weights_changed()
     other = slots.take(ids(1, 2, 3, 4))
@@ -180,22 +178,20 @@ def test_what_alters_the_logits(
     sampling: dict[str, Any], prompt: tuple[int, ...], before: tuple[int, ...], expected: tuple[float, ...]
 ) -> None:
     """By hand, from vLLM's formulas."""
-    from outrider.engines.embedded.sampler import Stream
-
-    stream = Stream(SamplingParams(max_tokens=9, **sampling), prompt=prompt)
+    state = SamplingState(SamplingParams(max_tokens=9, **sampling), prompt=prompt)
     for token in before:
-        stream.accept(token)
+        state.accept(token)
     row = torch.tensor(LOGITS)
-    stream.alter(row)
+    state.alter(row)
     assert row.tolist() == pytest.approx(expected)
 
 
 def test_an_altered_row_keeps_its_raw_log_probability_and_its_neighbours() -> None:
-    from outrider.engines.embedded.sampler import Stream, sample
-
     logits = torch.tensor([LOGITS, LOGITS])
     biased = SamplingParams(max_tokens=1, temperature=0.0, logit_bias={0: -100.0})
-    first, second = sample(logits, [Stream(biased), Stream(SamplingParams(max_tokens=1, temperature=0.0))])
+    first, second = sample(
+        logits, [SamplingState(biased), SamplingState(SamplingParams(max_tokens=1, temperature=0.0))]
+    )
     assert (first.token, second.token) == (1, 0)
     raw = torch.tensor(LOGITS).log_softmax(dim=-1).tolist()
     assert (first.logprob, second.logprob) == (pytest.approx(raw[1]), pytest.approx(raw[0]))

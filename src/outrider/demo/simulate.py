@@ -18,8 +18,8 @@ from outrider.demo.dialogue import END, Script, tool_output
 from outrider.demo.task import MAX_TOKENS, TURNS, Episode, score
 from outrider.engines.base import GenerateRequest, SamplingParams
 from outrider.engines.embedded.batch import Batch
-from outrider.engines.embedded.generation import Generation
 from outrider.engines.embedded.model import Llama
+from outrider.engines.embedded.sequence import TokenSequence
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
@@ -58,14 +58,14 @@ class Simulator:
         rollouts = [self._begin(episode) for episode in episodes]
         going = {self._ask(rollout): rollout for rollout in rollouts}
         while going:
-            for event in self._batch.step():
-                rollout = going[event.generation]
-                rollout.ids += event.chunk.ids
-                rollout.spoken += [True] * len(event.chunk.ids)
-                rollout.logprobs += event.chunk.logprobs
-                if event.chunk.finish is not None:
-                    del going[event.generation]
-                    if self._answer(rollout, len(event.generation.prompt)):
+            for output in self._batch.step():
+                rollout = going[output.sequence]
+                rollout.ids += output.chunk.ids
+                rollout.spoken += [True] * len(output.chunk.ids)
+                rollout.logprobs += output.chunk.logprobs
+                if output.chunk.finish is not None:
+                    del going[output.sequence]
+                    if self._answer(rollout, len(output.sequence.prompt)):
                         going[self._ask(rollout)] = rollout
         return rollouts
 
@@ -73,7 +73,7 @@ class Simulator:
         prompt = self._tokenizer.encode(self._script.prompt(episode.question))
         return Rollout(episode, prompt, [False] * len(prompt), [], [])
 
-    def _ask(self, rollout: Rollout) -> Generation:
+    def _ask(self, rollout: Rollout) -> TokenSequence:
         seed = self._seeds.getrandbits(48)
         request = GenerateRequest(
             request_id="simulated",
@@ -81,9 +81,9 @@ class Simulator:
             input_ids=np.asarray(rollout.ids, dtype=np.int32),
             sampling=SamplingParams(max_tokens=MAX_TOKENS, seed=seed, stop_token_ids=self._stop_ids),
         )
-        generation = self._batch.admission.check(request)
-        self._batch.add(generation)
-        return generation
+        sequence = self._batch.checker.check(request)
+        self._batch.add(sequence)
+        return sequence
 
     def _answer(self, rollout: Rollout, start: int) -> bool:
         """Take the turn whose ids begin at `start` into the transcript, and answer it if it is a call that can

@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
 
-It knows neither requests nor where keys and values are kept: attention is a callable given to `hidden`, so the
-same module serves (over a cache) and trains (over the sequence itself). Invariant: parameters are float32,
-with query, key and value, and gate and up, fused into one matrix each.
+It knows neither requests nor where keys and values are kept: attention is a callable given to `hidden`, so that the
+same module serves (over a cache) and trains (over the sequence itself). Invariant: parameters are float32, with query,
+key and value fused into one matrix, and gate and up into another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAMILIES = ("llama", "qwen2")
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model, as its config.json gives them. `context` is the longest sequence it was made for."""
+    """Sizes of a model, from its config.json. `context` is the longest sequence in tokens that it was made for."""
 
     vocab: int
     hidden: int
@@ -75,14 +75,14 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attend(Protocol):
-    """Attention of one layer. query (batch, heads, tokens, dim), key and value (batch, kv heads, tokens, dim),
-    all of the new tokens alone; the result has query's shape."""
+    """Attention of one layer: query (batch, heads, tokens, dim), key and value (batch, kv heads, tokens, dim), all of
+    the new tokens only. The result has query's shape."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Grouped-query attention without copying keys: the heads that share a key are rows of one matrix.
+    """Grouped-query attention that copies no keys: the heads that share a key are rows of one matrix.
 
     query (batch, heads, tokens, dim), key and value (batch, kv heads, length, dim), mask None or boolean of
     shape (batch or 1, 1, heads / kv heads * tokens, length) as `grouped_mask` makes it, True where allowed.
@@ -99,7 +99,7 @@ def grouped_mask(mask: Tensor, group: int) -> Tensor:
 
 
 class CausalAttention:
-    """Attention of whole sequences over themselves: how the model is trained."""
+    """Attention of whole sequences over themselves, as training needs it."""
 
     def __init__(self, shape: ModelShape, tokens: int) -> None:
         causal = torch.ones(1, tokens, tokens, dtype=torch.bool).tril()
@@ -134,8 +134,10 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         shape = self.shape
         batch, tokens, _ = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, shape.head_dim).transpose(1, 2)
-        turned, value = heads.split([shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
-        query, key = _rotate(turned, cos, sin).split([shape.heads, shape.kv_heads], dim=1)
+        rotated, value = heads.split([shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
+        first, second = rotated.chunk(2, dim=-1)
+        rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+        query, key = rotated.split([shape.heads, shape.kv_heads], dim=1)
         mixed = attend(index, query, key, value).transpose(1, 2).reshape(batch, tokens, -1)
         result: Tensor = self.out(mixed)
         return result
@@ -145,7 +147,7 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
 
 
 class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
-    """The model. Weights are uninitialised until loaded (weights.py) or drawn by a trainer."""
+    """The model. Its weights are uninitialised until they are loaded (weights.py) or drawn by a trainer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -154,7 +156,10 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.ones(shape.hidden))
         self.head = None if shape.tied else nn.Linear(shape.hidden, shape.vocab, bias=False)
-        self.cos, self.sin = _rotary_tables(shape)
+        # Rotary tables (context, head_dim); the second half repeats the first, which is Hugging Face's layout.
+        inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+        angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), inverse).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final states (batch, tokens, hidden) of `ids` (batch, tokens) at `positions` (batch or 1, tokens)."""
@@ -168,15 +173,3 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         """Logits (..., vocab) of final states (..., hidden)."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return functional.linear(hidden, weight)
-
-
-def _rotary_tables(shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """cos and sin (context, head_dim), the second half repeating the first (Hugging Face's layout)."""
-    inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
-    angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), inverse).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,7 +1,7 @@
-"""Draws one token per sequence from logits, each by its own parameters and its own random stream.
+"""Samples one token for each sequence from its logits, by its own parameters and its own random numbers.
 
-It knows no text and no cache. Invariant: the log-probability given is that of the raw logits (log-softmax before
-penalties, bias, form, temperature and truncation), whatever was drawn from.
+It knows no text and no cache. Invariant: the log-probability reported is that of the raw logits (log-softmax before
+penalties, bias, grammar, temperature and truncation), whatever distribution the token was drawn from.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from outrider.engines.base import SamplingParams
-from outrider.engines.embedded.structured_output import Form
+from outrider.engines.embedded.structured_output import Grammar
 from outrider.errors import EngineRejected
 
 
-class Draw(msgspec.Struct, frozen=True):
-    """One sampled token and the natural log of its raw probability."""
+class SampledToken(msgspec.Struct, frozen=True):
+    """A token id and the natural log of its raw probability."""
 
     token: int
     logprob: float
 
 
-class Stream:
-    """One request's sampling parameters, random numbers, and what of its tokens changes the next ones' probabilities. A
-    seed makes them repeatable."""
+class SamplingState:
+    """One sequence's sampling parameters, its random numbers, and what earlier tokens change for later ones (counts
+    for the penalties, the place in the grammar). The same seed gives the same tokens again."""
 
-    def __init__(self, params: SamplingParams, *, prompt: Iterable[int] = (), form: Form | None = None) -> None:
+    def __init__(self, params: SamplingParams, *, prompt: Iterable[int] = (), grammar: Grammar | None = None) -> None:
         self.params = params
-        self._form = form
+        self.grammar = grammar
         self._prompt = frozenset(map(int, prompt)) if params.repetition_penalty != 1 else frozenset[int]()
         self._output: Counter[int] = Counter()
         self._generator = torch.Generator()
@@ -40,28 +40,15 @@ class Stream:
         else:
             self._generator.manual_seed(params.seed)
 
-    @property
-    def truncates(self) -> bool:
-        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
-
-    @property
-    def form_failed(self) -> bool:
-        """Whether the form gave up: from then on anything may come."""
-        return self._form is not None and self._form.failed
-
-    @property
-    def form_finished(self) -> bool:
-        return self._form is not None and self._form.finished
-
     def accept(self, token: int) -> None:
-        """The token that was drawn."""
+        """Take note of the token that was sampled."""
         if self.params.altered:
             self._output[token] += 1
-            if self._form is not None:
-                self._form.accept(token)
+            if self.grammar is not None:
+                self.grammar.accept(token)
 
     def alter(self, logits: Tensor) -> None:
-        """Change one row (vocab,) into what is drawn from: bias, penalties (as in vLLM), then what is forbidden."""
+        """Change one row of logits (vocab,) in place: bias, penalties (as vLLM applies them), then forbidden tokens."""
         params, penalty = self.params, self.params.repetition_penalty
         for token, bias in params.logit_bias.items():
             logits[token] += bias
@@ -73,16 +60,17 @@ class Stream:
             counts = torch.tensor(list(self._output.values()), dtype=logits.dtype)
             logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         allowed = torch.ones(len(logits), dtype=torch.bool)
-        if self._form is not None and not self._form.finished:
-            allowed = torch.from_numpy(self._form.allowed())
+        if self.grammar is not None and not self.grammar.finished:
+            allowed = torch.from_numpy(self.grammar.allowed())
         if self._output.total() < params.min_tokens:
             longer = allowed.clone()
             longer[[token for token in params.stop_token_ids if token < len(longer)]] = False
-            allowed = longer if longer.any() else allowed  # a form that is complete can only end
+            # A grammar that is complete allows nothing but an end, which then comes before min_tokens.
+            allowed = longer if longer.any() else allowed
         logits[~allowed] = -torch.inf
 
     def uniform(self) -> float:
-        """A number in [0, 1); none is spent on a greedy draw."""
+        """The next random number in [0, 1). Greedy sampling uses none up."""
         if self.params.temperature == 0:
             return 0.0
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
@@ -108,53 +96,46 @@ def check_sampling(params: SamplingParams) -> None:
         raise EngineRejected(f"{wrong[0]} is out of range: {getattr(params, wrong[0])!r}", field=wrong[0])
 
 
-def sample(logits: Tensor, streams: Sequence[Stream]) -> list[Draw]:
-    """One draw per row of `logits` (sequences, vocab), float32. Temperature 0 takes the likeliest token."""
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """One token for each row of `logits` (sequences, vocab), float32. Temperature 0 takes the likeliest token."""
     raw = logits.log_softmax(dim=-1)
-    altered = _altered(logits, streams)
-    greedy = altered.argmax(dim=-1)
-    all_greedy = all(stream.params.temperature == 0 for stream in streams)
-    chosen = greedy if all_greedy else _drawn(altered, greedy, streams)
+    altered_rows = [row for row, state in enumerate(states) if state.params.altered]
+    if altered_rows:
+        logits = logits.clone()
+        for row in altered_rows:
+            states[row].alter(logits[row])
+    chosen = logits.argmax(dim=-1)
+    if any(state.params.temperature != 0 for state in states):
+        chosen = _draw(logits, chosen, states)
     logprobs = raw.gather(1, chosen[:, None])[:, 0].tolist()
-    return [Draw(token, logprob) for token, logprob in zip(chosen.tolist(), logprobs, strict=True)]
+    return [SampledToken(token, logprob) for token, logprob in zip(chosen.tolist(), logprobs, strict=True)]
 
 
-def _altered(logits: Tensor, streams: Sequence[Stream]) -> Tensor:
-    """What is drawn from. Rows that nothing alters are as they were."""
-    rows = [row for row, stream in enumerate(streams) if stream.params.altered]
-    if not rows:
-        return logits
-    altered = logits.clone()
-    for row in rows:
-        streams[row].alter(altered[row])
-    return altered
-
-
-def _drawn(logits: Tensor, greedy: Tensor, streams: Sequence[Stream]) -> Tensor:
-    """Inverse transform sampling in float64: one uniform number per row, whatever the vocabulary."""
-    temperatures = _column([stream.params.temperature for stream in streams])
+def _draw(logits: Tensor, greedy: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    """Inverse transform sampling in float64: one uniform number a row, whatever the size of the vocabulary."""
+    temperatures = _column([state.params.temperature for state in states])
     weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
-    if any(stream.truncates for stream in streams):
-        weights = _truncate(weights, streams)
+    if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
+        weights = _truncate(weights, [state.params for state in states])
     cumulative = weights.cumsum(dim=-1)
-    uniform = _column([stream.uniform() for stream in streams]) * cumulative[:, -1:]
+    uniform = _column([state.uniform() for state in states]) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, uniform, right=True)[:, 0]
     # Rounding can put the number on the last step's upper edge, past every token.
     fallback = (temperatures[:, 0] == 0) | (drawn >= logits.shape[-1])
     return torch.where(fallback, greedy, drawn)
 
 
-def _truncate(weights: Tensor, streams: Sequence[Stream]) -> Tensor:
-    """Zero what min_p, then top_k, then top_p cut off; the likeliest token always stays."""
+def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Set to zero what min_p, then top_k, then top_p cut off. The likeliest token always stays."""
     vocab = weights.shape[-1]
     ordered, tokens = weights.sort(dim=-1, descending=True, stable=True)
-    min_p = _column([stream.params.min_p for stream in streams])
-    top_k = torch.tensor([stream.params.top_k if stream.params.top_k > 0 else vocab for stream in streams])
-    top_p = _column([stream.params.top_p for stream in streams])
+    min_p = _column([each.min_p for each in params])
+    top_k = torch.tensor([each.top_k if each.top_k > 0 else vocab for each in params])
+    top_p = _column([each.top_p for each in params])
     keep = (ordered >= min_p * ordered[:, :1]) & (torch.arange(vocab) < top_k[:, None])
     kept = ordered * keep
     before = kept.cumsum(dim=-1) - kept
-    # top_p of 1 keeps all: the cumulated sum must not lose a tail token to rounding.
+    # top_p of 1 keeps every token: rounding in the cumulative sum must not cut off the tail.
     kept = kept * ((before < top_p * kept.sum(dim=-1, keepdim=True)) | (top_p == 1))
     return torch.zeros_like(weights).scatter(1, tokens, kept)
 

@@ -1,6 +1,6 @@
-"""Weights between Hugging Face's names and the fused parameters of model.py: read, update in place, write.
+"""Weights: maps Hugging Face's tensor names to the fused parameters of model.py; reads, updates and exports them.
 
-It knows no requests. Invariant: an update checks every tensor before it changes the first, so it is applied
+It knows no requests. Invariant: an update checks every tensor before it changes the first one, so that it is applied
 whole or not at all.
 """
 
@@ -23,8 +23,8 @@ from outrider.errors import EngineRejected, ModelMismatch
 StateDict = Mapping[str, Tensor]
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where a published tensor lives: rows [start, start + rows) of a parameter."""
+class FusedSlice(msgspec.Struct, frozen=True):
+    """The published tensor `name` is rows [start, start + rows) of `parameter`."""
 
     name: str
     parameter: str
@@ -32,25 +32,25 @@ class Place(msgspec.Struct, frozen=True):
     rows: int
 
 
-def places(shape: ModelShape) -> Iterator[Place]:
-    """Every published tensor of a model of this shape, and its place."""
-    yield Place("model.embed_tokens.weight", "embed.weight", 0, shape.vocab)
-    yield Place("model.norm.weight", "norm", 0, shape.hidden)
+def fused_slices(shape: ModelShape) -> Iterator[FusedSlice]:
+    """Every published tensor of a model of this shape, and where it is."""
+    yield FusedSlice("model.embed_tokens.weight", "embed.weight", 0, shape.vocab)
+    yield FusedSlice("model.norm.weight", "norm", 0, shape.hidden)
     if not shape.tied:
-        yield Place("lm_head.weight", "head.weight", 0, shape.vocab)
+        yield FusedSlice("lm_head.weight", "head.weight", 0, shape.vocab)
     width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     for layer in range(shape.layers):
         theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
         for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
-            yield Place(f"{theirs}.self_attn.q_proj.{kind}", f"{ours}.qkv.{kind}", 0, width)
-            yield Place(f"{theirs}.self_attn.k_proj.{kind}", f"{ours}.qkv.{kind}", width, kv_width)
-            yield Place(f"{theirs}.self_attn.v_proj.{kind}", f"{ours}.qkv.{kind}", width + kv_width, kv_width)
-        yield Place(f"{theirs}.self_attn.o_proj.weight", f"{ours}.out.weight", 0, shape.hidden)
-        yield Place(f"{theirs}.mlp.gate_proj.weight", f"{ours}.gate_up.weight", 0, shape.mlp)
-        yield Place(f"{theirs}.mlp.up_proj.weight", f"{ours}.gate_up.weight", shape.mlp, shape.mlp)
-        yield Place(f"{theirs}.mlp.down_proj.weight", f"{ours}.down.weight", 0, shape.hidden)
-        yield Place(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm", 0, shape.hidden)
-        yield Place(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm", 0, shape.hidden)
+            yield FusedSlice(f"{theirs}.self_attn.q_proj.{kind}", f"{ours}.qkv.{kind}", 0, width)
+            yield FusedSlice(f"{theirs}.self_attn.k_proj.{kind}", f"{ours}.qkv.{kind}", width, kv_width)
+            yield FusedSlice(f"{theirs}.self_attn.v_proj.{kind}", f"{ours}.qkv.{kind}", width + kv_width, kv_width)
+        yield FusedSlice(f"{theirs}.self_attn.o_proj.weight", f"{ours}.out.weight", 0, shape.hidden)
+        yield FusedSlice(f"{theirs}.mlp.gate_proj.weight", f"{ours}.gate_up.weight", 0, shape.mlp)
+        yield FusedSlice(f"{theirs}.mlp.up_proj.weight", f"{ours}.gate_up.weight", shape.mlp, shape.mlp)
+        yield FusedSlice(f"{theirs}.mlp.down_proj.weight", f"{ours}.down.weight", 0, shape.hidden)
+        yield FusedSlice(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm", 0, shape.hidden)
+        yield FusedSlice(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm", 0, shape.hidden)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def apply_weights(model: Llama, state: StateDict) -> None:
 
     Raises EngineRejected, with nothing changed, when a tensor is missing, of another shape, or not finite.
     """
-    targets = {place.name: _target(model, place) for place in places(model.shape)}
+    targets = {part.name: _target(model, part) for part in fused_slices(model.shape)}
     for name, target in targets.items():
         source = state.get(name)
         if source is None:
@@ -101,8 +101,8 @@ def apply_weights(model: Llama, state: StateDict) -> None:
 
 
 def export_weights(model: Llama) -> dict[str, Tensor]:
-    """The model's weights under their published names: copies, contiguous."""
-    return {place.name: _target(model, place).clone() for place in places(model.shape)}
+    """Contiguous copies of the model's weights, by published name."""
+    return {part.name: _target(model, part).clone() for part in fused_slices(model.shape)}
 
 
 def load_model(folder: Path) -> Llama:
@@ -114,5 +114,5 @@ def load_model(folder: Path) -> Llama:
     return model
 
 
-def _target(model: Llama, place: Place) -> Tensor:
-    return model.get_parameter(place.parameter).detach().narrow(0, place.start, place.rows)
+def _target(model: Llama, part: FusedSlice) -> Tensor:
+    return model.get_parameter(part.parameter).detach().narrow(0, part.start, part.rows)

@@ -1,7 +1,7 @@
-"""The one thread that owns the model: it runs commands between steps and hands what comes out to the event loop.
+"""The thread that owns the model: it runs commands between steps and hands each step's output to the event loop.
 
-It knows no protocol and no request's consumer. Invariant: the batch is touched by this thread alone; all else
-here is touched by the event loop alone, except the inbox, which joins the two.
+It knows no protocol and nobody who consumes a request's output. Invariant: only this thread touches the batch, and only
+the event loop touches everything else here, except the inbox, which both use.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from outrider.engines.base import PauseMode
-from outrider.engines.embedded.batch import Batch, Event
-from outrider.engines.embedded.generation import Admission
+from outrider.engines.embedded.batch import Batch, BatchOutput
+from outrider.engines.embedded.sequence import RequestChecker
 from outrider.errors import EngineUnavailable, OutriderError
 
 T = TypeVar("T")
@@ -25,15 +25,15 @@ T = TypeVar("T")
 Command = Callable[[Batch], None]
 
 
-class Worker:
-    """`load` makes the batch, in the thread. On the event loop, `sink` is called with each step's events, and
-    `lost` once, when the thread ends, with the reason.
+class ModelThread:
+    """`load` makes the batch and runs in the thread. On the event loop `sink` is called with each step's output, and
+    `ended` once, when the thread ends, with the reason.
 
-    The inbox needs no bound of its own: a request puts at most two commands there (add, remove), and the
-    engine bounds the requests. `admission` is there once `start` has returned.
+    The inbox needs no bound of its own: a request puts at most two commands there (add, remove), and the engine
+    bounds the requests. `checker` is set once `start` has returned.
     """
 
-    admission: Admission
+    checker: RequestChecker
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Worker:
         *,
         threads: int,
         name: str,
-        sink: Callable[[list[Event]], None],
-        lost: Callable[[OutriderError], None],
+        sink: Callable[[list[BatchOutput]], None],
+        ended: Callable[[OutriderError], None],
     ) -> None:
         self._load = load
         self._threads = threads
         self._sink = sink
-        self._lost = lost
+        self._on_end = ended
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"outrider-{name}", daemon=True)
         self._loop = asyncio.get_running_loop()
@@ -58,10 +58,10 @@ class Worker:
     async def start(self) -> None:
         """Load the model. Raises what `load` raises, when it is an OutriderError, else EngineUnavailable."""
         self._thread.start()
-        self.admission = await self.call(lambda batch: batch.admission)
+        self.checker = await self.call(lambda batch: batch.checker)
 
     async def close(self) -> None:
-        """End the thread after its current step. Calls still open fail. Idempotent."""
+        """End the thread after its current step. Calls that are still open fail. Idempotent."""
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -70,7 +70,8 @@ class Worker:
         self._inbox.put(command)
 
     async def call(self, command: Callable[[Batch], T]) -> T:
-        """Run `command` before the next step; its result, or what it raised. EngineUnavailable once ended."""
+        """Run `command` before the next step; its result. Raises the OutriderError that it raises, and
+        EngineUnavailable once the thread has ended."""
         future: asyncio.Future[T] = self._future()
 
         def run(batch: Batch) -> None:
@@ -85,7 +86,7 @@ class Worker:
         return await future
 
     async def pause(self, mode: PauseMode) -> None:
-        """`Batch.pause`, and for "finish" the wait until nothing runs or another mode took its place."""
+        """Call `Batch.pause`. "finish" then waits until no sequence runs or another call changes the mode."""
         await self.call(lambda batch: self._emit(batch.pause(mode)))
         if mode == "finish":
             drained: asyncio.Future[None] = self._future()
@@ -108,7 +109,7 @@ class Worker:
                 self._serve(self._load())
         except OutriderError as error:
             end = error
-        except Exception as error:  # whatever it is, those who wait must hear of it
+        except Exception as error:  # callers that wait must be told, whatever went wrong
             end = EngineUnavailable(f"the embedded engine failed: {type(error).__name__}: {error}")
         self._tell(self._ended, end)
 
@@ -129,20 +130,20 @@ class Worker:
                 self._tell(_succeed, future, None)
             self._draining.clear()
 
-    def _emit(self, events: list[Event]) -> None:
-        if events:
-            self._tell(self._sink, events)
+    def _emit(self, outputs: list[BatchOutput]) -> None:
+        if outputs:
+            self._tell(self._sink, outputs)
 
     def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Call back on the event loop. A loop that was closed has nobody left to tell."""
-        with contextlib.suppress(RuntimeError):
+        """Call back on the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _ended(self, end: OutriderError) -> None:
         self._end = end
         for future in tuple(self._calls):
             _fail(future, end)
-        self._lost(end)
+        self._on_end(end)
 
 
 def _succeed(future: asyncio.Future[Any], result: object) -> None:

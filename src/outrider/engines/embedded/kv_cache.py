@@ -1,0 +1,155 @@
+"""The key-value cache: its tensors, attention over them, and which slot holds which tokens.
+
+It knows no requests and no sampling. A slot holds one sequence of at most `context` tokens. Invariant: the first
+`length` tokens recorded for a slot are exactly those whose keys and values the tensors hold, and values that older
+weights computed are never reused for another sequence.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.engines.embedded.model import Attend, ModelShape, attention, grouped_mask
+from outrider.trajectory import Ids
+
+
+class KeyValueCache:
+    """Keys and values of all slots: two float32 tensors of shape (layers, slots, kv heads, context, head dim).
+
+    What lies beyond a sequence's end is left over from earlier ones: finite, and hidden by the attention mask.
+    """
+
+    def __init__(self, shape: ModelShape, slots: int, context: int) -> None:
+        size = (shape.layers, slots, shape.kv_heads, context, shape.head_dim)
+        self.keys = torch.zeros(size)
+        self.values = torch.zeros(size)
+        self._group = shape.heads // shape.kv_heads
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a slot to another."""
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+
+    def prefill(self, slot: int, start: int, end: int) -> Attend:
+        """Attention of the tokens at positions [start, end) of one slot (a batch of one)."""
+        mask = torch.arange(end) <= torch.arange(start, end)[:, None]
+        grouped = grouped_mask(mask[None], self._group)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.keys[layer, slot], self.values[layer, slot]
+            keys[:, start:end] = key[0]
+            values[:, start:end] = value[0]
+            return attention(query, keys[None, :, :end], values[None, :, :end], grouped)
+
+        return attend
+
+    def decode(self, slots: list[int], positions: list[int]) -> Attend:
+        """Attention of one token in each of several slots, at its slot's position."""
+        longest = max(positions) + 1
+        at = torch.tensor(positions)
+        rows = torch.tensor(slots)
+        mask = torch.arange(longest) <= at[:, None, None]
+        grouped = grouped_mask(mask, self._group)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[rows, :, at] = key[:, :, 0]
+            values[rows, :, at] = value[:, :, 0]
+            seen_keys = keys[:, :, :longest].index_select(0, rows)
+            seen_values = values[:, :, :longest].index_select(0, rows)
+            return attention(query, seen_keys, seen_values, grouped)
+
+        return attend
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A slot taken for a prompt. The prompt's first `cached` tokens need no computing: they are in slot `donor`, to be
+    copied from there, or in the slot itself where `donor` is None."""
+
+    slot: int
+    cached: int
+    donor: int | None
+
+
+class SlotTable:
+    """Which tokens each of `count` slots of `context` tokens holds, and which slot a new prompt takes."""
+
+    def __init__(self, count: int, context: int) -> None:
+        self.count = count
+        self._tokens: Ids = np.zeros((count, context), dtype=np.int32)
+        self._lengths = np.zeros(count, dtype=np.int64)
+        self._busy = np.zeros(count, dtype=np.bool_)
+        self._stale = np.zeros(count, dtype=np.bool_)
+        self._last_used = np.zeros(count, dtype=np.int64)
+        self._clock = 0
+
+    @property
+    def free(self) -> int:
+        return int(self.count - self._busy.sum())
+
+    def length(self, slot: int) -> int:
+        return int(self._lengths[slot])
+
+    def take(self, prompt: Ids) -> Lease | None:
+        """Take the idle slot that saves `prompt` the most computing; None when all slots are busy.
+
+        A slot whose whole content begins the prompt is taken as it is. Otherwise the least recently used slot is
+        taken and the longest common prefix that any slot has is copied into it: to cut a slot's content short would
+        lose a history that another session may continue. At most all but the prompt's last token count as prefix,
+        because the last token's state is needed to sample from.
+        """
+        if self._busy.all():
+            return None
+        common = self._common_prefixes(prompt)
+        best = int(common.max())
+        extended = np.flatnonzero((common == best) & (self._lengths == best) & ~self._busy)
+        if extended.size:
+            slot = int(extended[0])
+        else:
+            idle = np.flatnonzero(~self._busy)
+            slot = int(idle[self._last_used[idle].argmin()])
+        donor = None if common[slot] == best else int(common.argmax())
+        self._busy[slot] = True
+        self._tokens[slot, :best] = prompt[:best]
+        self._lengths[slot] = best
+        return Lease(slot, best, donor)
+
+    def extend(self, slot: int, ids: Ids | int) -> None:
+        """Record tokens whose keys and values were just computed."""
+        start = self._lengths[slot]
+        count = 1 if isinstance(ids, int) else len(ids)
+        self._tokens[slot, start : start + count] = ids
+        self._lengths[slot] = start + count
+
+    def clear(self, slot: int) -> None:
+        """Forget what a slot holds; its owner computes it again."""
+        self._lengths[slot] = 0
+        self._stale[slot] = False
+
+    def release(self, slot: int) -> None:
+        """Give a slot back. Its tokens stay for reuse unless they are stale."""
+        self._busy[slot] = False
+        if self._stale[slot]:
+            self.clear(slot)
+        self._clock += 1
+        self._last_used[slot] = self._clock
+
+    def weights_changed(self) -> None:
+        """Forget what idle slots hold; mark busy slots as stale, to be used by their present owner alone."""
+        self._lengths[~self._busy] = 0
+        self._stale[self._busy] = True
+
+    def _common_prefixes(self, prompt: Ids) -> npt.NDArray[np.int64]:
+        """How many tokens of the prompt each slot begins with, int64 of shape (slots,)."""
+        limit = len(prompt) - 1
+        if limit == 0:
+            return np.zeros(self.count, dtype=np.int64)
+        same = self._tokens[:, :limit] == prompt[:limit]
+        # argmin finds the first difference, and says 0 where there is none
+        agreed = np.where(same.all(axis=1), limit, same.argmin(axis=1))
+        common: npt.NDArray[np.int64] = np.where(self._stale, 0, np.minimum(agreed, self._lengths))
+        return common

@@ -1,0 +1,137 @@
+"""One sequence that the batch generates: its sampling state, when it ends, and the check that lets its request in.
+
+It knows no model and no slot's content. Invariant: a TokenSequence exists only for a request that fits: its ids are of
+the vocabulary, its prompt leaves room for a token, its sampling parameters are in range.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from outrider.engines.base import GenerateRequest, SamplingParams
+from outrider.engines.embedded.sampler import SampledToken, SamplingState, check_sampling
+from outrider.engines.embedded.structured_output import GrammarCompiler
+from outrider.errors import ContextOverflow, EngineRejected
+from outrider.tokens.rendering.tokenizer import TextStream, Tokenizer
+from outrider.trajectory import FinishReason, Ids, VersionSpan
+
+NONE = -1
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """How a sequence ended; `match` is the stop id or stop string, None for every other reason."""
+
+    reason: FinishReason
+    match: int | str | None = None
+
+
+class StopChecker:
+    """Looks for a stop id, a stop string or the token limit in one output.
+
+    `limit` is the number of output tokens at which it ends in any case. `text` decodes the output; it is needed only
+    where there are stop strings. The token that completes a match is part of the output.
+    """
+
+    def __init__(self, params: SamplingParams, *, limit: int, text: TextStream | None) -> None:
+        self._ids = frozenset(params.stop_token_ids)
+        self._strings = params.stop
+        self._left = limit
+        self._text = text
+        self._tail = ""
+        self._keep = max((len(string) for string in params.stop), default=1) - 1
+
+    def push(self, token: int) -> Stop | None:
+        """Take the next token; how the output ends, if this token ends it."""
+        self._left -= 1
+        if token in self._ids:
+            return Stop(FinishReason.STOP, token)
+        if self._text is not None:
+            seen = self._tail + self._text.push([token])
+            found = [(at, string) for string in self._strings if (at := seen.find(string)) >= 0]
+            if found:
+                return Stop(FinishReason.STOP, min(found, key=lambda match: match[0])[1])
+            # A stop string may span several tokens, so all but one character of the longest one is kept.
+            self._tail = seen[-self._keep :] if self._keep else ""
+        return Stop(FinishReason.LENGTH) if self._left == 0 else None
+
+
+class TokenSequence:
+    """`slot` is NONE while it waits; `last`, its newest token, is NONE while it has no output. `cached` counts the
+    prompt tokens that needed no computing."""
+
+    def __init__(self, prompt: Ids, sampling: SamplingState, stops: StopChecker) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.slot = NONE
+        self.last = NONE
+        self.cached = 0
+        self._stops = stops
+        self._versions: list[int] = []
+
+    def accept(self, sampled: SampledToken, version: int) -> Stop | None:
+        """Take the next token, sampled under policy `version`; how the sequence ends, if this token ends it."""
+        self.last = sampled.token
+        self._versions.append(version)
+        self.sampling.accept(sampled.token)
+        stop = self._stops.push(sampled.token)
+        grammar = self.sampling.grammar
+        if stop is None and grammar is not None and grammar.finished:
+            return Stop(FinishReason.ABORT if grammar.failed else FinishReason.STOP)
+        return stop
+
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """The policy versions of the output's tokens, as half-open spans over the output."""
+        spans: list[VersionSpan] = []
+        for index, version in enumerate(self._versions):
+            if spans and spans[-1].version == version:
+                spans[-1] = VersionSpan(version, spans[-1].start, index + 1)
+            else:
+                spans.append(VersionSpan(version, index, index + 1))
+        return tuple(spans)
+
+
+class RequestChecker:
+    """Turns a request that fits the model into a sequence, and refuses every other.
+
+    `vocab` is the number of logits, `context` the longest sequence in tokens. Stop strings and structured output need
+    a tokenizer.
+    """
+
+    def __init__(self, *, vocab: int, context: int, tokenizer: Tokenizer | None) -> None:
+        self.context = context
+        self._vocab = vocab
+        self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(Path(tokenizer.name_or_path), vocab) if tokenizer else None
+
+    def encode(self, text: str) -> list[int] | None:
+        """The model's ids of a text, special tokens included; None without a tokenizer."""
+        return self._tokenizer.encode(text) if self._tokenizer else None
+
+    def check(self, request: GenerateRequest) -> TokenSequence:
+        """The sequence for a request; its output ends where the context does. May take a second where the request has
+        a constraint, which is compiled. Raises ContextOverflow or EngineRejected."""
+        sampling = request.sampling
+        check_sampling(sampling)
+        prompt: Ids = np.ascontiguousarray(request.input_ids, dtype=np.int32)
+        if len(prompt) == 0:
+            raise EngineRejected("the prompt is empty", field="input_ids")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocab:
+            raise EngineRejected("the prompt has ids outside the model's vocabulary", field="input_ids")
+        room = self.context - len(prompt)
+        if room < 1:
+            raise ContextOverflow(f"the prompt of {len(prompt)} tokens leaves no room in the context of {self.context}")
+        if sampling.stop and self._tokenizer is None:
+            raise EngineRejected("stop strings need a tokenizer.json in the model's folder", field="stop")
+        if any(not 0 <= token < self._vocab for token in sampling.logit_bias):
+            raise EngineRejected("logit_bias has ids outside the model's vocabulary", field="logit_bias")
+        grammar = None
+        if sampling.constraint is not None:
+            if self._grammars is None:
+                raise EngineRejected("structured output needs a tokenizer.json in the model's folder")
+            grammar = self._grammars.compile(sampling.constraint, sampling.stop_token_ids)
+        text = self._tokenizer.stream() if sampling.stop and self._tokenizer else None
+        stops = StopChecker(sampling, limit=min(sampling.max_tokens, room), text=text)
+        return TokenSequence(prompt, SamplingState(sampling, prompt=prompt, grammar=grammar), stops)
