@@ -14,7 +14,7 @@ from outrider.concurrency.offload import OffloadThread
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import GroupView
 from outrider.service.delivery import Deliverer
-from outrider.service.views import Reader
+from outrider.service.views import ViewReader
 from outrider.store.base import Delivery, GroupRow, Store
 from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
@@ -86,7 +86,7 @@ async def test_a_cancelled_group_is_pushed_too(world: MakeWorld) -> None:
 async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: Path) -> None:
     async with receiving(500, 404) as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "g", receiver.url)
-        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
             await receiver.accepted.wait()
@@ -111,7 +111,7 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
     async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "bad", "http://a..b/")
         await finished_group(store, "good", receiver.url)
-        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
             await receiver.accepted.wait()
@@ -154,7 +154,7 @@ class Moments(SqlStore):
 async def test_what_is_delivered_while_the_next_are_looked_for_is_not_pushed_again(tokenizer: Path) -> None:
     async with receiving() as receiver, Moments() as store, asyncio.timeout(20):
         await finished_group(store, "first", receiver.url)
-        deliverer = Deliverer(store, Reader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
         receiver.answering.clear()
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from outrider.schemas import GroupView
-from outrider.service.broadcast import Bell, rung
 
 from .conftest import MakeWorld
 from .world import World
@@ -45,13 +44,3 @@ async def test_waiting_ends_with_its_time_and_keeps_the_cursor(world: MakeWorld)
         page = await w.service.results(after=1, wait=0.05, limit=10, samples=False)
         assert (page.groups, page.cursor) == ([], 1)
         assert (await w.service.results(after=0, wait=30, limit=10, samples=True)).groups[0].samples
-
-
-async def test_a_ring_between_looking_and_waiting_is_not_missed() -> None:
-    bell = Bell()
-    ring = bell.next_ring()
-    bell.ring()
-    async with asyncio.timeout(30):
-        await rung(ring, 60)
-    await rung(bell.next_ring(), 0)  # and none that was before is taken for the next
-    assert not bell.next_ring().is_set()

@@ -17,7 +17,7 @@ from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import NodeStats, RoomStats
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import Scheduler
-from outrider.service.views import Reader
+from outrider.service.views import ViewReader
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.node import LocalNode
@@ -149,7 +149,7 @@ async def test_a_redirect_is_no_delivery(tokenizer: Path) -> None:
 async def delivered(store: FailingStore, tokenizer: Path) -> None:
     """Deliver until nothing is left to be delivered."""
     deliverer = Deliverer(
-        store, Reader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=Backoff(first=0.01, longest=0.01)
+        store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=Backoff(first=0.01, longest=0.01)
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliverer.run())

@@ -13,7 +13,7 @@ from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.engines.base import EngineOptions
 from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import GroupView, LaneStats, SessionView
-from outrider.service.admission import check_shape
+from outrider.service.admission import validate_group
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
 from outrider.store.base import GroupRow, Store
@@ -89,7 +89,7 @@ def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> Grou
         "evaluator": {"kind": "callable", "path": GRADER, "options": {"verdicts": verdicts}},
     }
     runtime = {"kind": SANDBOX} | fields.pop("runtime", {})
-    return check_shape({"task": task | {"runtime": runtime} | fields, "n": n, **of_group})
+    return validate_group({"task": task | {"runtime": runtime} | fields, "n": n, **of_group})
 
 
 async def put(store: Store, id: str, *session_ids: str, callback_url: str | None = None, **fields: Any) -> None:

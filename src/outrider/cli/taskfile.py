@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import InvalidField, TooLarge
-from outrider.service.admission import check_shape
+from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
 
 Step = dict[str, Any]
@@ -27,7 +27,7 @@ def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
     runtime = task.get("runtime")
     if isinstance(runtime, dict) and isinstance(steps := runtime.get("prepare"), list):
         runtime["prepare"] = [taken for number, step in enumerate(steps) for taken in _taken(step, number, path.parent)]
-    return check_shape({"task": task, "n": n, "priority": priority})
+    return validate_group({"task": task, "n": n, "priority": priority})
 
 
 def _read(path: Path) -> dict[str, Any]:

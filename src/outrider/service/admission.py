@@ -1,6 +1,7 @@
-"""What only this machine can know about a task, checked before anything of it is stored.
+"""Admission: reads the body of a request into a spec, and checks a task against what this machine can do.
 
-It resolves every name and starts nothing. Invariant: a task that passes can fail only by what happens later.
+It resolves every name that the task uses, but starts nothing. Invariant: a group is stored only after it has passed
+here, so a session can fail only because of something that happens later.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.placeholders import filled_size
 from outrider.harnesses.venv import FIELD as VENV
-from outrider.harnesses.venv import Venv, read_venv, stray_links
+from outrider.harnesses.venv import read_venv, stray_links
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
 from outrider.schemas import NodeStats
@@ -32,35 +33,38 @@ S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
 
 RUNTIME_METHODS = ("create", "available", "check_spec", "start", "exec", "stop")
+"""Methods that a class must have to be accepted as a runtime."""
+
 MAX_DEPTH = 64
-"""Levels of objects and lists in a request."""
+"""Maximum nesting of objects and lists in a request. JSON decoders accept deeper values than encoders can write."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders that every sandbox with a root of its own has."""
+"""Folders that every sandbox with its own root file system provides. A read-only mount over one would hide it."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
-"""What pydantic puts into a location to say which kind of prepare step it tried."""
+"""Location parts by which pydantic names the member of the prepare-step union that it tried."""
 NO_FIELDS = STEP_KINDS | {"[key]"}
+"""Location parts of pydantic that are not field names."""
 LIST_OF = "list["
-"""What it begins a part with where a list is one of the things that a field may be."""
+"""Prefix of the location part that pydantic adds where one member of a union is a list."""
 
 
 def parse_group(body: bytes) -> GroupSpec:
-    """Strict JSON (no NaN, no invalid UTF-8) to a spec. Raises RequestError or InvalidField naming the field."""
-    return check_shape(_object(body))
+    """Read strict JSON (no NaN, no invalid UTF-8). Raises RequestError, or InvalidField naming the field."""
+    return validate_group(_json_object(body))
 
 
 def parse_engine(body: bytes) -> EngineSpec:
     """As `parse_group`."""
-    return _checked(EngineSpec, _object(body))
+    return _validated(EngineSpec, _json_object(body))
 
 
-def check_shape(value: Mapping[str, Any]) -> GroupSpec:
-    """The spec that plain values stand for. Raises InvalidField naming the field."""
-    return _checked(GroupSpec, value)
+def validate_group(value: Mapping[str, Any]) -> GroupSpec:
+    """The group spec in a decoded object. Raises InvalidField naming the field."""
+    return _validated(GroupSpec, value)
 
 
-def _object(body: bytes) -> Mapping[str, Any]:
+def _json_object(body: bytes) -> Mapping[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -70,42 +74,53 @@ def _object(body: bytes) -> Mapping[str, Any]:
     return value
 
 
-def _checked(kind: type[S], value: Mapping[str, Any]) -> S:
+def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
     _check_depth(value)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise _invalid_field(error) from error
 
 
-def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> None:
-    """`allow` are the host's files and folders that a task may name. Raises InvalidField, RuntimeUnavailable or
-    HarnessUnavailable."""
-    task = spec.task
-    runtime = _runtime(task.runtime)
-    harness = make_harness(task.harness)
-    if task.harness.agent is None:
-        check_instruction(task.instruction)
-    make_evaluator(task.evaluator)
-    _check_carry(task, runtime)
-    _check_uploads(task.runtime, files)
-    allowed = [Path(os.path.realpath(root)) for root in allow]
-    _check_paths(task.runtime, allowed)
-    _check_files(task)
-    _check_venv(task, runtime, allowed)
-    runtime.check_spec(task.runtime)
-    if not (can := runtime.available()).ok:
-        raise RuntimeUnavailable(
-            f"this machine cannot run {task.runtime.kind!r} sandboxes: {can.detail}",
-            field="task.runtime.kind",
-            hint=can.hint,
-        )
-    if not (can := harness.available()).ok:
-        raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
+def _check_depth(value: Any) -> None:
+    """Raises InvalidField for a value with more than MAX_DEPTH levels. Iterative, so it cannot overflow the stack."""
+    level: list[tuple[Location, Any]] = [((), value)]
+    for _ in range(MAX_DEPTH):
+        below: list[tuple[Location, Any]] = []
+        for path, outer in level:
+            if isinstance(outer, Mapping):
+                below += [((*path, name), inner) for name, inner in outer.items()]
+            elif isinstance(outer, list):
+                below += [((*path, index), inner) for index, inner in enumerate(outer)]
+        level = below
+    if level:
+        field = ".".join(map(str, level[0][0][:4]))
+        raise InvalidField(f"is nested deeper than {MAX_DEPTH} levels", field=field)
+
+
+def _invalid_field(error: ValidationError) -> InvalidField:
+    """The first complaint of a validation error, with the path of its field."""
+    errors = error.errors(include_url=False)
+    # For a prepare step pydantic reports the complaints of every kind of step that it tried. The kind with the fewest
+    # complaints is what the caller meant.
+    complaints = Counter(_step_kind_tried(details["loc"]) for details in errors)
+    chosen = min(errors, key=lambda details: complaints[_step_kind_tried(details["loc"])])
+    parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
+    path = ".".join(part for part in parts if not part.startswith(LIST_OF))
+    message = chosen["msg"].removeprefix("Value error, ")
+    if chosen["type"] == "extra_forbidden":
+        message = "unknown field"
+    return InvalidField(message[:1].lower() + message[1:], field=path)
+
+
+def _step_kind_tried(location: Location) -> Location:
+    """The location up to the kind of prepare step in it; empty when it has none."""
+    end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
+    return location[:end]
 
 
 def check_room(resources: Resources, nodes: Sequence[NodeStats]) -> None:
-    """Raises InvalidField for what no node has, even with nothing else on it."""
+    """Raises InvalidField if the resources do not fit on any node, even an empty one."""
     needs = asked(resources)
     if any(needs.within(whole_of(node.room)) for node in nodes):
         return
@@ -119,24 +134,44 @@ def check_room(resources: Resources, nodes: Sequence[NodeStats]) -> None:
     )
 
 
-def _runtime(spec: RuntimeSpec) -> type[Runtime]:
-    made = resolve("runtime", spec.kind, field="task.runtime.kind")
-    if not all(callable(getattr(made, name, None)) for name in RUNTIME_METHODS):
-        raise InvalidField(f"{spec.kind!r} is not a runtime class", field="task.runtime.kind")
-    runtime: type[Runtime] = made
-    return runtime
+def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> None:
+    """Check everything about a group that depends on this machine. Blocks on the file system.
 
-
-def _check_carry(task: TaskSpec, runtime: type[Runtime]) -> None:
+    `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name.
+    Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
+    """
+    task = spec.task
+    runtime: type[Runtime] = resolve("runtime", task.runtime.kind, field="task.runtime.kind")
+    if not all(callable(getattr(runtime, name, None)) for name in RUNTIME_METHODS):
+        raise InvalidField(f"{task.runtime.kind!r} is not a runtime class", field="task.runtime.kind")
+    harness = make_harness(task.harness)
+    if task.harness.agent is None:
+        check_instruction(task.instruction)
+    make_evaluator(task.evaluator)
     if task.evaluator.carry == "all" and not callable(getattr(runtime, "save_layer", None)):
         raise InvalidField(
             f"{task.runtime.kind!r} sandboxes cannot carry all that was written",
             field="task.evaluator.carry",
             hint="name the paths that are graded, or use runtime kind 'namespace'",
         )
+    _check_uploads(task.runtime, files)
+    allowed = [Path(os.path.realpath(root)) for root in allow]
+    _check_host_paths(task.runtime, allowed)
+    _check_file_sizes(task)
+    _check_venv(task, runtime, allowed)
+    runtime.check_spec(task.runtime)
+    if not (can := runtime.available()).ok:
+        raise RuntimeUnavailable(
+            f"this machine cannot run {task.runtime.kind!r} sandboxes: {can.detail}",
+            field="task.runtime.kind",
+            hint=can.hint,
+        )
+    if not (can := harness.available()).ok:
+        raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
 
 
 def _check_uploads(spec: RuntimeSpec, files: Path) -> None:
+    """Every upload must exist below `files`, with symbolic links resolved."""
     root = files.resolve()
     for number, step in enumerate(spec.prepare):
         if not isinstance(step, Upload):
@@ -144,13 +179,14 @@ def _check_uploads(spec: RuntimeSpec, files: Path) -> None:
         field = f"task.runtime.prepare.{number}.upload"
         path = Path(os.path.realpath(root / step.upload))
         if not path.is_relative_to(root):
-            raise InvalidField(f"{step.upload!r} leads out of the files folder", field=field)
+            raise InvalidField(f"{step.upload!r} is outside the files folder", field=field)
         if not os.path.exists(path):
             raise InvalidField(f"{step.upload!r} is not in the service's files folder", field=field)
 
 
-def _check_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
-    """What the task names of the host. An image by name is the operator's own import."""
+def _check_host_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
+    """Every path of the host in the runtime spec must be allowed and exist. An image that is given by name is not a
+    path: the operator has imported it."""
     if spec.rootfs is not None:
         _check_allowed(spec.rootfs, allow, field="task.runtime.rootfs")
         if not os.path.isdir(spec.rootfs):
@@ -166,74 +202,9 @@ def _check_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
             raise InvalidField(f"{spec.image!r} is not on this node", field="task.runtime.image")
 
 
-def _check_files(task: TaskSpec) -> None:
-    """That no text becomes huge when its words are filled in."""
-    if not task.harness.files:
-        return
-    options = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
-    words = {"instruction": task.instruction, **options}
-    for path, text in task.harness.files.items():
-        if (size := filled_size(path, text, words)) > MAX_INLINE_FILE:
-            field = f"task.harness.files.{path}"
-            raise InvalidField(
-                f"is {size} characters with its words filled in, and may be {MAX_INLINE_FILE}", field=field
-            )
-
-
-def _check_venv(task: TaskSpec, runtime: type[Runtime], allow: Sequence[Path]) -> None:
-    """Of a virtual environment all that is shown with it must be allowed: that it leads there proves nothing. Any
-    sandbox of a preset is shown the service's own interpreter."""
-    path, spec = task.harness.venv, task.runtime
-    if path is None:
-        return
-    if not getattr(runtime, "shows_mounts", True):
-        raise InvalidField(
-            f"{spec.kind!r} sandboxes run no programs of the host", field=VENV, hint="use runtime kind 'namespace'"
-        )
-    _check_allowed(path, allow, field=VENV)
-    venv = read_venv(path)
-    own = Path(sys.base_prefix).resolve()
-    refused = [place for place in venv.shown if not any(place.resolve().is_relative_to(root) for root in (*allow, own))]
-    if refused:
-        raise InvalidField(
-            f"{path!r} does not work without {' and '.join(map(str, refused))}, which tasks may not name",
-            field=VENV,
-            hint=f"its operator allows it with `outrider serve {' '.join(f'--allow-path {one}' for one in refused)}`",
-        )
-    if venv.of_system and (spec.image or spec.rootfs):
-        raise InvalidField(
-            f"the interpreter of {path!r} is in the host's /usr, which is not in a sandbox with a root of its own",
-            field=VENV,
-            hint="make the environment inside the image; or make it here with an interpreter that is not in /usr, such "
-            "as `uv venv --managed-python` takes",
-        )
-    for folder in (spec.workdir, *WRITABLE):
-        if over := [place for place in venv.shown if PurePosixPath(folder).is_relative_to(place)]:
-            raise InvalidField(
-                f"{over[0]}, which {path!r} needs, would lie read-only over the sandbox's own {folder}",
-                field=VENV,
-                hint="move it to a folder of its own; or, if that is the working directory, give another "
-                "task.runtime.workdir",
-            )
-    _check_links(venv, spec)
-
-
-def _check_links(venv: Venv, spec: RuntimeSpec) -> None:
-    system = () if spec.image or spec.rootfs else (Path("/usr"),)
-    stray = stray_links(venv, [*system, *(Path(mount.source) for mount in spec.mounts)])
-    if stray:
-        goal = os.path.realpath(stray[0])
-        raise InvalidField(
-            f"{stray[0]} is a link to {goal}, which the sandbox does not have"
-            + (f"; nor have {len(stray) - 1} other links what they lead to" if stray[1:] else ""),
-            field=VENV,
-            hint="install the packages as copies (UV_LINK_MODE=copy), or show what the links lead to with "
-            "task.runtime.mounts",
-        )
-
-
 def _check_allowed(path: str, allow: Sequence[Path], *, field: str) -> None:
-    """Before anything else is said of it: whether it is there is nobody's business who may not have it."""
+    """Raises InvalidField for a path outside `allow`. Call it before any check whether the path exists: whoever may
+    not name a path must not learn that it is there."""
     real = Path(os.path.realpath(path))
     if not any(real.is_relative_to(root) for root in allow):
         raise InvalidField(
@@ -243,40 +214,61 @@ def _check_allowed(path: str, allow: Sequence[Path], *, field: str) -> None:
         )
 
 
-def _invalid(error: ValidationError) -> InvalidField:
-    """One complaint. Of the kinds that a prepare step may be, the one with the fewest complaints is what was meant."""
-    errors = error.errors(include_url=False)
-    complaints = Counter(_kind_tried(details["loc"]) for details in errors)
-    chosen = min(errors, key=lambda details: complaints[_kind_tried(details["loc"])])
-    parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
-    path = ".".join(part for part in parts if not part.startswith(LIST_OF))
-    return InvalidField(_sentence(chosen), field=path)
+def _check_file_sizes(task: TaskSpec) -> None:
+    """No file may become huge when its placeholders are filled in: a short text can repeat a long instruction."""
+    options = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
+    words = {"instruction": task.instruction, **options}
+    for path, text in task.harness.files.items():
+        if (size := filled_size(path, text, words)) > MAX_INLINE_FILE:
+            raise InvalidField(
+                f"has {size} characters once its placeholders are filled in; the maximum is {MAX_INLINE_FILE}",
+                field=f"task.harness.files.{path}",
+            )
 
 
-def _kind_tried(location: Location) -> Location:
-    """The location up to the kind of prepare step it names; empty when it names none."""
-    end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
-    return location[:end]
-
-
-def _check_depth(value: Any) -> None:
-    """Raises InvalidField: what is nested deeper than MAX_DEPTH could be read, but not written again."""
-    level: list[tuple[Location, Any]] = [((), value)]
-    for _ in range(MAX_DEPTH):
-        level = [((*path, name), inner) for path, outer in level for name, inner in _inside(outer)]
-    if level:
-        field = ".".join(map(str, level[0][0][:4]))
-        raise InvalidField(f"is nested deeper than {MAX_DEPTH} levels", field=field)
-
-
-def _inside(value: Any) -> Iterable[tuple[int | str, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, list) else ()
-
-
-def _sentence(details: Any) -> str:
-    message: str = details["msg"].removeprefix("Value error, ")
-    if details["type"] == "extra_forbidden":
-        return "unknown field"
-    return message[:1].lower() + message[1:]
+def _check_venv(task: TaskSpec, runtime: type[Runtime], allow: Sequence[Path]) -> None:
+    """A task's virtual environment must be allowed with everything that is mounted for it, and work in the sandbox."""
+    path, spec = task.harness.venv, task.runtime
+    if path is None:
+        return
+    if not getattr(runtime, "shows_mounts", True):
+        raise InvalidField(
+            f"{spec.kind!r} sandboxes run no programs of the host", field=VENV, hint="use runtime kind 'namespace'"
+        )
+    _check_allowed(path, allow, field=VENV)
+    venv = read_venv(path)
+    # What an allowed environment links to is not allowed by that: whoever made the environment chose the links.
+    # The service's own interpreter is allowed: the sandbox of every harness preset shows it.
+    own = Path(sys.base_prefix).resolve()
+    refused = [place for place in venv.shown if not any(place.resolve().is_relative_to(root) for root in (*allow, own))]
+    if refused:
+        raise InvalidField(
+            f"{path!r} does not work without {' and '.join(map(str, refused))}, which tasks may not name",
+            field=VENV,
+            hint=f"its operator allows it with `outrider serve {' '.join(f'--allow-path {one}' for one in refused)}`",
+        )
+    own_root = bool(spec.image or spec.rootfs)
+    if venv.of_system and own_root:
+        raise InvalidField(
+            f"the interpreter of {path!r} is in the host's /usr, which is not in a sandbox with a root of its own",
+            field=VENV,
+            hint="make the environment inside the image; or make it here with an interpreter outside /usr, for "
+            "example with `uv venv --managed-python`",
+        )
+    for folder in (spec.workdir, *WRITABLE):
+        if over := [place for place in venv.shown if PurePosixPath(folder).is_relative_to(place)]:
+            raise InvalidField(
+                f"{over[0]}, which {path!r} needs, would lie read-only over the sandbox's own {folder}",
+                field=VENV,
+                hint="move it to a folder of its own; or, if that is the working directory, give another "
+                "task.runtime.workdir",
+            )
+    system = () if own_root else (Path("/usr"),)
+    if stray := stray_links(venv, [*system, *(Path(mount.source) for mount in spec.mounts)]):
+        others = f"; the same holds for {len(stray) - 1} other links" if stray[1:] else ""
+        raise InvalidField(
+            f"{stray[0]} is a link to {os.path.realpath(stray[0])}, which the sandbox does not have{others}",
+            field=VENV,
+            hint="install the packages as copies (UV_LINK_MODE=copy), or mount the targets of the links with "
+            "task.runtime.mounts",
+        )

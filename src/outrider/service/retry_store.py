@@ -1,6 +1,6 @@
-"""Work on the store that must be done however long it takes: repeated until the database does it.
+"""Repeats work on the store until the database accepts it, so that a failing database delays sessions, but ends none.
 
-It knows no table. A database that fails for a while costs the service time, never what it runs.
+It knows no table. Invariant: `retry_store` returns only after the work has succeeded.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from itertools import count
 from typing import TypeVar
 
 from outrider.concurrency.backoff import Backoff
@@ -21,12 +20,16 @@ T = TypeVar("T")
 PAUSES = Backoff(first=0.1, longest=10.0)
 
 
-async def insist(work: Callable[[], Awaitable[T]], *, pauses: Backoff = PAUSES) -> T:
-    """What `work` gives, once it does not raise ServiceError. It may have been done in part, or in full, before."""
-    for tries in count():
+async def retry_store(work: Callable[[], Awaitable[T]]) -> T:
+    """Call `work` until it does not raise ServiceError; its result. All other errors are raised.
+
+    A call that failed may have taken effect in part or as a whole, so `work` must be safe to repeat.
+    """
+    tries = 0
+    while True:
         try:
             return await work()
         except ServiceError as error:
-            log.error("the store failed, and is tried again: %s", error)
-            await asyncio.sleep(pauses.wait(tries))
-    raise AssertionError("there is always another try")
+            log.error("the store failed; trying again: %s", error)
+            await asyncio.sleep(PAUSES.wait(tries))
+            tries += 1

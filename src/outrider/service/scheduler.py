@@ -1,7 +1,7 @@
-"""The scheduler: takes queued sessions by priority and age, places them on nodes, and settles how they ended.
+"""The scheduler: takes queued sessions by priority and age, places them on nodes, and stores how each attempt ended.
 
-It knows no sandbox and no token. Invariant: every attempt it starts ends in exactly one of finish and requeue,
-unless this process dies; then the lease runs out and `recover` requeues it.
+It knows no sandbox and no engine. Invariant: every attempt that it starts ends in exactly one of `finish` and
+`requeue`, unless this process dies; then the lease runs out and `recover` requeues the session.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import msgspec
 from pydantic import ValidationError
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.events import wait_for_event
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, record_of
 from outrider.lifecycle import StopReason
 from outrider.schemas import NodeStats
-from outrider.service.retry_store import insist
+from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, session_result
 from outrider.sessions.resources import asked, left_of, whole_of
 from outrider.spec import GroupSpec, TaskSpec
@@ -30,14 +31,14 @@ from outrider.trajectory import SessionResult
 log = logging.getLogger("outrider.scheduler")
 
 LEASE_SECONDS = 30.0
-"""How long a session may go without its lease renewed before another attempt is made."""
+"""A session whose lease is not renewed for so long is requeued. Leases are renewed three times as often."""
 
 MAX_RECOVERED = 10
-"""How often a session may lose its node under it, which is not its failure, and be tried again: not for ever, for it
-may be what kills the node."""
+"""How often a session is tried again after its node died. That does not count as its failure, but a session may be what
+kills its nodes, so there is a limit."""
 
 PAUSES = Backoff(first=1.0, longest=60.0)
-"""Between a session's failed attempts."""
+"""Waits between a session's failed attempts."""
 
 UNREADABLE = ErrorRecord(
     boundary=Boundary.SERVICE,
@@ -49,7 +50,7 @@ UNREADABLE = ErrorRecord(
 
 @dataclass(eq=False)
 class _Placement:
-    """An attempt on a node. `task` is there while the node runs it: only then does a cancel interrupt it."""
+    """An attempt on a node. `task` is set while the node runs it: only then does a cancellation interrupt it."""
 
     node: Node
     attempt: Attempt
@@ -58,7 +59,7 @@ class _Placement:
 
 
 class Scheduler:
-    """`run` it in a task group; `wake` it when something was queued; `cancel` a session that it runs."""
+    """Run `run` in a task group; call `wake` when something was queued. `on_done` is called when a group is done."""
 
     def __init__(
         self,
@@ -75,18 +76,19 @@ class Scheduler:
         self._work = asyncio.Event()
         self._placements: dict[str, _Placement] = {}
         self._placed: dict[str, int] = {node.name: 0 for node in nodes}
+        """Attempts under way, by node."""
         self._tasks: dict[str, TaskSpec] = {}
+        """Parsed tasks by group id: all sessions of a group share one."""
 
     async def run(self) -> None:
-        """Place sessions until cancelled; running attempts are then requeued, to be run by the next service."""
-        await insist(self._resume)
+        """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start."""
+        await retry_store(self._resume)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew(), name="renew leases")
             while True:
-                self._work.clear()
-                looked = time.time()
-                await insist(lambda: self._place_all(group))
-                await self._rest(looked)
+                self._work.clear()  # before the queue is read: a `wake` during the read must end the wait below
+                due = await retry_store(lambda: self._place_all(group))
+                await wait_for_event(self._work, None if due is None else max(0.0, due - time.time()))
 
     def wake(self) -> None:
         self._work.set()
@@ -95,7 +97,7 @@ class Scheduler:
         return [node.stats() for node in self._nodes]
 
     async def cancel(self, sessions: Sequence[SessionRow]) -> None:
-        """End sessions of a cancelled group: attempts are told to stop, once; queued ones are finished here."""
+        """End the sessions of a cancelled group: cancel the attempts under way, once; finish the queued sessions."""
         for session in sessions:
             placement = self._placements.get(session.id)
             if placement is None:
@@ -108,8 +110,8 @@ class Scheduler:
                     placement.task.cancel()
 
     async def _resume(self) -> None:
-        """Take over what an earlier service left: requeue its attempts, and end what was already cancelled, and what
-        has lost its node too often."""
+        """Take over what an earlier service left: requeue its attempts, end the sessions of cancelled groups, and end
+        those that have lost their node too often."""
         recovered = await self._store.recover(now=float("inf"))
         cancelled = await self._store.cancelled()
         for group_id in cancelled:
@@ -124,29 +126,25 @@ class Scheduler:
         result = session_result(session, StopReason.ERROR, turns, task=task, error=error)
         await self._finish(session.id, session.attempt, result)
 
-    async def _place_all(self, group: asyncio.TaskGroup) -> None:
+    async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
+        """Start queued sessions while nodes have slots; when the next one is due that waits for its time, if any."""
+        looked = time.time()
         while slots := sum(map(self._slots, self._nodes)):
             queued = await self._store.queued(slots, now=time.time())
             if not queued:
-                return
+                break
             for session in queued:
                 await self._start(group, session)
-
-    async def _rest(self, looked: float) -> None:
-        """Until there is work: when it comes, or when a session that was not due when we looked is."""
-        due = await insist(lambda: self._store.next_due(after=looked))
-        try:
-            async with asyncio.timeout(None if due is None else max(0.0, due - time.time())):
-                await self._work.wait()
-        except TimeoutError:
-            return
+        # `wake` does not announce a session that becomes due, so the caller must not wait for longer than this.
+        return await self._store.next_due(after=looked)
 
     def _slots(self, node: Node) -> int:
-        """How many more sessions the node takes."""
+        """How many more sessions the node can take."""
         return max(0, node.stats().capacity - self._placed[node.name])
 
     def _node_for(self, task: TaskSpec) -> Node:
-        """The one with the most slots, of those that have what the task sets aside: now, else with nothing on them."""
+        """The node with the most free slots among those with the resources that the task asks for. Nodes where the
+        resources are free now come before those that have them only when empty."""
         needs = asked(task.runtime.resources)
 
         def fit(node: Node) -> tuple[bool, bool, bool, int]:
@@ -165,7 +163,7 @@ class Scheduler:
             number = await self._store.start_attempt(
                 session.id, node=node.name, lease_until=time.time() + LEASE_SECONDS
             )
-        except Conflict:  # its group was cancelled in between
+        except Conflict:  # the group was cancelled since the queue was read
             self._tasks.pop(session.group_id, None)
             return
         started = msgspec.structs.replace(session, attempt=number)
@@ -175,11 +173,11 @@ class Scheduler:
         group.create_task(self._run(placement), name=f"session {session.id}")
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
-        """None for one that this version does not understand: another one has stored it."""
+        """The session's task; None if another version of Outrider stored one that this version cannot read."""
         if session.group_id not in self._tasks:
             spec = await self._store.spec(session.group_id)
             try:
-                # In a thread, because the files in it are decoded to see whether they can be.
+                # In a thread: validation decodes the base64 of every file in the task.
                 read = await asyncio.to_thread(GroupSpec.model_validate_json, spec)
                 self._tasks[session.group_id] = read.task
             except ValidationError as error:
@@ -192,7 +190,7 @@ class Scheduler:
         started = time.monotonic()
         try:
             result = await self._outcome(placement)
-            result = await insist(lambda: self._settled(placement, result))
+            result = await retry_store(lambda: self._settle(placement, result))
             log.info(
                 "session %s attempt %d: %s in %.2f s",
                 session.id,
@@ -202,12 +200,13 @@ class Scheduler:
             )
         finally:
             self._placed[placement.node.name] -= 1
+            # A requeued session may already run again, as another attempt, when this one gets here.
             if self._placements.get(session.id) is placement:
                 del self._placements[session.id]
             self._work.set()
 
     async def _outcome(self, placement: _Placement) -> SessionResult:
-        """How the attempt ended. A cancel may have come before its first step; after its last it stops nothing."""
+        """How the attempt ended. A cancellation may come before the node has it; after its end it has no effect."""
         try:
             if not placement.cancelled:
                 placement.task = asyncio.current_task()
@@ -217,40 +216,49 @@ class Scheduler:
                 raise
         finally:
             placement.task = None
-        return await insist(lambda: self._cancelled_result(placement))
+        return await retry_store(lambda: self._cancelled_result(placement))
 
     async def _cancelled_result(self, placement: _Placement) -> SessionResult:
         turns = await self._store.turns(placement.attempt.session.id, placement.attempt.session.attempt)
         return session_result(placement.attempt.session, StopReason.CANCELLED, turns, task=placement.attempt.task)
 
-    async def _settled(self, placement: _Placement, result: SessionResult) -> SessionResult:
-        """What was stored: a result that cannot be is a bug, and ends its own session, not the service."""
+    async def _settle(self, placement: _Placement, result: SessionResult) -> SessionResult:
+        """Requeue or finish the session; the result that was stored."""
         try:
-            await self._settle(placement, result)
+            await self._requeue_or_finish(placement, result)
             return result
-        except ServiceError:  # of the database: the same is tried again
+        except ServiceError:  # the database failed: the caller tries the same again
             raise
-        except Exception as error:  # whatever it is about this result
-            log.exception("the result of session %s cannot be stored", placement.attempt.session.id)
+        except Exception as error:
+            # The result itself cannot be stored. That is a bug, but it must end only this session, not the service.
+            session = placement.attempt.session
+            log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = msgspec.structs.replace(result, stop_reason=StopReason.ERROR, verdict=None, error=record)
-            await self._finish(placement.attempt.session.id, placement.attempt.session.attempt, failed)
+            await self._finish(session.id, session.attempt, failed)
             return failed
 
-    async def _settle(self, placement: _Placement, result: SessionResult) -> None:
-        """Retry what policy allows, else end the session. A cancel that comes meanwhile ends it too."""
+    async def _requeue_or_finish(self, placement: _Placement, result: SessionResult) -> None:
+        """Requeue a session whose failure is worth another attempt; finish any other."""
         session, error = placement.attempt.session, result.error
-        if error is None or not _worth_another(error, placement):
+        failures = session.attempt - session.recovered  # the death of a node is not a failure of its sessions
+        if (
+            error is None
+            or not error.retryable
+            # The node has already repeated the evaluation; to run the agent again would not help it.
+            or error.boundary is Boundary.EVALUATOR
+            or failures >= placement.attempt.task.max_attempts
+        ):
             await self._finish(session.id, session.attempt, result)
             return
         log.warning("session %s attempt %d failed: %s", session.id, session.attempt, error.message)
         try:
-            due = time.time() + self._pauses.wait(_failures(session) - 1)
+            due = time.time() + self._pauses.wait(failures - 1)
             await self._store.requeue(session.id, session.attempt, error, due=due)
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
-        if placement.cancelled:
+        if placement.cancelled:  # while this attempt was under way: `cancel` has left the session to it
             await self._finish(session.id, session.attempt, await self._cancelled_result(placement))
 
     async def _finish(self, session_id: str, attempt: int, result: SessionResult) -> None:
@@ -267,18 +275,4 @@ class Scheduler:
         while True:
             await asyncio.sleep(LEASE_SECONDS / 3)
             for name in self._placed:
-                await insist(partial(self._store.renew_leases, name, time.time() + LEASE_SECONDS))
-
-
-def _failures(session: SessionRow) -> int:
-    """How many attempts have failed, this one included: one that ended with its node has not."""
-    return session.attempt - session.recovered
-
-
-def _worth_another(error: ErrorRecord, placement: _Placement) -> bool:
-    """A failed evaluation was tried again where it failed: the agent's work is not done anew for it."""
-    return (
-        error.retryable
-        and error.boundary is not Boundary.EVALUATOR
-        and _failures(placement.attempt.session) < placement.attempt.task.max_attempts
-    )
+                await retry_store(partial(self._store.renew_leases, name, time.time() + LEASE_SECONDS))

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.config import Config, SandboxesConfig
 from outrider.engines.pool.pool import EnginePool
@@ -26,12 +27,10 @@ from outrider.lifecycle import GroupState
 from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.schemas import EventView, GroupView, ServiceStatus
 from outrider.service.admission import check_group, check_room, parse_group
-from outrider.service.broadcast import Bell, rung
 from outrider.service.delivery import Deliverer
-from outrider.service.paging import PAGE_BYTES, EncodedPage
 from outrider.service.scheduler import PAUSES, Scheduler
-from outrider.service.tokenizer_check import FamilyCheck
-from outrider.service.views import Reader
+from outrider.service.tokenizer_check import TokenizerCheck
+from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.calls.body_limits import LARGE, Capacity
 from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.machine_capacity import machine
@@ -49,10 +48,10 @@ T = TypeVar("T")
 
 
 class Service:
-    """`async with Service(config) as service`. Raises InvalidField for settings that cannot work here.
+    """`async with Service(config) as service`. Raises InvalidField for settings that cannot work on this machine.
 
-    It takes groups from then on, and runs them within `async with service.running()`, with `pauses` between a
-    session's failed attempts.
+    An open service accepts groups; it runs their sessions only within `async with service.running()`. `pauses` are the
+    waits between a session's failed attempts.
     """
 
     def __init__(self, config: Config, *, pauses: Backoff = PAUSES) -> None:
@@ -69,7 +68,7 @@ class Service:
         self.store: Store = sqlite_store(config.data / "outrider.sqlite3")
         self.artifacts = ArtifactStore(config.data / "artifacts")
         self.pool = EnginePool(
-            tokenizer=config.model.tokenizer, vocabulary=tokenizer.vocabulary, check=FamilyCheck(tokenizer)
+            tokenizer=config.model.tokenizer, vocabulary=tokenizer.vocabulary, check=TokenizerCheck(tokenizer)
         )
         self.node = LocalNode(
             "local",
@@ -85,22 +84,22 @@ class Service:
                 init=config.lanes.init,
                 run=config.lanes.run,
                 evaluate=config.lanes.eval,
-                room=Room(_whole(config.sandboxes)),
+                room=Room(_sandbox_resources(config.sandboxes)),
             ),
             files=config.files,
             warm=WarmLimits(each=config.sandboxes.warm, memory_mb=config.sandboxes.warm_memory_mb),
         )
         self._offload = self.node.endpoint.offload
-        self.reader = Reader(self.store, tokenizer, self._offload)
+        self.reader = ViewReader(self.store, tokenizer, self._offload)
         self._deliverer = Deliverer(self.store, self.reader)
-        self._scheduler = Scheduler(self.store, [self.node], on_done=self._group_done, pauses=pauses)
-        self._done = Bell()
+        self._scheduler = Scheduler(self.store, [self.node], on_done=self._on_group_done, pauses=pauses)
+        self._group_done = Broadcast()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             self.config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stack.callback(os.close, _lock(self.config.data))
+            stack.callback(os.close, _lock_folder(self.config.data))
             stack.push_async_callback(self._offload.close)
             await self.store.open()
             stack.push_async_callback(self.store.close)
@@ -118,12 +117,15 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run sessions and deliver results, once. To be entered when the model gateway is served, and left before
-        it is not: a session that loses its gateway fails. What is then under way is the next service's to take up."""
+        """Run sessions and deliver results while the block runs. Can be entered once.
+
+        Enter it after the model gateway is being served and leave it before that stops: a session that loses its
+        gateway fails. Sessions under way at the end are interrupted; the next service on the same data resumes them.
+        """
         tasks = asyncio.TaskGroup()
         async with AsyncExitStack() as stack:
             await tasks.__aenter__()
-            # Without the error that ends it all: that is the caller's own, and not to be wrapped in a group.
+            # The task group is not told the error of the block: it would wrap the caller's own error in a group.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
             stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
@@ -131,10 +133,17 @@ class Service:
 
     async def parse(self, body: bytes) -> GroupSpec:
         """The group in a request's body. Raises RequestError, or InvalidField naming the field."""
-        return await self._offload.run_steps(_parsing(body))
+
+        def steps() -> Steps[GroupSpec]:
+            if len(body) > LARGE:
+                yield from Capacity(None, images=True).checking(body)
+            yield len(body)
+            return parse_group(body)
+
+        return await self._offload.run_steps(steps())
 
     async def submit(self, spec: GroupSpec) -> GroupView:
-        """Check, store, and wake the scheduler. Raises what admission raises, and Conflict for a repeated
+        """Check and store a group, and wake the scheduler. Raises the errors of admission, and Conflict for a known
         idempotency key with another body."""
         check_room(spec.task.runtime.resources, self._scheduler.stats())
         await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
@@ -159,41 +168,43 @@ class Service:
         return await self.reader.view(stored)
 
     async def cancel(self, group_id: str) -> GroupView:
-        """Cancel a group at whatever stage its sessions are. Cancelling again, or a done group, changes nothing."""
+        """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing."""
         await self._scheduler.cancel(await self.store.cancel_group(group_id))
         return await self.reader.group(group_id)
 
     async def group(self, group_id: str, *, wait: float, samples: bool) -> GroupView:
-        """A group as it stands once it is done, or after `wait` seconds."""
-        await self._until(wait, lambda: self._is_done(group_id))
+        """A group as soon as it is done, or as it is after `wait` seconds."""
+
+        async def is_done() -> bool:
+            return (await self.store.group(group_id)).state is GroupState.DONE
+
+        await self._wait_until(wait, is_done)
         return await self.reader.group(group_id, samples=samples)
 
     async def results(
-        self, *, after: int, wait: float, limit: int, samples: bool, room: int = PAGE_BYTES
+        self, *, after: int, wait: float, limit: int, samples: bool, max_bytes: int = PAGE_BYTES
     ) -> EncodedPage:
-        """Done groups past a cursor; waits up to `wait` seconds for the first. At most `limit` groups, and no more
-        than fit into `room` bytes of JSON; one that is larger by itself comes alone."""
-        rows = await self._until(wait, lambda: self.store.results(after=after, limit=limit))
+        """Done groups after a cursor; waits up to `wait` seconds for the first. A page has at most `limit` groups and
+        `max_bytes` of JSON; a group that is larger comes alone."""
+        rows = await self._wait_until(wait, lambda: self.store.results(after=after, limit=limit))
         page = EncodedPage(after)
         for row in rows:
             view = await self.reader.view(row, samples=samples)
-            if not page.add(view, await self.reader.encoded(view), room=room):
+            if not page.add(view, await self.reader.encoded(view), max_bytes=max_bytes):
                 break
         return page
 
-    async def _until(self, wait: float, look: Callable[[], Awaitable[T]]) -> T:
-        """What `look` sees: once that is true, tried whenever a group is done, or after `wait` seconds."""
-        deadline = time.monotonic() + wait
+    async def _wait_until(self, seconds: float, look: Callable[[], Awaitable[T]]) -> T:
+        """Call `look` at first, and again whenever a group is done, until its result is true or `seconds` are over;
+        its last result."""
+        deadline = time.monotonic() + seconds
         while True:
-            ring = self._done.next_ring()
+            done = self._group_done.next()
             seen = await look()
             left = deadline - time.monotonic()
             if seen or left <= 0:
                 return seen
-            await rung(ring, left)
-
-    async def _is_done(self, group_id: str) -> bool:
-        return (await self.store.group(group_id)).state is GroupState.DONE
+            await wait_for_event(done, left)
 
     async def events(self, *, after: int, limit: int) -> list[EventView]:
         return [
@@ -218,20 +229,13 @@ class Service:
             engines=tuple(self.pool.status()),
         )
 
-    def _group_done(self) -> None:
-        self._done.ring()
+    def _on_group_done(self) -> None:
+        self._group_done.send()
         self._deliverer.wake()
 
 
-def _parsing(body: bytes) -> Steps[GroupSpec]:
-    if len(body) > LARGE:
-        yield from Capacity(None, images=True).checking(body)
-    yield len(body)
-    return parse_group(body)
-
-
-def _whole(config: SandboxesConfig) -> Amount:
-    """What this node has for its sandboxes: what its operator says, else what the machine has."""
+def _sandbox_resources(config: SandboxesConfig) -> Amount:
+    """What this node has for its sandboxes: as configured, else what the machine has."""
     found = machine()
     return Amount(
         cpus=found.cpus if config.cpus is None else config.cpus,
@@ -239,8 +243,9 @@ def _whole(config: SandboxesConfig) -> Amount:
     )
 
 
-def _lock(folder: Path) -> int:
-    """Hold the data folder for this process; the lock goes with the process. Raises ServiceError."""
+def _lock_folder(folder: Path) -> int:
+    """Take the data folder's lock; the descriptor that holds it. Raises ServiceError if another process has it."""
+    # A lock of the kernel and not a file with a process id: it is released however the process dies.
     descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -253,8 +258,10 @@ def _lock(folder: Path) -> int:
 
 
 class Ids:
-    """16 hexadecimal digits that sort by the microsecond of their making. They do not repeat in this process, and the
-    last three are drawn, for a clock that is set back between two."""
+    """Ids of 16 hexadecimal digits that sort by time: 13 digits of microseconds, then three random ones.
+
+    Ids of one process never repeat. The random digits protect from repeats after a restart with the clock set back.
+    """
 
     def __init__(self) -> None:
         self._last = 0

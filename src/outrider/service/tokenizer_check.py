@@ -1,4 +1,4 @@
-"""Refuses an engine that serves another model family than the one whose tokenizer we render with."""
+"""Refuses an engine whose tokenizer differs from the one that prompts are rendered with: it serves another model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from outrider.errors import ModelMismatch
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 PROBE = "Outrider 0123456789 <|im_start|>user\nnaïve 测试\n\tdef f(x): return x  # 🙂<tool_call></tool_call>"
+"""Text that tokenizers of different model families split differently: digits, special tokens, accents, other scripts,
+indented code, an emoji."""
 
 
-class FamilyCheck:
-    """Called by the pool for every engine that is added. Engines that cannot tokenise are not checked."""
+class TokenizerCheck:
+    """The engine pool calls it with every engine that is added. Engines that cannot tokenise are accepted."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._expected = tokenizer.encode(PROBE)
 
     async def __call__(self, engine: Engine | ChatEngine) -> None:
-        """Raises ModelMismatch, or EngineUnavailable when the engine cannot be asked."""
+        """Raises ModelMismatch, or EngineUnavailable when the engine does not answer."""
         if not isinstance(engine, TokenizesText):
             return
         ids = await engine.token_check(PROBE)

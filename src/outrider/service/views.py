@@ -1,4 +1,7 @@
-"""The store's rows as the control API shows them. Reads only."""
+"""The store's rows as the control API shows them: groups, sessions, turns, samples, pages of results.
+
+It writes nothing. Invariant: the cursor of a page is that of its last group, so what did not fit comes after it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ from outrider.tokens.samples import build_samples
 from outrider.trajectory import Sample, Turn, unpack_ids
 
 BYTES_OF_A_POSITION = 32
-"""What the JSON of a sample's id, mask, log-probability and version takes."""
+"""Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
+
+PAGE_BYTES = 8 << 20
+"""Maximum bytes of a page of results, unless its first group is larger."""
 
 
-class Reader:
-    """Groups, sessions, turns and samples, by id. Unknown ids raise NotFound."""
+class ViewReader:
+    """Views of groups, sessions, turns and samples by id. Raises NotFound for unknown ids."""
 
     def __init__(self, store: Store, tokenizer: Tokenizer, offload: OffloadThread) -> None:
         self._store = store
@@ -46,17 +52,19 @@ class Reader:
         )
 
     async def encoded(self, view: GroupView | SampleList | TurnList) -> bytes:
-        """As JSON."""
+        """The view as JSON; a large one is encoded in a thread."""
         return await self._offload.run_steps(encoding(view))
 
     async def session(self, session_id: str) -> SessionView:
         return session_view(await self._store.session(session_id))
 
     async def turns(self, session_id: str) -> tuple[TurnView, ...]:
+        """The turns of the session's newest attempt."""
         turns = await self._store.turns(session_id)
         return await self._offload.run(lambda: tuple(map(self._turn_view, turns, lineages(turns))))
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
+        """The training rows of a session. Raises NotFound while it is not done."""
         session = await self._store.session(session_id)
         if session.result is None:
             raise NotFound(
@@ -85,7 +93,9 @@ class Reader:
             prompt_tokens=turn.prompt_length,
             output_tokens=len(turn.output_ids) // 4,
             context=self._tokenizer.decode(unpack_ids(turn.prompt_delta).tolist()),
-            sampled=self._tokenizer.decode(unpack_ids(turn.output_ids).tolist()) or _text(turn),
+            # A turn of a text engine has no ids; its reply has the text.
+            sampled=self._tokenizer.decode(unpack_ids(turn.output_ids).tolist())
+            or (turn.reply.content if turn.reply else ""),
             finish=turn.finish.value,
             mode=turn.mode.value,
             dialect=turn.dialect,
@@ -103,7 +113,7 @@ class Reader:
 
 
 def encoding(view: GroupView | SampleList | TurnList) -> Steps[bytes]:
-    """A view as JSON, its rows one by one: those of a large group together take seconds."""
+    """Encode a view row by row, as steps: all rows of a large group at once would block the event loop for seconds."""
     field = "turns" if isinstance(view, TurnList) else "samples"
     rows: list[msgspec.Raw] = []
     for row in getattr(view, field) or ():
@@ -114,9 +124,31 @@ def encoding(view: GroupView | SampleList | TurnList) -> Steps[bytes]:
     return msgspec.json.encode(msgspec.structs.replace(view, **{field: rows}))
 
 
-def _text(turn: Turn) -> str:
-    """What a turn without ids said."""
-    return turn.reply.content if turn.reply else ""
+class EncodedPage:
+    """A page of results, made of encoded groups so that its size in memory is known while it grows.
+
+    `groups` are in the order they were added; `json()` is a `schemas.ResultsPage` of them.
+    """
+
+    def __init__(self, after: int) -> None:
+        self.groups: list[GroupView] = []
+        self.cursor = after
+        self._bodies: list[bytes] = []
+        self._size = 0
+
+    def add(self, group: GroupView, body: bytes, *, max_bytes: int) -> bool:
+        """Add a group whose JSON is `body`, unless the page would exceed `max_bytes`; whether it was added. The first
+        group is always added, or a consumer could never get past a large one."""
+        if self.groups and self._size + len(body) > max_bytes:
+            return False
+        self.groups.append(group)
+        self._bodies.append(body)
+        self._size += len(body)
+        self.cursor = group.cursor or self.cursor
+        return True
+
+    def json(self) -> bytes:
+        return b'{"groups":[%s],"cursor":%d}' % (b",".join(self._bodies), self.cursor)
 
 
 def group_summary(row: GroupRow) -> GroupSummary:
