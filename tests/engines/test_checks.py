@@ -21,7 +21,7 @@ from outrider.engines.base import (
     SamplingParams,
 )
 from outrider.engines.http.client import MAX_ANSWER
-from outrider.engines.pool.pool import FAILOVERS, GOOD_REPLIES, EnginePool, Generation
+from outrider.engines.pool.pool import FAILOVERS, GOOD_REPLIES, EnginePool, PoolReply
 from outrider.engines.pool.reply_checks import FREE_CHARACTERS, ChatCheck, TokenCheck
 from outrider.errors import EngineMisbehaved
 from outrider.messages import Message, Role, ToolCall
@@ -171,7 +171,7 @@ async def refused(kind: str, events: Sequence[Any]) -> tuple[str, str | None]:
     """What a server of this kind that streams these events is refused for, and what it is then suspected of."""
     async with upstream(Answer(events=events), pages=PAGES) as (url, _), EnginePool(probing=NEVER) as pool:
         await pool.add(EngineSpec(kind=kind, name="e", url=url))
-        reply: Generation[Any] = pool.chat(chat_request("s")) if kind == "openai" else pool.generate(request("s"))
+        reply: PoolReply[Any] = pool.chat(chat_request("s")) if kind == "openai" else pool.generate(request("s"))
         with pytest.raises(EngineMisbehaved) as error:
             _ = [chunk async for chunk in reply]
         return error.value.message, pool.status()[0].suspect

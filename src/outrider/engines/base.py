@@ -120,7 +120,7 @@ class Engine(Protocol):
 
     `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between
     chunks; closing the generator aborts the generation upstream. What it gives is not believed: the pool checks it
-    (`engines.checks`). `health` never raises. `start` and `close` are called once, by whoever made it.
+    (`pool.reply_checks`). `health` never raises. `start` and `close` are called once, by whoever made it.
     """
 
     name: str

@@ -18,7 +18,7 @@ from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.offload import Steps
 from outrider.dialects.base import AskedSampling, Dialect, Memory, ModelRequest, WireCall
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.member import Assignment
+from outrider.engines.pool.member import ServingEngine
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, OutriderError, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
@@ -200,7 +200,7 @@ class Conversation:
             return self.endpoint.context_tokens
         return (await self._assigned()).context_tokens
 
-    async def _assigned(self) -> Assignment:
+    async def _assigned(self) -> ServingEngine:
         """The session's engine, when none of its calls needs it. Raises Ended or EngineError."""
         assigned = await self.endpoint.pool.select(self.session_key)
         if not self._open:
@@ -252,7 +252,7 @@ class Conversation:
         self.failure = self.broken
         yield call.completion()
 
-    async def _begin(self, request: ModelRequest, dialect: str, assigned: Assignment) -> Call:
+    async def _begin(self, request: ModelRequest, dialect: str, assigned: ServingEngine) -> Call:
         context = self.endpoint.context_tokens or assigned.context_tokens
         Capacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         check_form(request, assigned)

@@ -17,7 +17,7 @@ import msgspec
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
-from outrider.engines.pool.pause_gate import Gate
+from outrider.engines.pause_gate import PauseGate
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, InvalidField
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
@@ -106,7 +106,7 @@ class ScriptedEngine:
         self._context_tokens = own.context_tokens
         self._tokenizer = Tokenizer.load(options.tokenizer) if options.tokenizer else None
         self._script = _Script(own.replies, self._tokenizer)
-        self._gate = Gate()
+        self._gate = PauseGate()
         self._down = self._frozen = self._released = False
         self._aborts = 0
         self._changed = asyncio.Event()

@@ -24,7 +24,7 @@ from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRe
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
-from outrider.engines.pool.pause_gate import Gate
+from outrider.engines.pause_gate import PauseGate
 from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import LogprobKind, TokenMode
 
@@ -75,7 +75,7 @@ class SGLangEngine:
         self.name = options.name
         self._model = options.model
         self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
-        self._gate = Gate()
+        self._gate = PauseGate()
         self._context: int | None = None
         self._version = 0
 

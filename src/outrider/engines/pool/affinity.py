@@ -1,49 +1,59 @@
 """Which engine each session keeps to, and which one a new session gets.
 
-It knows no request and never waits. Invariant: a member's `sessions` and `assigned_tokens` are the count and
-the sum of the seats that point at it.
+A session stays on its engine because that one has its prefix cached. It knows no request and never waits. Invariant: a
+member's `sessions` and `assigned_tokens` are the count and the sum of the sessions that keep to it.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from dataclasses import dataclass
 
-from outrider.engines.pool.load import LoadHeap
-from outrider.engines.pool.member import Member
+from outrider.engines.pool.member import Load, Member
+
+SLACK = 64
+"""Outdated entries that the heap may hold per live one before it is rebuilt."""
 
 
 @dataclass
-class _Seat:
+class _Place:
+    """A session's engine, and how many tokens of context the session has there."""
+
     member: Member
     tokens: int = 0
 
 
-class Seats:
-    """The seating of one pool. Engines that take tokens and engines that take messages are apart: a
-    generation meant for one cannot be served by the other."""
+class Affinity:
+    """The engines of the sessions of one pool. Engines that take tokens and engines that take messages are kept apart:
+    a generation meant for one cannot be served by the other."""
 
     def __init__(self) -> None:
-        self._seats: dict[str, _Seat] = {}
+        self._places: dict[str, _Place] = {}
         self._members: dict[str, Member] = {}
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
 
     def pick(self, session_key: str, kinds: tuple[bool, ...]) -> Member | None:
-        """The session's own engine while it serves, else the least loaded one, which becomes its own. A suspect one is
-        given only where there is no other of its kind.
+        """The session's own engine while it serves, else the least loaded one, which becomes its own. A suspect engine
+        is given only where there is no other of its kind.
 
         `kinds` says in order of preference whether the engine takes tokens. None when there is none.
         """
-        seat = self._seats.get(session_key)
-        if seat is not None and seat.member.serves and seat.member.takes_tokens in kinds:
-            return seat.member
+        place = self._places.get(session_key)
+        if place is not None and place.member.serves and place.member.takes_tokens in kinds:
+            return place.member
         for kind in kinds:
             if (name := self._heaps[kind].least()) is not None:
-                self._move(session_key, self._members[name])
-                return self._members[name]
+                member = self._members[name]
+                self.release(session_key)
+                self._places[session_key] = _Place(member)
+                member.sessions += 1
+                self.refresh(member)
+                return member
         return None
 
     def trusts(self, kind: bool) -> bool:
-        """Whether a session that takes a seat now gets an engine of that kind that is not suspect."""
+        """Whether a session that is placed now gets an engine of that kind that is not suspect."""
         name = self._heaps[kind].least()
         return name is not None and self._members[name].suspect is None
 
@@ -53,34 +63,66 @@ class Seats:
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # its name may be another's by now
+        elif self._members.get(member.name) is member:  # another engine may have its name by now
             del self._members[member.name]
             heap.drop(member.name)
 
-    def hold(self, session_key: str, member: Member, tokens: int) -> None:
-        """The session's context is now so many tokens long, if it still keeps to that engine."""
-        seat = self._seats.get(session_key)
-        if seat is not None and seat.member is member:
-            member.assigned_tokens += tokens - seat.tokens
-            seat.tokens = tokens
-            self.refresh(member)
+    def set_context(self, session_key: str, member: Member, tokens: int) -> None:
+        """Count `tokens` as the length of the session's context, if it still keeps to that engine. The caller refreshes
+        the member."""
+        place = self._places.get(session_key)
+        if place is not None and place.member is member:
+            member.assigned_tokens += tokens - place.tokens
+            place.tokens = tokens
 
     def release(self, session_key: str) -> None:
         """The session is over. Idempotent."""
-        seat = self._seats.pop(session_key, None)
-        if seat is not None:
-            seat.member.sessions -= 1
-            seat.member.assigned_tokens -= seat.tokens
-            self.refresh(seat.member)
+        place = self._places.pop(session_key, None)
+        if place is not None:
+            place.member.sessions -= 1
+            place.member.assigned_tokens -= place.tokens
+            self.refresh(place.member)
 
     def leave(self, session_key: str, member: Member) -> None:
         """The session does not keep to that engine any more, if it did."""
-        seat = self._seats.get(session_key)
-        if seat is not None and seat.member is member:
+        place = self._places.get(session_key)
+        if place is not None and place.member is member:
             self.release(session_key)
 
-    def _move(self, session_key: str, member: Member) -> None:
-        self.release(session_key)
-        self._seats[session_key] = _Seat(member)
-        member.sessions += 1
-        self.refresh(member)
+
+class LoadHeap:
+    """Names by load: a min-heap whose entries may change. `least` gives the smallest of the loads last given, and the
+    oldest name among equals. A changed load leaves its old entry in the heap, which is skipped when it comes up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Load, int, str]] = []
+        self._current: dict[str, tuple[Load, int]] = {}
+        self._order = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def put(self, name: str, load: Load) -> None:
+        """Add a name, or change its load."""
+        known = self._current.get(name)
+        if known is not None and known[0] == load:
+            return
+        order = next(self._order) if known is None else known[1]
+        self._current[name] = (load, order)
+        heapq.heappush(self._heap, (load, order, name))
+        if len(self._heap) > SLACK * len(self._current):
+            self._heap = [(load, order, name) for name, (load, order) in self._current.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, name: str) -> None:
+        """Forget a name, known or not."""
+        self._current.pop(name, None)
+
+    def least(self) -> str | None:
+        """The least loaded name, which stays; None when there is none."""
+        while self._heap:
+            load, order, name = self._heap[0]
+            if self._current.get(name) == (load, order):
+                return name
+            heapq.heappop(self._heap)
+        return None

@@ -12,18 +12,21 @@ import msgspec
 
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import ChatEngine, Engine, EngineHealth, TakesConstraints
-from outrider.engines.pool.load import Load
 from outrider.schemas import EngineStatus
 from outrider.trajectory import LogprobKind, TokenMode
 
 TOKENS_PER_REQUEST = 16384
-"""How many tokens of assigned context weigh as much as one request in flight: a waiting session costs its
-engine cache room, a running one its steps."""
+"""Tokens of assigned context that weigh as much as one request in flight: a waiting session costs its engine cache
+memory, a running one costs it steps."""
+
+Load = tuple[bool, float, int]
+"""By what engines are compared: whether it is suspect, so that it comes after all that are not; its load; and the
+number of its sessions, which decides between equal loads."""
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engine serves, under which policy version as last known, what its ids and log-probabilities are, and to
-    which forms it can hold a reply."""
+class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Which engine serves a session, its policy version as last known, what its ids and log-probabilities are, and
+    which constraints on replies it can keep."""
 
     engine: str
     mode: TokenMode
@@ -34,13 +37,16 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member:
-    """The pool's record of one engine. `owned` engines are closed by the pool. `suspect` is what it sent that no engine
-    may, None for one that is trusted; `misbehaved` how often it did."""
+    """The pool's record of one engine. `owned` engines are closed by the pool. `suspect` says what the engine sent that
+    cannot be true, and is None while it is trusted; `misbehaved` counts how often that happened."""
 
     def __init__(
         self, engine: Engine | ChatEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
     ) -> None:
         self.engine = engine
+        self.name = engine.name
+        self.takes_tokens = engine.mode is TokenMode.TOKENS
+        """Whether it is an `Engine`; else it is a `ChatEngine`."""
         self.health = health
         self.kind = kind
         self.url = url
@@ -60,17 +66,10 @@ class Member:
         self.version = health.version
         self.probe: asyncio.Task[None] | None = None
         self.trial: asyncio.Task[None] | None = None
+        # Kept, because an isinstance check on a protocol takes 30 microseconds and every call would make two.
+        self._constraints = engine.constraints if isinstance(engine, TakesConstraints) else frozenset()
         self.idle = asyncio.Event()
         self.idle.set()
-
-    @property
-    def name(self) -> str:
-        return self.engine.name
-
-    @property
-    def takes_tokens(self) -> bool:
-        """Whether it is an `Engine`; else it is a `ChatEngine`."""
-        return self.engine.mode is TokenMode.TOKENS
 
     @property
     def serves(self) -> bool:
@@ -97,14 +96,14 @@ class Member:
         if not self.in_flight:
             self.idle.set()
 
-    def assignment(self) -> Assignment:
-        return Assignment(
+    def serving(self) -> ServingEngine:
+        return ServingEngine(
             engine=self.name,
             mode=self.engine.mode,
             logprob_kind=self.engine.logprob_kind,
             version=self.version,
             context_tokens=self.health.context_tokens,
-            constraints=self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset(),
+            constraints=self._constraints,
         )
 
     def status(self) -> EngineStatus:

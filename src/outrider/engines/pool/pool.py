@@ -1,6 +1,6 @@
-"""The engine pool: gives every session the least loaded engine, keeps it there, and moves it when that one dies.
+"""The engine pool: gives every session the least loaded engine, keeps it there, and moves it when that engine dies.
 
-It knows no conversation. Every reply of every engine is checked here (`engines.checks`). Invariants: a generation is
+It knows no conversation. Every reply of every engine is checked here (`reply_checks`). Invariants: a generation is
 begun on another engine only while its consumer has been given nothing of it; an engine that sent what cannot be true is
 suspect until it has proved itself again.
 """
@@ -12,24 +12,36 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
+from uuid import uuid4
 
 import msgspec
 
 from outrider import plugins
 from outrider.concurrency.backoff import Backoff
-from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, EngineOptions, GenerateRequest
-from outrider.engines.pool.affinity import Seats
-from outrider.engines.pool.member import Assignment, Member
-from outrider.engines.pool.reply_checks import check_health
-from outrider.engines.pool.requests import AnyEngine, Ask, ChatAsk, TokenAsk, try_out
+from outrider.concurrency.cancellation import shielded
+from outrider.engines.base import (
+    ChatChunk,
+    ChatEngine,
+    ChatRequest,
+    Chunk,
+    Engine,
+    EngineHealth,
+    EngineOptions,
+    GenerateRequest,
+)
+from outrider.engines.pool.affinity import Affinity
+from outrider.engines.pool.member import Member, ServingEngine
+from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.vocabulary import ANY_IDS, Vocabulary
 from outrider.trajectory import LogprobKind, TokenMode
 
-Check = Callable[[AnyEngine], Awaitable[None]]
+AnyEngine = Engine | ChatEngine
+AnyRequest = GenerateRequest | ChatRequest
+EngineCheck = Callable[[AnyEngine], Awaitable[None]]
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 log = logging.getLogger("outrider.engine")
@@ -37,46 +49,46 @@ log = logging.getLogger("outrider.engine")
 REMOVAL_SECONDS = 30.0
 FAILOVERS = 3
 """How often one request may fail on engines that were alive, or once on every engine where there are more, before
-it is taken for the cause."""
+the request itself is taken for the cause."""
 
 GOOD_REPLIES = 3
-"""So many replies in a row a suspect engine is to give well before it is trusted again."""
+"""Replies in a row that a suspect engine has to give well before it is trusted again."""
 
 TRIAL_SECONDS = 60.0
+TRIAL_TOKENS = 16
+"""Maximum tokens of a trial's reply."""
+
+CHARACTERS_PER_TOKEN = 4
+"""A rough measure of a chat request's size, used to balance load only."""
 
 PROBING = Backoff(first=0.25, longest=15.0)
 
 
-class Generation(Generic[T]):
-    """The chunks of one generation, to be closed like a generator (`contextlib.aclosing`).
+class PoolReply(Generic[T]):
+    """The checked chunks of one generation, to be closed like a generator (`contextlib.aclosing`)."""
 
-    `served` is the engine that gave them: known with the first chunk, and final with the last, when a chat
-    reply without ids turns out to be text.
-    """
-
-    def __init__(self, drive: Callable[[Generation[T]], AsyncGenerator[T, None]]) -> None:
-        self._served: Assignment | None = None
-        self._chunks = drive(self)
+    def __init__(self, chunks: Callable[[PoolReply[T]], AsyncGenerator[T, None]]) -> None:
+        self.serving: ServingEngine | None = None
+        """For the pool to set."""
+        self._chunks = chunks(self)
 
     @property
-    def served(self) -> Assignment:
-        """Raises EngineUnavailable while no engine has answered."""
-        if self._served is None:
+    def served(self) -> ServingEngine:
+        """The engine that gave the chunks: known with the first chunk, and final with the last, when a chat reply
+        without ids turns out to be text. Raises EngineUnavailable while no engine has answered."""
+        if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
-        return self._served
+        return self.serving
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> T:
-        return await self._chunks.__anext__()
+    # These two pass on the generator's own awaitables: a coroutine around each would be one more frame per chunk.
+    def __anext__(self) -> Awaitable[T]:
+        return self._chunks.__anext__()
 
-    async def aclose(self) -> None:
-        await self._chunks.aclose()
-
-    def serve(self, assignment: Assignment) -> None:
-        """For the pool: who serves from here on."""
-        self._served = assignment
+    def aclose(self) -> Awaitable[None]:
+        return self._chunks.aclose()
 
 
 class EnginePool:
@@ -92,7 +104,7 @@ class EnginePool:
         *,
         tokenizer: str | None = None,
         vocabulary: Vocabulary = ANY_IDS,
-        check: Check | None = None,
+        check: EngineCheck | None = None,
         patience: float = 60.0,
         probing: Backoff = PROBING,
     ) -> None:
@@ -103,7 +115,7 @@ class EnginePool:
         self._probing = probing
         self._members: dict[str, Member] = {}
         self._joining: set[str] = set()
-        self._seats = Seats()
+        self._affinity = Affinity()
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
 
@@ -116,14 +128,14 @@ class EnginePool:
     ) -> None:
         for member in self._members.values():
             member.removed = True
-            self._seats.refresh(member)
+            self._affinity.refresh(member)
             _stop_tasks(member)
         try:
             # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
-            await asyncio.shield(self._close_all())
+            await shielded(self._close_all)
 
     async def add(self, spec: EngineSpec) -> EngineStatus:
         """Make, start and admit an engine. Raises InvalidField for a bad spec, Conflict for a name in use,
@@ -141,7 +153,7 @@ class EnginePool:
                 await engine.start()
                 return self._admit(engine, await self._vet(engine), kind=spec.kind, url=spec.url, owned=True)
             except BaseException:  # cancelled, too: what was opened is closed
-                await asyncio.shield(engine.close())
+                await shielded(engine.close)
                 raise
         finally:
             self._joining.discard(name)
@@ -158,7 +170,7 @@ class EnginePool:
         """Give it no new session; those that keep to it go on. Raises NotFound."""
         member = self._member(name)
         member.draining = True
-        self._seats.refresh(member)
+        self._affinity.refresh(member)
         return member.status()
 
     async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
@@ -166,7 +178,7 @@ class EnginePool:
         seconds to end before they are cut. Raises NotFound."""
         member = self._member(name)
         member.removed = member.draining = True
-        self._seats.refresh(member)
+        self._affinity.refresh(member)
         _stop_tasks(member)
         try:
             async with asyncio.timeout(seconds):
@@ -176,54 +188,57 @@ class EnginePool:
         finally:
             self._members.pop(name, None)
             if member.owned:
-                await asyncio.shield(member.engine.close())
+                await shielded(member.engine.close)
 
     def status(self) -> list[EngineStatus]:
         """Every engine, in the order they were added."""
         return [member.status() for member in self._members.values()]
 
-    async def select(self, session_key: str) -> Assignment:
+    async def select(self, session_key: str) -> ServingEngine:
         """The session's engine, one that takes tokens where there is one. Its mode says which of `generate`
         and `chat` to call next. Raises EngineUnavailable when none comes up in time."""
-        return (await self._engine_for(session_key, (True, False))).assignment()
+        return (await self._engine_for(session_key, (True, False))).serving()
 
-    def generate(self, request: GenerateRequest) -> Generation[Chunk]:
+    def generate(self, request: GenerateRequest) -> PoolReply[Chunk]:
         """Generate on the session's engine, or on another one should it die, or misbehave, before the first chunk.
 
         Raises what `Engine.generate` raises, EngineUnavailable when no engine comes up in time, and EngineMisbehaved
         for a reply that cannot be true.
         """
-        return Generation(lambda generation: self._drive(generation, TokenAsk(request, self._vocabulary)))
+        return PoolReply(lambda reply: cast(AsyncGenerator[Chunk, None], self._chunks(reply, request)))
 
-    def chat(self, request: ChatRequest) -> Generation[ChatChunk]:
+    def chat(self, request: ChatRequest) -> PoolReply[ChatChunk]:
         """As `generate`, on an engine that takes messages."""
-        return Generation(lambda generation: self._drive(generation, ChatAsk(request, self._vocabulary)))
+        return PoolReply(lambda reply: cast(AsyncGenerator[ChatChunk, None], self._chunks(reply, request)))
 
     def release(self, session_key: str) -> None:
         """The session is over: its engine's load no longer counts it. Idempotent."""
-        self._seats.release(session_key)
+        self._affinity.release(session_key)
 
-    async def _drive(self, generation: Generation[T], ask: Ask[T]) -> AsyncGenerator[T, None]:
+    async def _chunks(self, reply: PoolReply[Any], request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
         clock = asyncio.get_running_loop().time
-        session_key, kind = ask.session_key, ask.takes_tokens
+        session_key, takes_tokens = request.session_key, isinstance(request, GenerateRequest)
+        prompt_tokens = _prompt_size(request)
         give_up_at: float | None = None
         failed = 0
         while True:
-            member = await self._engine_for(session_key, (kind,))
-            generation.serve(member.assignment())
+            member = await self._engine_for(session_key, (takes_tokens,))
+            reply.serving = member.serving()
             generated, begun = 0, False
-            check = ask.check(member.name)
+            check = self._check_of(request, member.name)
             member.enter()
-            self._seats.hold(session_key, member, ask.tokens)
+            self._affinity.set_context(session_key, member, prompt_tokens)
+            self._affinity.refresh(member)
             try:
-                async with aclosing(ask.begin(member.engine)) as chunks:
+                async with aclosing(_begun(member.engine, request)) as chunks:
                     async for chunk in chunks:
                         generated += check.take(chunk)
                         begun = True
-                        if chunk.versions:
-                            member.version = chunk.versions[-1].version
-                        if chunk.finish is not None and isinstance(chunk, ChatChunk) and chunk.output_ids is None:
-                            generation.serve(_as_text(generation.served))
+                        if chunk.finish is not None:
+                            if chunk.versions:
+                                member.version = chunk.versions[-1].version
+                            if isinstance(chunk, ChatChunk) and chunk.output_ids is None:
+                                reply.serving = _as_text(reply.serving)
                         yield chunk
                 member.strikes = 0
                 return
@@ -234,28 +249,32 @@ class EnginePool:
                 if begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
                     raise
             except EngineMisbehaved as error:
-                self._suspect(member, error, ask)
+                self._suspect(member, error, request)
                 failed += 1
-                if begun or failed > FAILOVERS or not self._seats.trusts(kind):
+                if begun or failed > FAILOVERS or not self._affinity.trusts(takes_tokens):
                     raise
             except OutriderError:
                 raise
             except Exception as error:  # an engine may be anybody's code
                 mistake = _mistake(member.engine, error)
-                self._suspect(member, mistake, ask)
+                self._suspect(member, mistake, request)
                 raise mistake from error
             finally:
                 member.leave(generated)
-                self._seats.hold(session_key, member, ask.tokens + generated)
-                self._seats.refresh(member)
+                self._affinity.set_context(session_key, member, prompt_tokens + generated)
+                self._affinity.refresh(member)
+
+    def _check_of(self, request: AnyRequest, engine: str) -> TokenCheck | ChatCheck:
+        kind = TokenCheck if isinstance(request, GenerateRequest) else ChatCheck
+        return kind(engine, request.sampling, self._vocabulary)
 
     async def _engine_for(self, session_key: str, kinds: tuple[bool, ...]) -> Member:
-        member = self._seats.pick(session_key, kinds)
+        member = self._affinity.pick(session_key, kinds)
         if member is not None:
             return member
         try:
             async with asyncio.timeout(self._patience):
-                while (member := self._seats.pick(session_key, kinds)) is None:
+                while (member := self._affinity.pick(session_key, kinds)) is None:
                     await self._changed.wait()
                 return member
         except TimeoutError:
@@ -284,7 +303,7 @@ class EnginePool:
     ) -> EngineStatus:
         member = Member(engine, health, kind=kind, url=url, owned=owned)
         self._members[member.name] = member
-        self._seats.refresh(member)
+        self._affinity.refresh(member)
         self._notify()
         return member.status()
 
@@ -295,7 +314,7 @@ class EnginePool:
         if not member.serves:
             return
         member.ok = False
-        self._seats.refresh(member)
+        self._affinity.refresh(member)
         member.probe = self._tasks.create_task(self._probe(member), name=f"probe {member.name}")
 
     async def _probe(self, member: Member) -> None:
@@ -308,24 +327,24 @@ class EnginePool:
                 member.detail = error.message
             else:
                 member.ok, member.detail, member.version = True, "", member.health.version
-        self._seats.refresh(member)
+        self._affinity.refresh(member)
         self._notify()
 
-    def _suspect(self, member: Member, error: EngineMisbehaved, ask: Ask[Any]) -> None:
+    def _suspect(self, member: Member, error: EngineMisbehaved, request: AnyRequest) -> None:
         """Give the engine no new session while there is a better one, and see whether it can be trusted again. The
-        session it misbehaved to is free to go."""
-        self._seats.leave(ask.session_key, member)
+        session it misbehaved to may move."""
+        self._affinity.leave(request.session_key, member)
         member.misbehaved += 1
         if member.suspect is None:
             log.warning("engine %s is suspect: %s", member.name, error.message)
         member.suspect = error.message
-        self._seats.refresh(member)
+        self._affinity.refresh(member)
         if member.trial is None and not member.removed:
-            member.trial = self._tasks.create_task(self._try(member, ask), name=f"trial {member.name}")
+            member.trial = self._tasks.create_task(self._try(member, request), name=f"trial {member.name}")
 
-    async def _try(self, member: Member, ask: Ask[Any]) -> None:
-        """Trust a suspect engine again when it is healthy and has answered the request that it failed, cut short, well
-        so many times in a row, and has not misbehaved to a session meanwhile."""
+    async def _try(self, member: Member, request: AnyRequest) -> None:
+        """Trust a suspect engine again when it is healthy and has answered the request that it failed, with few tokens,
+        well so many times in a row, and has not misbehaved to a session meanwhile."""
         good = failed = 0
         while good < GOOD_REPLIES:
             before = member.misbehaved
@@ -333,7 +352,7 @@ class EnginePool:
             try:
                 async with asyncio.timeout(TRIAL_SECONDS):
                     await self._vet(member.engine)
-                    await try_out(member.engine, ask)
+                    await self._read_small_reply(member.engine, request)
             except EngineMisbehaved as error:
                 good = 0
                 member.misbehaved += 1
@@ -344,7 +363,21 @@ class EnginePool:
                 good = good + 1 if member.misbehaved == before else 0
         log.warning("engine %s is trusted again", member.name)
         member.suspect, member.trial = None, None
-        self._seats.refresh(member)
+        self._affinity.refresh(member)
+
+    async def _read_small_reply(self, engine: AnyEngine, request: AnyRequest) -> None:
+        """One reply of few tokens to a copy of the request, read to its end. Raises what the engine and the check
+        do."""
+        name = uuid4().hex
+        few = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, TRIAL_TOKENS))
+        trial = msgspec.structs.replace(request, request_id=name, session_key=name, sampling=few)
+        check, finished = self._check_of(trial, engine.name), False
+        async with aclosing(_begun(engine, trial)) as chunks:
+            async for chunk in chunks:
+                check.take(chunk)
+                finished = chunk.finish is not None
+        if not finished:
+            raise EngineUnavailable(f"engine {engine.name!r} ended its stream before the reply's end")
 
     def _member(self, name: str) -> Member:
         if (member := self._members.get(name)) is None or member.removed:
@@ -373,6 +406,20 @@ class EnginePool:
         self._members.clear()
 
 
+def _begun(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
+    """The generation as the engine gives it, which takes requests of this kind."""
+    if isinstance(request, GenerateRequest):
+        return cast(Engine, engine).generate(request)
+    return cast(ChatEngine, engine).chat(request)
+
+
+def _prompt_size(request: AnyRequest) -> int:
+    """The number of tokens of a prompt; an estimate for one of messages."""
+    if isinstance(request, GenerateRequest):
+        return len(request.input_ids)
+    return sum(len(message.content) for message in request.messages) // CHARACTERS_PER_TOKEN
+
+
 def _mistake(engine: AnyEngine, error: Exception) -> EngineMisbehaved:
     return EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {error}")
 
@@ -383,5 +430,5 @@ def _stop_tasks(member: Member) -> None:
             task.cancel()
 
 
-def _as_text(assignment: Assignment) -> Assignment:
-    return msgspec.structs.replace(assignment, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE)
+def _as_text(serving: ServingEngine) -> ServingEngine:
+    return msgspec.structs.replace(serving, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE)

@@ -15,7 +15,7 @@ import msgspec
 
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
-from outrider.engines.pool.member import Assignment
+from outrider.engines.pool.member import ServingEngine
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls.on_token_engine import Endpoint, clamped, count_differences, recorded
@@ -66,7 +66,7 @@ class CaptureCall:
         self._session_key = session_key
         self._received = time.time()
         self._first_token: float | None = None
-        self._served: Assignment | None = None
+        self._served: ServingEngine | None = None
         self._last: ChatChunk | None = None
 
     async def steps(self) -> AsyncGenerator[Opening | Delta, None]:

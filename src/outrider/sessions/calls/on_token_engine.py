@@ -18,7 +18,7 @@ import numpy as np
 from outrider.concurrency.offload import OffloadThread
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
-from outrider.engines.pool.member import Assignment
+from outrider.engines.pool.member import ServingEngine
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
@@ -97,7 +97,7 @@ class TokenCall:
         self._logprobs: list[float] = []
         self._last: Chunk | None = None
         self._drift = 0
-        self._served: Assignment | None = None
+        self._served: ServingEngine | None = None
         self._reply = Message(role=Role.ASSISTANT)
         self._malformed = 0
 

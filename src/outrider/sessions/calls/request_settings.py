@@ -10,7 +10,7 @@ import msgspec
 
 from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.member import Assignment
+from outrider.engines.pool.member import ServingEngine
 from outrider.errors import RequestError
 from outrider.trajectory import TokenMode
 
@@ -21,7 +21,7 @@ def rests_on_the_client(asked: AskedSampling) -> bool:
     return asked.constraint is not None or bool(asked.logit_bias) or bool(asked.stop_token_ids)
 
 
-def check_form(request: ModelRequest, assigned: Assignment) -> None:
+def check_form(request: ModelRequest, assigned: ServingEngine) -> None:
     """Raises RequestError for a form that a reply cannot be held to."""
     constraint = request.sampling.constraint
     if constraint is None:

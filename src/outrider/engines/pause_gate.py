@@ -1,4 +1,4 @@
-"""Who may generate: generations pass while the gate is open, and whoever closes it can wait for the rest.
+"""Holds new generations back while an engine is paused, and says when those in flight have ended.
 
 It knows no engine. Invariant: `in_flight` counts exactly the generations between entering and leaving.
 """
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 
-class Gate:
+class PauseGate:
     """One engine's admission. Closing it holds back new generations and touches none in flight."""
 
     def __init__(self) -> None:
@@ -38,9 +38,6 @@ class Gate:
 
     def close(self) -> None:
         self._open.clear()
-
-    async def opened(self) -> None:
-        await self._open.wait()
 
     async def drained(self) -> None:
         """Returns once nothing is in flight."""
