@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.harnesses.base import Endpoint, HarnessContext
+from outrider.harnesses.base import HarnessContext, ModelEndpoint
 from outrider.messages import Message, Role, ToolCall
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.host_process.process import ProcessRuntime
 from outrider.spec import EvaluatorSpec, HarnessSpec, Limits, TaskSpec
 from support.sandboxes import process_sandbox
 
-ENDPOINT = Endpoint(base_url="http://127.0.0.1:9/s/key-1", api_key="key-1", model="policy")
+ENDPOINT = ModelEndpoint(base_url="http://127.0.0.1:9/s/key-1", api_key="key-1", model="policy")
 
 
 class ScriptedModel:

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from outrider.errors import HarnessError
-from outrider.harnesses.base import Endpoint, HarnessContext, HarnessOutcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome, ModelEndpoint
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.install import check, install, installed
 from outrider.harnesses.presets import load_preset
@@ -129,7 +129,7 @@ async def drive(preset: str, kind: str, model: Scripted, directory: Path) -> tup
         )
         await sandbox.start()
         try:
-            endpoint = Endpoint(base_url=f"{sandbox.endpoint}/s/key-1", api_key="key-1", model="policy")
+            endpoint = ModelEndpoint(base_url=f"{sandbox.endpoint}/s/key-1", api_key="key-1", model="policy")
             # A program in the sandbox has no use for the in-process client.
             context = HarnessContext(task=task, runtime=sandbox, endpoint=endpoint, model=None)  # type: ignore[arg-type]  # a program has no use for it
             await harness.install(context)

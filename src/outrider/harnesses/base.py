@@ -18,7 +18,7 @@ from outrider.runtimes.base import Availability, Runtime
 from outrider.spec import TaskSpec
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where the session's model is. `base_url` is `http://host:port/s/<key>` without `/v1`; `api_key` is the
     session's credential, `model` the served model's name. Valid inside the sandbox."""
 
@@ -48,7 +48,7 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
 
     task: TaskSpec
     runtime: Runtime
-    endpoint: Endpoint
+    endpoint: ModelEndpoint
     model: ModelClient
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from outrider.errors import HarnessError, InvalidField, RuntimeFailure
-from outrider.harnesses.base import Endpoint, HarnessContext, HarnessOutcome, ProgramExit
+from outrider.harnesses.base import HarnessContext, HarnessOutcome, ModelEndpoint, ProgramExit
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.missing import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
@@ -39,7 +39,7 @@ FIND_HOME = 'printf %s "$HOME"'
 FIND_PATH = 'printf %s "$PATH"'
 
 
-def endpoint_environment(endpoint: Endpoint, instruction: str) -> dict[str, str]:
+def endpoint_environment(endpoint: ModelEndpoint, instruction: str) -> dict[str, str]:
     """The variables through which programs find their model, whatever their vendor."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
@@ -57,7 +57,7 @@ def endpoint_environment(endpoint: Endpoint, instruction: str) -> dict[str, str]
     }
 
 
-ENDPOINT_VARIABLES = frozenset(endpoint_environment(Endpoint(base_url="", api_key="", model=""), ""))
+ENDPOINT_VARIABLES = frozenset(endpoint_environment(ModelEndpoint(base_url="", api_key="", model=""), ""))
 
 
 class CommandHarness:

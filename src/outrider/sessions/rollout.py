@@ -20,7 +20,7 @@ from outrider.concurrency.watchdog import Watchdog, Witness
 from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, plain, record_of
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.factory import make_evaluator
-from outrider.harnesses.base import Endpoint, Harness, HarnessContext, HarnessOutcome, ProgramExit
+from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ProgramExit
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import contained
@@ -28,7 +28,7 @@ from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import Warm
 from outrider.sessions.artifacts import Collector
 from outrider.sessions.attempt import Attempt, session_result
-from outrider.sessions.calls.on_token_engine import Endpoint as ModelEndpoint
+from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation
@@ -52,7 +52,7 @@ ENDED_BADLY = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, S
 class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     """What all rollouts of a node share."""
 
-    model: ModelEndpoint
+    model: Endpoint
     store: Store
     artifacts: Collector
     lanes: Lanes
@@ -169,7 +169,7 @@ class Rollout:
         context = HarnessContext(
             task=self._task,
             runtime=runtime,
-            endpoint=Endpoint(base_url=f"{runtime.endpoint}/s/{self._key}", api_key=self._key, model=model),
+            endpoint=ModelEndpoint(base_url=f"{runtime.endpoint}/s/{self._key}", api_key=self._key, model=model),
             model=ConversationClient(self.conversation),
         )
         await harness.install(context)

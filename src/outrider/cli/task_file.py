@@ -1,0 +1,94 @@
+"""A task as a TOML file: the `task` object of `POST /v1/groups`, with the files beside it taken along.
+
+It knows no service. Invariant: an `upload` step of a file that lies beside the task becomes `write` steps that put
+the same bytes in the same place, so that the service needs no copy of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import InvalidField, TooLarge
+from outrider.service.admission import validate_group
+from outrider.spec import MAX_INLINE_FILE, GroupSpec
+
+Step = dict[str, Any]
+
+
+def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
+    """`n` sessions of the task in file `path`. Raises InvalidField naming the field, TooLarge for files that are
+    too big to take along."""
+    task = _read(path)
+    runtime = task.get("runtime")
+    if isinstance(runtime, dict) and isinstance(steps := runtime.get("prepare"), list):
+        runtime["prepare"] = [taken for number, step in enumerate(steps) for taken in _taken(step, number, path.parent)]
+    return validate_group({"task": task, "n": n, "priority": priority})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidField(f"cannot read {path}: {error.strerror}", field="task") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidField(f"{path} is not a TOML file: {error}", field="task") from error
+
+
+def _taken(step: Any, number: int, folder: Path) -> Iterator[Step]:
+    """The steps that stand for one step: itself, unless it uploads what lies in `folder`."""
+    source = _beside(step, folder)
+    if source is None:
+        yield step
+        return
+    field = f"task.runtime.prepare.{number}.upload"
+    if source.is_file():
+        yield _write(source, step["to"], folder, field)
+        return
+    yield from _folder(source, step["to"], folder, field)
+
+
+def _beside(step: Any, folder: Path) -> Path | None:
+    """The local file or folder that a step uploads; a path that leaves `folder` is left for the service to refuse."""
+    if not isinstance(step, dict) or not all(isinstance(step.get(key), str) for key in ("upload", "to")):
+        return None
+    if step.keys() != {"upload", "to"} or Path(step["upload"]).is_absolute() or ".." in Path(step["upload"]).parts:
+        return None
+    source = folder / step["upload"]
+    return source if source.exists() else None
+
+
+def _folder(source: Path, target: str, root: Path, field: str) -> Iterator[Step]:
+    entries = sorted(source.rglob("*"))
+    for entry in entries:
+        place = f"{target.rstrip('/')}/{entry.relative_to(source).as_posix()}"
+        if entry.is_file():
+            yield _write(entry, place, root, field)
+        elif not entry.is_dir() or entry.is_symlink():
+            raise InvalidField(f"{entry} is no file or folder: it cannot be sent with the task", field=field)
+        elif not any(entry.iterdir()):
+            yield {"run": f"mkdir -p {shlex.quote(place)}"}
+    if not entries:
+        yield {"run": f"mkdir -p {shlex.quote(target)}"}
+
+
+def _write(source: Path, target: str, root: Path, field: str) -> Step:
+    if not source.resolve().is_relative_to(root.resolve()):
+        raise InvalidField(f"{source} is a link that leaves the task's folder", field=field)
+    try:
+        data = source.read_bytes()
+    except OSError as error:
+        raise InvalidField(f"cannot read {source}: {error.strerror}", field=field) from error
+    text = base64.b64encode(data).decode()
+    if len(text) > MAX_INLINE_FILE:
+        raise TooLarge(
+            f"{source} has {len(data)} bytes, too many to send with the task",
+            field=field,
+            hint="put it into the service's files folder (outrider serve --files DIR), not beside the task",
+        )
+    executable = bool(source.stat().st_mode & 0o100)
+    return {"write": text, "to": target, "encoding": "base64", "executable": executable}
