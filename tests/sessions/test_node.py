@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from outrider.runtimes.kernel import cgroups
+from outrider.runtimes.node_host import PREFIX
+from outrider.sessions.node import LocalNode
+from outrider.sessions.resources import Amount, Room
+from outrider.sessions.slots import Lanes
+from support.node_folders import dead_folder, temporary
 from support.threads import cancelled_late
 
-from .test_sweeps import a_node, temporary
-
 __all__ = ["temporary"]
+
+
+def a_node(files: Path) -> LocalNode:
+    lanes = Lanes(init=1, run=1, evaluate=1, room=Room(Amount(cpus=1.0, memory_mb=64)))
+    nothing = cast(Any, None)
+    return LocalNode("node", endpoint=nothing, store=nothing, artifacts=nothing, lanes=lanes, files=files)
 
 
 def traces() -> tuple[set[str], int]:
@@ -30,4 +42,28 @@ async def test_a_node_whose_start_is_cancelled_leaves_nothing(temporary: Path, n
     assert traces() == before
     async with node:
         assert len(os.listdir(temporary)) == 1
+    assert os.listdir(temporary) == []
+
+
+async def test_a_node_begins_with_a_sweep_whatever_it_is_to_run(temporary: Path) -> None:
+    if not (parents := set(cgroups.find().folders.values())):
+        pytest.skip("this process can make no control groups")
+    namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    left = [parent / f"{PREFIX}{namespace}-1-0-{temporary.name}" for parent in parents]  # no process began at 0
+    for folder in left:
+        (folder / "s-1-1").mkdir(parents=True)
+    dead_folder(temporary, "outrider-one")
+    async with a_node(temporary):
+        assert [folder for folder in left if folder.exists()] == []
+        assert not (temporary / "outrider-one").exists()
+
+
+async def test_a_node_sweeps_for_as_long_as_it_lives(temporary: Path) -> None:
+    def sweeping() -> bool:
+        return any(task.get_name() == "sweeps" for task in asyncio.all_tasks())
+
+    node = a_node(temporary)
+    async with node:
+        assert sweeping()
+    assert not sweeping()
     assert os.listdir(temporary) == []

@@ -76,7 +76,6 @@ async def serving(service: Service) -> AsyncIterator[str]:
         inside.bind(str(service.node.gateway_socket))
         host, port = outside.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        service.node.gateway_url = url
         share = shares(raise_limit())
         servers = [
             (_Server(create_app(service, calls=share.session), share.control), outside),
@@ -89,8 +88,9 @@ async def serving(service: Service) -> AsyncIterator[str]:
             for server, _ in servers:
                 await server.ready.wait()
             try:
-                async with service.running():
-                    yield url
+                with service.node.gateway_at(url):
+                    async with service.running():
+                        yield url
             except Exception as error:  # the caller's own: it is given back as it was, not in a group
                 failure = error
             finally:

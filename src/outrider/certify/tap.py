@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -81,10 +81,9 @@ class Tap:
 class Tapped(Protocol):
     """A node, as far as sandboxes reach it: by a Unix socket, or by an address."""
 
-    gateway_url: str
-
     @property
     def gateway_socket(self) -> Path: ...
+    def gateway_at(self, url: str) -> AbstractContextManager[None]: ...
 
 
 @asynccontextmanager
@@ -98,9 +97,9 @@ async def tapped(node: Tapped, words: Iterable[str]) -> AsyncIterator[Tap]:
         await asyncio.start_unix_server(tap.pass_on, str(socket)),
         await asyncio.start_server(tap.pass_on, "127.0.0.1", 0),
     )
-    node.gateway_url = "http://{}:{}".format(*servers[1].sockets[0].getsockname())
     try:
-        yield tap
+        with node.gateway_at("http://{}:{}".format(*servers[1].sockets[0].getsockname())):
+            yield tap
     finally:
         for server in servers:
             server.close()

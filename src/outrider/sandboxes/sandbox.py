@@ -1,34 +1,37 @@
-"""The sandboxes of a node: each made with a private folder of its own, prepared as its spec says, stopped to the end.
+"""The sandboxes of a node: each has a private folder, is prepared as its spec says, and is stopped completely.
 
-It knows no session. Invariant: a sandbox that was made is stopped once and its folder removed, by whoever has it,
-whatever happens meanwhile.
+This module knows no session. Invariant: a sandbox that was made is stopped exactly once and its folder removed, by
+whoever has it, whatever happens meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
+from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
+from outrider.errors import RuntimeFailure
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.node_folder import remove_tree
-from outrider.sandboxes.prepare import prepare
-from outrider.spec import RuntimeSpec
+from outrider.spec import PrepareStep, Run, RuntimeSpec, Upload, Write
+
+PREPARE_PAUSES = Backoff(first=1.0, longest=30.0)
+"""Between the attempts of one prepare step."""
 
 
 class Sandbox:
     """One sandbox, for one session. Whoever has it stops it, unless `ready` raised."""
 
-    def __init__(self, runtime: Runtime, spec: RuntimeSpec, context: SandboxContext, node: Sandboxes) -> None:
+    def __init__(self, runtime: Runtime, spec: RuntimeSpec, context: SandboxContext, files: Path) -> None:
         self.runtime = runtime
         self._spec = spec
         self._context = context
-        self._node = node
+        self._files = files
         self._ready = False
         self._stopped = False
 
@@ -43,14 +46,14 @@ class Sandbox:
         try:
             await self.runtime.start()
             if self._context.layer is None:
-                await prepare(self.runtime, self._spec.prepare, files=self._node.files)
+                await prepare(self.runtime, self._spec.prepare, files=self._files)
         except BaseException:  # also a cancellation
             await self.stop()
             raise
         self._ready = True
 
     async def stop(self) -> None:
-        """Stop it and remove its folder, also if cancelled meanwhile. Idempotent."""
+        """Stop the sandbox and remove its folder, also if cancelled meanwhile. Idempotent."""
         if not self._stopped:
             self._stopped = True
             await shielded(self._stop)
@@ -62,21 +65,32 @@ class Sandbox:
             await asyncio.to_thread(remove_tree, self._context.directory)
 
 
-class Sandboxes(msgspec.Struct, frozen=True, kw_only=True):
-    """Makes them. `owner` has the tasks of those that are made ahead, `files` is where uploads come from; `gateway_url`
-    is asked when a sandbox is made, for only then the gateway is served."""
+class Sandboxes:
+    """Makes the sandboxes of a node. Uploads come from `files`; `background` runs the tasks that start sandboxes ahead
+    of their use; the model gateway listens on `gateway_socket`, and at the URL of `gateway_at`."""
 
-    host: Host
-    owner: asyncio.TaskGroup
-    files: Path
-    gateway_url: Callable[[], str]
-    gateway_socket: Path
+    def __init__(self, *, host: Host, background: asyncio.TaskGroup, files: Path, gateway_socket: Path) -> None:
+        self.host = host
+        self.background = background
+        self.files = files
+        self.gateway_socket = gateway_socket
+        self._gateway_url = ""
+
+    @contextmanager
+    def gateway_at(self, url: str) -> Iterator[None]:
+        """Sandboxes that are made within this block reach the model gateway at `url`, such as http://127.0.0.1:8700,
+        unless they use the socket. Blocks nest."""
+        before, self._gateway_url = self._gateway_url, url
+        try:
+            yield
+        finally:
+            self._gateway_url = before
 
     def make(
         self, spec: RuntimeSpec, name: str, attempt: int, *, mounts: tuple[Path, ...] = (), layer: Path | None = None
     ) -> Sandbox:
-        """A new one, not started. `name` and `attempt` are its own among all of this node. Raises InvalidField when
-        its runtime is not there any more."""
+        """A new sandbox, not started. `name` and `attempt` together are used once on this node. Raises InvalidField if
+        its runtime is not installed any more."""
         kind: type[Runtime] = resolve("runtime", spec.kind)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
@@ -85,13 +99,49 @@ class Sandboxes(msgspec.Struct, frozen=True, kw_only=True):
             attempt=attempt,
             directory=directory,
             host=self.host,
-            gateway_url=self.gateway_url(),
+            gateway_url=self._gateway_url,
             gateway_socket=self.gateway_socket,
             mounts=mounts,
             layer=layer,
         )
         try:
-            return Sandbox(kind.create(spec, context), spec, context, self)
-        except BaseException:  # also a cancel: what was begun is undone
+            return Sandbox(kind.create(spec, context), spec, context, self.files)
+        except BaseException:
             directory.rmdir()
             raise
+
+
+async def prepare(
+    runtime: Runtime, steps: Sequence[PrepareStep], *, files: Path, pauses: Backoff = PREPARE_PAUSES
+) -> None:
+    """Carry out a task's prepare steps in a started sandbox, in order.
+
+    Raises RuntimeFailure naming the step that failed, with the end of its output.
+    """
+    for number, step in enumerate(steps):
+        match step:
+            case Run():
+                await _run(runtime, step, number, pauses)
+            case Upload():
+                await runtime.upload(files / step.upload, step.to)
+            case Write():
+                await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
+
+
+async def _run(runtime: Runtime, step: Run, number: int, pauses: Backoff) -> None:
+    """Run the step's command up to `step.attempts` times. A RuntimeFailure of the sandbox itself is not tried again."""
+    result = await runtime.exec(step.run, env=step.env, seconds=step.seconds)
+    for failures in range(1, step.attempts):
+        if result.exit_code == 0:
+            return
+        await asyncio.sleep(pauses.wait(failures - 1))
+        result = await runtime.exec(step.run, env=step.env, seconds=step.seconds)
+    if result.exit_code == 0:
+        return
+    ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
+    tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
+    raise RuntimeFailure(
+        f"prepare step {number} {ended}{tried}: {step.run[:200]}",
+        field=f"task.runtime.prepare.{number}",
+        log_tail=result.log_tail(),
+    )

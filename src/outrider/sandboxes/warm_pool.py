@@ -111,7 +111,7 @@ class Warm:
         self._misses = 0
 
     async def __aenter__(self) -> Self:
-        self._keeper = self._sandboxes.owner.create_task(self._keep(), name="keep sandboxes warm")
+        self._keeper = self._sandboxes.background.create_task(self._keep(), name="keep sandboxes warm")
         return self
 
     async def __aexit__(

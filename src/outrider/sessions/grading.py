@@ -233,7 +233,7 @@ class Grading:
 
         sandbox = GraderSandbox(
             make,
-            owner=self._sandboxes.owner,
+            owner=self._sandboxes.background,
             starts=self._lanes.grading,
             priority=session.priority,
             seconds=self._task.limits.session_seconds,

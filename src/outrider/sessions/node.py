@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,9 +20,8 @@ from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import OutriderError, record_of
 from outrider.lifecycle import StopReason
 from outrider.runtimes.node_host import Host
-from outrider.sandboxes.node_folder import NodeFolder
+from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
 from outrider.sandboxes.sandbox import Sandboxes
-from outrider.sandboxes.sweeps import keep_sweeping, try_to_sweep
 from outrider.sandboxes.warm_pool import Warm, WarmLimits
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import Collector
@@ -53,7 +52,6 @@ class LocalNode:
         warm: WarmLimits | None = None,
     ) -> None:
         self.name = name
-        self.gateway_url = ""
         self.endpoint = endpoint
         self._store = store
         self._collector = Collector(artifacts)
@@ -70,15 +68,14 @@ class LocalNode:
         async with AsyncExitStack() as held:
             self._folder = await held.enter_async_context(opened(NodeFolder.make, NodeFolder.remove))
             host = await held.enter_async_context(Host(self._folder.path))
-            await try_to_sweep(host)
+            await sweep(host)
             await held.enter_async_context(self._background)
             await held.enter_async_context(self._watchdog)
             held.callback(self._background.create_task(keep_sweeping(host), name="sweeps").cancel)
             self._sandboxes = Sandboxes(
                 host=host,
-                owner=self._background,
+                background=self._background,
                 files=self._files,
-                gateway_url=lambda: self.gateway_url,
                 gateway_socket=self.gateway_socket,
             )
             self._warm = await held.enter_async_context(Warm(self._sandboxes, self._warm_limits))
@@ -103,6 +100,10 @@ class LocalNode:
     def gateway_socket(self) -> Path:
         """The Unix socket on which the model gateway must listen; sandboxes without network use it."""
         return self._folder.path / "gateway.sock"
+
+    def gateway_at(self, url: str) -> AbstractContextManager[None]:
+        """Sandboxes that are made within this block reach the model gateway at `url`; see `Sandboxes.gateway_at`."""
+        return self._sandboxes.gateway_at(url)
 
     def conversation(self, key: str) -> Conversation | None:
         """The conversation a credential belongs to, while its run lasts."""

@@ -23,7 +23,7 @@ from outrider.sandboxes.warm_pool import ASSUMED_MB, LOOK_SECONDS, SHARE, TRIES,
 from outrider.spec import RuntimeSpec
 from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 
-KIND = "sessions.test_warm:Watched"
+KIND = "sandboxes.test_warm_pool:Watched"
 AT_ONCE = Backoff(first=0.0, longest=0.0)
 
 
@@ -89,9 +89,7 @@ async def a_shelf(*, each: int = 2, memory_mb: int = 4096) -> AsyncIterator[tupl
     with tempfile.TemporaryDirectory(prefix="or-") as name, watcher() as seen:
         folder = Path(name)
         async with Host(folder) as host, asyncio.TaskGroup() as owner:
-            sandboxes = Sandboxes(
-                host=host, owner=owner, files=folder, gateway_url=lambda: "http://x", gateway_socket=folder / "s"
-            )
+            sandboxes = Sandboxes(host=host, background=owner, files=folder, gateway_socket=folder / "s")
             limits = WarmLimits(each=each, memory_mb=memory_mb)
             async with Warm(sandboxes, limits, pauses=AT_ONCE, clock=lambda: seen.now) as warm:
                 yield warm, seen

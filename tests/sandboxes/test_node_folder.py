@@ -7,22 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from outrider.runtimes.kernel import process_marks
-from outrider.sandboxes.node_folder import LOCK, NodeFolder, remove_tree
+from outrider.sandboxes.node_folder import NodeFolder, remove_tree
+from support.node_folders import dead_folder, temporary
+
+__all__ = ["temporary"]
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture
@@ -44,14 +40,6 @@ def start() -> Iterator[Start]:
         program.wait()
         assert program.stdout is not None
         program.stdout.close()
-
-
-def dead_folder(temporary: Path, name: str) -> Path:
-    """What a killed node leaves: a folder whose lock nobody holds."""
-    folder = temporary / name
-    (folder / "s-1-1").mkdir(parents=True)
-    (folder / LOCK).touch()
-    return folder
 
 
 def test_a_start_kills_what_carries_the_mark_of_a_dead_node(temporary: Path, start: Start) -> None:

@@ -11,7 +11,7 @@ import pytest
 from outrider.concurrency.backoff import Backoff
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
-from outrider.sandboxes.prepare import prepare
+from outrider.sandboxes.sandbox import prepare
 from outrider.spec import PrepareStep, Run, Upload, Write
 
 AT_ONCE = Backoff(first=0.0, longest=0.0)

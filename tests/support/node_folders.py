@@ -1,0 +1,24 @@
+"""A temporary folder of a test's own in the place of the system's, and what killed nodes leave in it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from outrider.sandboxes.node_folder import LOCK
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def dead_folder(temporary: Path, name: str) -> Path:
+    """What a killed node leaves: a folder whose lock nobody holds."""
+    folder = temporary / name
+    (folder / "s-1-1").mkdir(parents=True)
+    (folder / LOCK).touch()
+    return folder
