@@ -27,7 +27,7 @@ import uvloop
 from bench.corpus import Corpus
 from bench.floors import Proxy, Receive, RoundTrip, Scope, Send, relay, round_trips
 from bench.parked import CONTEXT_TOKENS, parked
-from outrider.cli.loop import calm_interpreter
+from outrider.cli.event_loop import calm_interpreter
 from outrider.engines.base import EngineOptions
 from outrider.spec import EngineSpec
 from outrider.testing.engine_servers.app import engine_app, serving

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.world import Cli, write_task
-from outrider.cli.taskfile import load_group
+from outrider.cli.task_file import load_group
 from outrider.doctor import diagnose
 from support.service import call, running_service, say
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from cli.test_sample_files import read_parquet
 from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.export import PAGE
-from outrider.cli.taskfile import load_group
+from outrider.cli.task_file import load_group
 from outrider.client import AsyncClient
 from support.pictures import ADDRESS, PNG, picture_service, task
 from support.service import running_service, scripted_engine

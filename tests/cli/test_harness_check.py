@@ -13,7 +13,7 @@ from rich.console import Console
 from cli.world import Cli
 from outrider.certify.judge import RowVerdict
 from outrider.certify.run import Certificate
-from outrider.cli.certificate import progress, show
+from outrider.cli.harness_check import progress, show
 from outrider.cli.terminal import Terminal
 
 AGENT = Path(__file__).parent.parent / "certify" / "agent.py"

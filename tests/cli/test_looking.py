@@ -10,9 +10,9 @@ import msgspec
 from rich.console import Console
 
 from cli.world import REPLIES, STALLED, Cli, write_task
+from outrider.cli.show import print_session
 from outrider.cli.tables import session_table
-from outrider.cli.taskfile import load_group
-from outrider.cli.transcript import print_session
+from outrider.cli.task_file import load_group
 from outrider.client import AsyncClient
 from outrider.lifecycle import StopReason
 from outrider.trajectory import HarnessExit, Verdict

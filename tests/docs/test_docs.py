@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.taskfile import load_group
+from outrider.cli.task_file import load_group
 from outrider.config import Config
 from outrider.engines.adapters.options import read_options
 from outrider.service.admission import parse_group

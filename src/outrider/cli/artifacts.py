@@ -63,7 +63,7 @@ def artifacts(
 
 def _list(terminal: Terminal, listed: ArtifactList) -> None:
     if terminal.json:
-        terminal.document(listed)
+        terminal.write_json(listed)
         return
     rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
     terminal.out.print(table(("bytes>", "sha256", "path"), rows))
@@ -82,6 +82,6 @@ def _give(terminal: Terminal, path: str, data: bytes, output: Path | None) -> No
     except OSError as error:
         raise ServiceError(f"cannot write {output}: {error.strerror}") from error
     if terminal.json:
-        terminal.document(Fetched(path, len(data), str(output)))
+        terminal.write_json(Fetched(path, len(data), str(output)))
     else:
         terminal.note(f"{path}: {len(data):,} bytes in {output}")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.loop import run_service
+from outrider.cli.event_loop import run_service
 from outrider.cli.options import Json
 from outrider.cli.progress import progress_bar
+from outrider.cli.show import print_session
 from outrider.cli.tables import number, table
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.cli.transcript import print_session
 
 if TYPE_CHECKING:
     from outrider.demo.run import Rollouts
@@ -57,7 +57,7 @@ def demo(
     found = faults(rollouts, Tokenizer.load(POLICY))
     summary = write_files(rollouts, out, runtime=runtime, faults=found)
     if terminal.json:
-        terminal.document(summary)
+        terminal.write_json(summary)
     else:
         _show(terminal, rollouts, summary)
     for fault in found:

@@ -25,7 +25,7 @@ def doctor(ctx: typer.Context, json: Json = False) -> None:
     terminal = terminal_of(ctx)
     diagnosis = diagnose()
     if terminal.json:
-        terminal.document(diagnosis)
+        terminal.write_json(diagnosis)
     else:
         _show(terminal, diagnosis)
     raise typer.Exit(0 if diagnosis.ok else 1)

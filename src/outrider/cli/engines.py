@@ -109,6 +109,6 @@ def _script(path: Path, field: str) -> dict[str, Any]:
 
 def _show(terminal: Terminal, engines: tuple[EngineStatus, ...]) -> None:
     if terminal.json:
-        terminal.document(EngineList(engines=engines))
+        terminal.write_json(EngineList(engines=engines))
     else:
         terminal.out.print(engine_table(engines))

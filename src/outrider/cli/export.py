@@ -75,7 +75,7 @@ def export(
             cursor = max(cursor, done.cursor or 0)
     exported = Exported(samples, groups, cursor, str(output) if output else None, len(images.shown), images.where)
     if json:
-        terminal.document(exported)
+        terminal.write_json(exported)
         return
     terminal.note(f"{samples} samples of {groups} groups; what finishes next: --after {cursor}")
     if images.shown:

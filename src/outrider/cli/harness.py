@@ -46,7 +46,7 @@ def list_harnesses(ctx: typer.Context, json: Json = False) -> None:
     terminal = terminal_of(ctx)
     rows = [_row(name) for name in preset_names()]
     if terminal.json:
-        terminal.document(Harnesses(tuple(rows)))
+        terminal.write_json(Harnesses(tuple(rows)))
         return
     columns = ("harness", "version", "installed", "what it is")
     cells = [(row.name, row.version or "-", word("yes" if row.installed else "no"), row.summary) for row in rows]
@@ -65,7 +65,7 @@ def install_harness(ctx: typer.Context, name: Preset, json: Json = False) -> Non
     terminal = terminal_of(ctx)
     path = install(name, terminal.note)
     if terminal.json:
-        terminal.document(_row(name))
+        terminal.write_json(_row(name))
     else:
         terminal.out.print(f"{name} is installed in {path}", soft_wrap=True)
 
@@ -112,7 +112,7 @@ def check_harness(
         outrider harness check --task my-task.toml
     """
     # Late, because it needs the server's libraries.
-    from outrider.cli.certificate import Asked, certify_and_show
+    from outrider.cli.harness_check import Asked, certify_and_show
 
     asked = Asked(
         name=name,

@@ -128,7 +128,7 @@ def list_images(ctx: typer.Context, json: Json = False) -> None:
     terminal, store = terminal_of(ctx), ImageStore()
     rows = [ImageRow(name=name, image=image, path=str(store.root(image))) for name, image in store.images().items()]
     if terminal.json:
-        terminal.document(Images(tuple(rows)))
+        terminal.write_json(Images(tuple(rows)))
         return
     cells = [
         (
@@ -152,7 +152,7 @@ def remove_image(ctx: typer.Context, name: Name, json: Json = False) -> None:
     terminal = terminal_of(ctx)
     gone = ImageStore().remove(name)
     if terminal.json:
-        terminal.document({"name": name, "removed": gone})
+        terminal.write_json({"name": name, "removed": gone})
     else:
         terminal.out.print(f"{name} is removed" if gone else f"{name} is removed; the image has another name")
 
@@ -160,7 +160,7 @@ def remove_image(ctx: typer.Context, name: Name, json: Json = False) -> None:
 def _told(ctx: typer.Context, row: ImageRow) -> None:
     terminal = terminal_of(ctx)
     if terminal.json:
-        terminal.document(row)
+        terminal.write_json(row)
         return
     left_out = f" ({row.image.left_out} special files left out)" if row.image.left_out else ""
     size = f"{row.image.bytes / MEGABYTE:,.1f} MB"

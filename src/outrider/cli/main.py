@@ -17,12 +17,12 @@ from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
 from outrider.cli.engines import engine_commands
 from outrider.cli.export import export
-from outrider.cli.groups import cancel, status
 from outrider.cli.harness import harness_commands
 from outrider.cli.image import image_commands
 from outrider.cli.run import run
 from outrider.cli.serve import serve
 from outrider.cli.show import show
+from outrider.cli.status import cancel, status
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.config import unknown_variables
 from outrider.errors import OutriderError, RequestError

@@ -11,7 +11,7 @@ import typer
 from outrider.cli.options import Json, Token, Url, async_client
 from outrider.cli.progress import progress_bar
 from outrider.cli.tables import session_table
-from outrider.cli.taskfile import load_group
+from outrider.cli.task_file import load_group
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import AsyncClient
 from outrider.lifecycle import StopReason
@@ -75,7 +75,7 @@ async def _finished(terminal: Terminal, client: AsyncClient, group: GroupView) -
 
 def _report(terminal: Terminal, group: GroupView) -> None:
     if terminal.json:
-        terminal.document(group)
+        terminal.write_json(group)
         return
     terminal.out.print(session_table(group))
     if failed := _failed(group):

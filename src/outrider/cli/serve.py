@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.engines import KIND, KIND_HELP, parse_engine
-from outrider.cli.loop import calm_interpreter, run_service
+from outrider.cli.event_loop import calm_interpreter, run_service
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.config import Config, load_config
 

@@ -1,16 +1,28 @@
-"""`outrider show`: one session's turns, verdict and error, for reading."""
+"""`outrider show`: one session for reading: its turns in order, its verdict and its error.
+
+What the model sampled is told from what it was shown by the margin ("> " before every sampled line) and not only by
+the colour, so that the difference survives a pipe.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from outrider.cli.options import Json, Token, Url, client
-from outrider.cli.terminal import terminal_of
-from outrider.cli.transcript import print_session
+from outrider.cli.tables import number
+from outrider.cli.terminal import printable, terminal_of
+from outrider.errors import ErrorRecord
 from outrider.schemas import SessionView, TurnView
+from outrider.trajectory import SessionResult
+
+SAMPLED = "> "
+CONTEXT = "  "
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -27,9 +39,9 @@ def show(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Show what a session's model was shown and sampled, and how it ended.
+    """Show a session: what the model was shown, what it sampled, and how it ended.
 
-    Of several attempts it is the newest.
+    Where the session was tried several times, the newest attempt is shown.
 
     Example:
 
@@ -39,6 +51,105 @@ def show(
     with client(url, token) as service:
         record = Record(service.session(session), service.turns(session))
     if terminal.json:
-        terminal.document(record)
+        terminal.write_json(record)
     else:
         print_session(terminal.out, record.session, record.turns)
+
+
+def print_session(console: Console, session: SessionView, turns: Sequence[TurnView]) -> None:
+    """Print a whole session: a heading, its turns, how it ended."""
+    for line in _lines(session, turns):
+        console.print(line, soft_wrap=True)
+
+
+def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:
+    yield Text(f"session {session.id} · sample {session.sample_index} · attempt {session.attempt}", style="bold")
+    yield Text(f'context is plain, what the model sampled is marked "{SAMPLED.strip()}"', style="dim")
+    for turn in turns:
+        yield Text()
+        yield _heading(turn)
+        yield from _block(turn.context, CONTEXT, "dim")
+        yield from _block(turn.sampled, SAMPLED, "bold green")
+        if remarks := _remarks(turn):
+            yield Text(f"{CONTEXT}[{', '.join(remarks)}]", style="yellow")
+    yield Text()
+    if session.result is not None:
+        yield from _ending(session.result)
+        return
+    yield Text(f"{session.state.value}, not ended yet", style="bold")
+    if session.last_error is not None:
+        yield Text("its last attempt failed:", style="yellow")
+        yield from _error(session.last_error)
+
+
+def _heading(turn: TurnView) -> Text:
+    joined = turn.join if turn.parent is None else f"{turn.join} to turn {turn.parent}"
+    seconds = turn.timings.finished - turn.timings.received
+    what = [] if turn.kind == "main" else [printable(": ".join(filter(None, (turn.kind, turn.label))))]
+    parts = (
+        f"turn {turn.index}",
+        *what,
+        joined,
+        f"{turn.prompt_tokens} prompt + {turn.output_tokens} sampled tokens",
+        f"{turn.finish} after {seconds:.2f} s",
+        turn.engine,
+    )
+    heading = Text("── " + " · ".join(parts), style="cyan")
+    if turn.cause is not None:
+        away = "" if turn.forked_from is None else f" from turn {turn.forked_from}"
+        heading.append(f" · fork{away}: {turn.cause}", style="bold yellow")
+    return heading
+
+
+def _block(text: str, margin: str, style: str) -> Iterator[Text]:
+    for line in printable(text).rstrip("\n").split("\n") if text else ():
+        yield Text(margin, style="bold" if margin == SAMPLED else "") + Text(line, style=style)
+
+
+def _remarks(turn: TurnView) -> list[str]:
+    remarks = []
+    if turn.tool_calls:
+        remarks.append(f"{turn.tool_calls} tool call{'s' if turn.tool_calls > 1 else ''}")
+    if turn.malformed_calls:
+        remarks.append(f"{turn.malformed_calls} malformed, given back as text")
+    if turn.mode != "tokens":
+        remarks.append(f"recorded in {turn.mode} mode")
+    if turn.altered:
+        remarks.append("drawn from an altered distribution")
+    if turn.drift_tokens:
+        remarks.append(f"{turn.drift_tokens} tokens of drift")
+    return remarks
+
+
+def _ending(result: SessionResult) -> Iterator[Text]:
+    tokens = result.tokens
+    untrained = {"masked": tokens.masked, "dropped": tokens.dropped, "of drift": tokens.drift}
+    yield Text(
+        f"{result.stop_reason.value} · {result.turns} turns · {tokens.sampled} tokens, {tokens.trained} trained on"
+        + "".join(f", {count} {name}" for name, count in untrained.items() if count),
+        style="bold",
+    )
+    if result.forks:
+        counted = ", ".join(f"{count} {cause}" for cause, count in sorted(result.forks.items()))
+        yield Text(f"forks: {counted}", style="yellow")
+    if result.ignored:
+        counted = ", ".join(f"{name} ({count})" for name, count in sorted(result.ignored.items()))
+        yield Text(printable(f"asked for without effect (turns): {counted}"), style="yellow")
+    if (verdict := result.verdict) is not None:
+        metrics = "".join(f" · {name} {number(value)}" for name, value in sorted(verdict.metrics.items()))
+        reason = f" · {verdict.reason}" if verdict.reason else ""
+        yield Text(printable(f"reward {number(verdict.reward)}{metrics}{reason}"), style="bold")
+    if (ended := result.harness_exit) is not None:
+        yield Text(f"the agent's program exited with code {ended.code}; the end of its output:", style="yellow")
+        yield from _block(ended.log_tail, CONTEXT, "dim")
+    if result.error is not None:
+        yield from _error(result.error)
+
+
+def _error(error: ErrorRecord) -> Iterator[Text]:
+    yield Text(printable(f"error ({error.boundary.value}, {error.code}): {error.message}"), style="bold red")
+    if error.hint:
+        yield Text(printable(f"hint: {error.hint}"), style="cyan")
+    if error.log_tail:
+        yield Text("end of its log:", style="dim")
+        yield from _block(error.log_tail, CONTEXT, "dim")

@@ -35,7 +35,7 @@ class Terminal:
         """Something for people to know on the way."""
         self.err.print(Text(printable(text)), soft_wrap=True)
 
-    def document(self, value: Any) -> None:
+    def write_json(self, value: Any) -> None:
         """The one JSON document (any value that msgspec can encode)."""
         self.out.file.write(msgspec.json.encode(value).decode() + "\n")
         self.out.file.flush()
@@ -49,7 +49,7 @@ class Terminal:
         if record.log_tail:
             self.note(record.log_tail.rstrip())
         if self.json:
-            self.document({"error": record})
+            self.write_json({"error": record})
 
     def _line(self, word: str, text: str, style: str) -> None:
         line = Text(f"{word}: ", style=style) + Text(printable(text).replace("\n", " "), style="default")
