@@ -288,7 +288,8 @@ async def calls(yard: Yard, kind: str, number: int) -> dict[str, Any]:
         for sandbox in sandboxes:
             await sandbox.start()
         one = sandboxes[0]
-        bash, python = await one.open_shell(), await one.open_shell("python")
+        bash = await one.open_shell()
+        python = bash if kind == "memory" else await one.open_shell("python")  # the fake has no Python
         shells = [await sandbox.open_shell() for sandbox in sandboxes]
         await asyncio.gather(*(shell.run("true", seconds=10) for shell in [bash, python, *shells]))
         idle = list(shells)
@@ -299,10 +300,14 @@ async def calls(yard: Yard, kind: str, number: int) -> dict[str, Any]:
             idle.append(shell)
 
         wall = await in_lanes(len(shells), number, any_shell)
-        return {
+        found = {
             "exec": await timed(number // 4, lambda: one.exec(["echo", "hi"], seconds=10)),
             "bash": await timed(number, lambda: bash.run("echo hi", seconds=10)),
-            "python": await timed(number, lambda: python.run("1 + 1", seconds=10)),
+        }
+        if python is not bash:
+            found["python"] = await timed(number, lambda: python.run("1 + 1", seconds=10))
+        return {
+            **found,
             "bash_in_8_sandboxes_per_second": round(number / wall, 1),
         }
     finally:

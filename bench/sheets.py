@@ -214,6 +214,7 @@ def _sandboxes(found: Any) -> list[Sheet]:
         (kind, name, *(number(made[name][figure]) for figure in ("p50_ms", "p95_ms", "per_second")))
         for kind, made in with_calls.items()
         for name in ("exec", "bash", "python")
+        if name in made
     ]
     calls += [
         (kind, "bash, 8 sandboxes at once", "-", "-", number(made["bash_in_8_sandboxes_per_second"]))

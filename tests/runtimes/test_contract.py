@@ -214,17 +214,6 @@ async def test_shell_that_exits_is_gone(sandbox: Runtime) -> None:
         await shell.run("true", seconds=10)
 
 
-async def test_python_shell(sandbox: Runtime) -> None:
-    shell = await sandbox.open_shell("python")
-    assert (await shell.run("x = 20\nprint('hi')\nx + 1", seconds=10)).output == "hi\n21\n"
-    failed = await shell.run("def f():\n    return 1 / 0\nf()", seconds=10)
-    assert failed.exit_code == 1
-    assert "ZeroDivisionError" in failed.output
-    assert (await shell.run("while True: pass", seconds=0.3)).timed_out
-    assert (await shell.run("x", seconds=10)).output == "20\n"
-    assert (await shell.run("if", seconds=10)).exit_code == 1
-
-
 async def test_stop_twice_and_calls_afterwards(sandbox: Runtime) -> None:
     shell = await sandbox.open_shell()
     await sandbox.stop()
@@ -397,6 +386,17 @@ async def test_shell_takes_long_and_binary_text(real: Runtime) -> None:
     assert (await shell.run("cat <<'END'\na 'quote' \\ \x1e é\nEND", seconds=10)).output == "a 'quote' \\ \x1e é\n"
     assert (await shell.run("printf '\\377'", seconds=10)).output == "\ufffd"
     assert (await shell.run("read line; echo $?", seconds=10)).output == "1\n"
+
+
+async def test_python_shell(real: Runtime) -> None:
+    shell = await real.open_shell("python")
+    assert (await shell.run("x = 20\nprint('hi')\nx + 1", seconds=10)).output == "hi\n21\n"
+    failed = await shell.run("def f():\n    return 1 / 0\nf()", seconds=10)
+    assert failed.exit_code == 1
+    assert "ZeroDivisionError" in failed.output
+    assert (await shell.run("while True: pass", seconds=0.3)).timed_out
+    assert (await shell.run("x", seconds=10)).output == "20\n"
+    assert (await shell.run("if", seconds=10)).exit_code == 1
 
 
 async def test_python_shell_interrupts_children_and_can_exit(real: Runtime) -> None:

@@ -62,8 +62,8 @@ async def test_merged_output_is_in_order(sandbox: Runtime) -> None:
 # IPython.
 
 
-async def test_ipython_keeps_state_and_echoes(sandbox: Runtime) -> None:
-    shell = await sandbox.open_shell("ipython")
+async def test_ipython_keeps_state_and_echoes(real: Runtime) -> None:
+    shell = await real.open_shell("ipython")
     assert (await shell.run("x = 20\nprint('hi')\nx + 1", seconds=30)).output == "hi\n21\n"
     assert (await shell.run("x", seconds=30)).output == "20\n"
     assert (await shell.run("'text'", seconds=30)).output == "'text'\n"
@@ -78,8 +78,8 @@ async def test_ipython_keeps_state_and_echoes(sandbox: Runtime) -> None:
     await shell.close()
 
 
-async def test_rich_results(sandbox: Runtime) -> None:
-    shell = await sandbox.open_shell("ipython")
+async def test_rich_results(real: Runtime) -> None:
+    shell = await real.open_shell("ipython")
     assert (await shell.run(RICH, seconds=30)).displays == ()
     shown = await shell.run("display(chart)\nprint('between')\nchart", seconds=30)
     assert shown.output == "a chart\nbetween\na chart\n"
@@ -90,7 +90,7 @@ async def test_rich_results(sandbox: Runtime) -> None:
         assert display.data["image/png"] == PIXEL
         assert json.loads(display.data.get("application/json", '{"points": [1, 2]}')) == {"points": [1, 2]}
     assert (await shell.run("1", seconds=30)).displays == ()
-    plain = await sandbox.open_shell("python")
+    plain = await real.open_shell("python")
     assert (await plain.run(RICH + "\nchart", seconds=30)).displays == ()
 
 

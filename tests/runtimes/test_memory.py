@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.base import NoShell, SandboxContext
 from outrider.spec import RuntimeSpec
-from outrider.testing.memory_runtime.files import FileTable
+from outrider.testing.memory_runtime.files import MemoryFiles
 from outrider.testing.memory_runtime.runtime import FAIL_VARIABLE, MemoryLedger, MemoryRuntime
 from outrider.testing.memory_runtime.shell import MemoryShell
 
@@ -19,35 +19,35 @@ from .world import World
 @pytest.mark.parametrize(
     ("text", "code", "out"),
     [
-        ("echo a  b 'c  d' \"e $X\" '$X' $X$X ${X}y", 0, "a b c  d e 1 $X 11 1y\n"),
-        ('echo -n x; echo \\$X "\\$X"', 0, "x$X $X\n"),
+        ("echo a  b 'c  d' \"e $X\" '$X' $X$X ${X}y $NONE", 0, "a b c  d e 1 $X 11 1y\n"),
+        ('echo \\$X "\\$X" "a\\"b"', 0, '$X $X a"b\n'),
         ("false && echo no || echo yes; true || echo no", 0, "yes\n"),
-        ("echo one > f; echo two >> f; cat f < /dev/nope", 1, "bash: /dev/nope: No such file or directory\n"),
-        ("echo one > f; echo two >> f; cat < f", 0, "one\ntwo\n"),
+        ("echo one > f; echo two >> f; cat f", 0, "one\ntwo\n"),
         ("cat none > f 2>&1; cat f", 0, "cat: none: No such file or directory\n"),
         ("cat none 2>/dev/null", 1, ""),
         ("echo lost >&2 2>/dev/null; echo $?", 0, "lost\n0\n"),
-        ("echo through | cat | cat -", 0, "through\n"),
-        ("Y=5; Z=$Y-$Y; echo $Z; Y=6 printenv Y; printenv Y", 1, "5-5\n6\n"),
-        ("export Y=7; printenv Y; env | cat", 0, "7\nX=1\nY=7\n"),
+        ("Y=5; Z=$Y-$Y; echo $Z; export W=7; echo $W", 0, "5-5\n7\n"),
         ("mkdir -p a/b && cd a && pwd && ls && [ -d b ] && test ! -e c", 0, "/a\nb\n"),
         ("mkdir a; mkdir a", 1, "mkdir: cannot create directory 'a': File exists\n"),
         ("mkdir a; rm a", 1, "rm: cannot remove 'a': Is a directory\n"),
-        ("mkdir a; rm -rf a b; ls a", 2, "ls: cannot access 'a': No such file or directory\n"),
-        ("printf '%s-%d\\n' a 1 b 2; printf '100%%'", 0, "a-1\nb-2\n100%"),
-        ("test a = a && test a != b && [ -n x ] && [ -z '' ] && echo all", 0, "all\n"),
+        ("mkdir a; rm -rf a b; cd a", 1, "cd: /a: No such file or directory\n"),
+        ("test a = a && test a != b && test -f no || echo all", 0, "all\n"),
         ("bash -c 'echo inner; exit 3'; echo $?", 0, "inner\n3\n"),
         ("exit 9; echo no", 9, ""),
-        ("# nothing\n\n  ", 0, ""),
+        ("\n\n  ", 0, ""),
         ("&& echo x", 2, "bash: syntax error near unexpected token `&&'\n"),
         ("echo 'open", 2, "bash: unexpected EOF while looking for matching `''\n"),
         ("echo >", 2, "bash: syntax error near unexpected token `newline'\n"),
         ("frobnicate x", 127, "bash: frobnicate: command not found\n"),
         ("echo x > no/such", 1, "bash: /no/such: No such file or directory\n"),
+        # What it has not of bash is refused before anything runs.
+        ("echo x | cat", 2, "bash: syntax error near unexpected token `|'\n"),
+        ("echo $(pwd)", 2, "bash: syntax error near unexpected token `('\n"),
+        ("sleep; test a -nt b", 2, "sleep: bad arguments\nbash: test: not known here: a -nt b\n"),
     ],
 )
 async def test_small_shell(text: str, code: int, out: str) -> None:
-    shell = MemoryShell(FileTable(), {"X": "1"}, "/", merged=True)
+    shell = MemoryShell(MemoryFiles(), {"X": "1"}, "/", merged=True)
     assert (await shell.run(text), shell.out.decode()) == (code, out)
 
 
@@ -91,11 +91,9 @@ async def test_ledger_counts_every_start_and_stop_once(world: World) -> None:
     assert MemoryRuntime.ledger is None
 
 
-async def test_python_refuses_what_touches_the_host(world: World) -> None:
-    shell = await (await world.start("memory")).open_shell("python")
-    for text in ("open('/etc/passwd')", "import os", "__import__('subprocess')"):
-        assert (await shell.run(text, seconds=5)).exit_code == 1
-    assert (await shell.run("import math; math.floor(2.5)", seconds=5)).output == "2\n"
-    await shell.close()
-    with pytest.raises(RuntimeFailure):
-        await shell.run("1", seconds=1)
+async def test_it_says_that_it_has_no_python(world: World) -> None:
+    sandbox = await world.start("memory")
+    for kind in ("python", "ipython"):
+        with pytest.raises(NoShell, match="Python in the sandbox") as refused:
+            await sandbox.open_shell(kind)  # type: ignore[arg-type]  # one of the kinds
+        assert "process" in (refused.value.hint or "")

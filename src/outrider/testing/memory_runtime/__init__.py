@@ -1,1 +1,1 @@
-"""A runtime without processes: files in memory, a very small shell, and failures on demand."""
+"""The runtime `memory`: a fake sandbox for tests, whose files are in memory and whose shell is a table of commands."""

@@ -1,7 +1,8 @@
-"""The fake runtime that ships: files in memory, a very small shell, and failures on demand.
+"""The runtime `memory`: files in memory, a very small shell, and failures on demand.
 
-It starts no process and touches no disk; it passes the contract tests of the real ones. Invariant: its ledger, if
-it has one, hears of every start and every stop.
+It starts no process and touches no disk, so that tests and benchmarks can run thousands of sessions; users import it
+for their own tests. It passes the contract tests of the real runtimes, except for what needs processes: it has neither
+Python nor IPython. Invariant: its ledger, if it has one, hears of every start and every stop.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from outrider.runtimes.base import (
     MAX_PATHS,
     Availability,
     ExecResult,
+    NoShell,
     PatchConflict,
     SandboxContext,
     Shell,
@@ -29,17 +31,15 @@ from outrider.runtimes.base import (
 )
 from outrider.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
-from outrider.testing.memory_runtime.files import FileTable
-from outrider.testing.memory_runtime.python import MemoryPython
-from outrider.testing.memory_runtime.search import apply_patch, matching
-from outrider.testing.memory_runtime.shell import MemoryShell, reason
+from outrider.testing.memory_runtime.files import MemoryFiles
+from outrider.testing.memory_runtime.shell import MemoryShell
 
 FAIL_VARIABLE = "OUTRIDER_FAKE_FAIL"
-"""In the spec's env: the operations that shall fail, separated by commas: start, exec, shell, read, write."""
+"""A variable of the spec's env: the operations that fail, separated by commas: start, exec, shell, read, write."""
 
 
 class MemoryLedger:
-    """How often each sandbox, by (session, attempt), was started and stopped."""
+    """Counts the starts and stops of each sandbox, by (session, attempt)."""
 
     def __init__(self) -> None:
         self.started: dict[tuple[str, int], int] = {}
@@ -53,12 +53,12 @@ class MemoryLedger:
 
     @property
     def balanced(self) -> bool:
-        """Every sandbox started was stopped as often, and no other."""
+        """Whether every sandbox was stopped as often as it was started."""
         return self.started == self.stopped
 
 
 class MemoryRuntime:
-    """`stop` counts once in the ledger however often it is called, if the sandbox had begun to start."""
+    """The ledger counts one stop per sandbox that was started, however often `stop` is called."""
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class MemoryRuntime:
         self._layer = context.layer
         self._failing = set(filter(None, spec.env.get(FAIL_VARIABLE, "").split(",")))
         self._env = {"PATH": "/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", **spec.env}
-        self._files = FileTable()
+        self._files = MemoryFiles()
         self._state: Literal["new", "running", "stopped"] = "new"
         self._ended = asyncio.Event()
 
@@ -81,16 +81,16 @@ class MemoryRuntime:
 
     @classmethod
     def with_ledger(cls, ledger: MemoryLedger) -> type[Self]:
-        """A runtime class of its own whose sandboxes report to `ledger`."""
+        """A new runtime class whose sandboxes report to `ledger`."""
         return type("LedgeredMemoryRuntime", (cls,), {"ledger": ledger})
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
-        """It takes everything for what it is not."""
+        """Accepts everything: a test's spec may have any field."""
 
     @classmethod
     def available(cls) -> Availability:
-        return Availability(ok=True, detail="a fake: files in memory and a very small shell")
+        return Availability(ok=True, detail="a fake for tests: files in memory and a very small shell")
 
     async def start(self) -> None:
         if self._state != "new":
@@ -159,7 +159,7 @@ class MemoryRuntime:
     async def open_shell(self, kind: ShellKind = "bash") -> Shell:
         self.check("shell")
         if kind != "bash":
-            return MemoryPython(self.check, rich=kind == "ipython")
+            raise NoShell(kind, hint="runtime kind 'memory' has bash only; kind 'process' has Python", log_tail=None)
         return MemoryBash(self, MemoryShell(self._files, self._env, self._spec.workdir, merged=True))
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
@@ -175,7 +175,7 @@ class MemoryRuntime:
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         self.check("read")
-        found = matching(self._files, self._spec.workdir, pattern)
+        found = self._files.glob(self._spec.workdir, pattern)
         if len(found) > limit:
             raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
         return found
@@ -184,9 +184,9 @@ class MemoryRuntime:
         self.check("write")
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         try:
-            return apply_patch(self._files, self._path(cwd or "."), data)
+            return self._files.patch(self._path(cwd or "."), data)
         except OSError as error:
-            raise PatchConflict(f"{error.args[0]}: {reason(error)}") from error
+            raise PatchConflict(f"{error.filename}: {error.strerror}") from error
 
     async def upload(self, source: Path, target: str) -> None:
         self.check("write")
@@ -198,18 +198,14 @@ class MemoryRuntime:
                 self._put(path, await asyncio.to_thread(plain_bytes, entry.path.resolve()))
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """It has nothing that runs by itself."""
-        data = self._archived(paths)
-        await asyncio.to_thread(write_new, target, data)
-
-    def _archived(self, paths: Sequence[str]) -> bytes:
+        """`alone` changes nothing: no command outlives its call here."""
         self.check("read")
         sink = io.BytesIO()
         with tarfile.open(fileobj=sink, mode="w") as archive:
             for path in map(self._path, paths):
                 for name in [path, *self._files.below(path)]:
                     self._archive(archive, name)
-        return sink.getvalue()
+        await asyncio.to_thread(write_new, target, sink.getvalue())
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
         self.check("write")
@@ -222,7 +218,7 @@ class MemoryRuntime:
         await self.snapshot(["/"], target)
 
     def check(self, operation: str) -> None:
-        """Raises RuntimeFailure when the sandbox does not run, or `operation` was told to fail."""
+        """Raises RuntimeFailure when the sandbox does not run, or `operation` is one of those that fail."""
         if self._state != "running":
             raise RuntimeFailure("the sandbox does not run")
         if operation in self._failing:
@@ -239,7 +235,7 @@ class MemoryRuntime:
             raise RuntimeFailure(f"cannot write {path}: {error!r}") from error
 
     def _unpack(self, source: Path, roots: Sequence[str]) -> None:
-        """What of an archive is a file or folder at or below a root. Blocks."""
+        """Write the files and folders of an archive that are at or below a root. Blocks."""
         try:
             with tarfile.open(source) as archive:
                 for member in archive:
@@ -265,7 +261,7 @@ class MemoryRuntime:
 
 
 class MemoryBash:
-    """A MemoryShell that lives from input to input."""
+    """A live shell: a MemoryShell that keeps its state from input to input."""
 
     def __init__(self, runtime: MemoryRuntime, shell: MemoryShell) -> None:
         self._runtime = runtime
@@ -293,7 +289,7 @@ class MemoryBash:
 
 
 def truncated(data: bytearray) -> bytes:
-    """At most MAX_OUTPUT bytes, the middle of more replaced by a note."""
+    """At most MAX_OUTPUT bytes: the middle of longer output is replaced by a note."""
     half = MAX_OUTPUT // 2
     cut = len(data) - 2 * half
     return bytes(data) if cut <= 0 else bytes(data[:half]) + b"\n[... %d bytes cut ...]\n" % cut + bytes(data[-half:])
