@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import RuntimeUnavailable
-from outrider.runtimes.guest.capture import Capture
+from outrider.runtimes.guest.command import Capture
 from outrider.runtimes.guest.msgpack import Unpacker, pack
 from outrider.runtimes.tool_server.bundle import MODULES, compiled, program, source
 
@@ -52,7 +52,7 @@ def test_capture_keeps_both_ends(pieces: list[bytes], cap: int) -> None:
 
 def test_the_program_is_python_3_8_and_imports_only_what_is_cheap() -> None:
     tree = ast.parse(program(), feature_version=(3, 8))
-    ast.parse(source("shells.python"), feature_version=(3, 8))
+    ast.parse(source("shells.python_program"), feature_version=(3, 8))
     imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     assert imported == {"_signal", "errno", "posix", "select", "sys", "time"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, Runtime
-from outrider.runtimes.guest.capture import Capture
-from outrider.runtimes.guest.shells.bash import Terminal
+from outrider.runtimes.guest.command import Capture
+from outrider.runtimes.guest.shells.shell import Bash
 from outrider.runtimes.kernel.child import readable
 from outrider.runtimes.tool_server.bundle import COMPILING, compiled, program, server_command, shell_program
 from outrider.runtimes.tool_server.client import ExecDone
@@ -146,7 +146,7 @@ async def test_a_program_that_is_stopped_for_its_parent_has_not_ended(sandbox: R
     assert (await sandbox.exec("test -e /proc/$(cat pid)", seconds=10)).exit_code == 1
 
 
-class Listening(Terminal):
+class Listening(Bash):
     """A terminal without a shell."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.guest.filesystem.paths import make_folders
-from outrider.runtimes.guest.filesystem.tree_writer import Way, empty_folder
+from outrider.runtimes.guest.filesystem.tree_writer import FolderCursor, empty_folder
 from outrider.runtimes.guest.filesystem.trees import Descent, Packer
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.sandboxes.node_folder import remove_tree
@@ -168,7 +168,7 @@ def test_a_folder_that_is_moved_away_meanwhile_ends_the_walk(tmp_path: Path) -> 
 
 def test_the_way_to_a_folder_is_begun_anew_where_it_has_changed(tmp_path: Path) -> None:
     (tmp_path / "top").mkdir()
-    way = Way(os.open(tmp_path / "top", os.O_RDONLY))
+    way = FolderCursor(os.open(tmp_path / "top", os.O_RDONLY))
     assert way.to(["a", "b"]) >= 0
     os.rename(tmp_path / "top/a/b", tmp_path / "away")
     os.mkdir("made", dir_fd=way.to(["a", "c"]))

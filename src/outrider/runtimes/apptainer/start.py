@@ -43,7 +43,10 @@ ROOT_AS_ROOT = ("--userns",)
 """The same for root, who may not have --fakeroot without an entry in /etc/subuid."""
 ENTER_GROUPS = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-FENCE = ("isolation.syscalls", "isolation.seccomp", "filesystem.paths", "isolation.isolate", "isolation.fence")
+FENCE = (
+    *("isolation.syscalls", "isolation.seccomp", "filesystem.paths", "isolation.isolate"),
+    "isolation.container_entry",
+)
 """In the order in which they import each other."""
 
 
@@ -140,9 +143,9 @@ def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
 
 
 def server_command(size: int, files: int, memory: int, limits: Mapping[str, int]) -> list[str]:
-    """The tool server behind its fence (see guest/isolation/fence.py)."""
-    words = [str(size), str(files), str(memory), *(f"{name}={value}" for name, value in limits.items())]
-    return [*portable_command(), *FLAGS, "-c", BOOT, *words]
+    """The command of the tool server; the words at its end are for guest/isolation/container_entry.py."""
+    options = {"bytes": size, "files": files, "memory": memory, **limits}
+    return [*portable_command(), *FLAGS, "-c", BOOT, *(f"{name}={value}" for name, value in options.items())]
 
 
 FINDER = Finder(look)

@@ -42,7 +42,7 @@ def command(file_bytes: int, memory: int) -> list[str]:
     in it can be larger than `file_bytes`: a limit that every kernel keeps, and that not every daemon passes on.
     `memory` is what `Setup.memory` says."""
     limits = [f"RLIMIT_FSIZE={file_bytes}", "RLIMIT_CORE=0", *([f"RLIMIT_DATA={memory}"] if memory else [])]
-    return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, str(memory), *limits]
+    return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 
 
 def interpreter() -> tuple[Path, bytes]:

@@ -1,6 +1,6 @@
-"""From 127.0.0.1 in a sandbox without a network to a Unix socket that was put into it.
+"""A bridge from 127.0.0.1 in a sandbox without a network to a Unix socket outside: the model gateway's.
 
-It knows nothing of HTTP. Invariant: an end of one side is passed on to the other, in each direction by itself.
+It knows nothing of HTTP. Invariant: the end of one direction is passed on by itself; the other direction stays open.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUFFER = 4 << 20
+"""Bytes read from one end and not yet taken by the other, at which reading pauses."""
 AGAIN_SECONDS = 0.01
+CONNECT_TRIES = 200
 MAX_PAIRS = 256
-"""Each has a descriptor of the node, too, which has some thousands for all its sandboxes."""
+"""Clients at once; each further one is closed. A client takes a descriptor of the node, too, which has some thousands
+for all its sandboxes."""
 
 
 class Stream:
-    """One direction of a bridged connection: what was read from `source` and not yet written to `sink`."""
+    """One direction of a bridged connection. `buffer` was read from `source` and not yet written to `sink`; `ended`:
+    `source` has ended; `closed`: `sink` was told so."""
 
     def __init__(self, source: _socket.socket, sink: _socket.socket) -> None:
         self.source = source
@@ -47,11 +51,11 @@ class Stream:
             return
         if self.ended and not self.closed:
             self.closed = True
-            self.sink.shutdown(1)
+            self.sink.shutdown(1)  # SHUT_WR
 
 
 class Pair:
-    """A client's connection and the one that was made for it. `closed` is called once, when both are."""
+    """A client's connection and the one made for it. `closed` is called once, when both are closed."""
 
     def __init__(
         self, loop: Loop, client: _socket.socket, upstream: _socket.socket, closed: Callable[[], object]
@@ -64,7 +68,7 @@ class Pair:
         self._watch()
 
     def _ready(self, inward: Stream, outward: Stream, events: int) -> None:
-        """Something can be done at the end that `inward` reads from and `outward` writes to."""
+        """Handle events of the socket that `inward` reads from and `outward` writes to."""
         if not self.open:
             return
         try:
@@ -81,7 +85,8 @@ class Pair:
                 self._watch()
 
     def _watch(self) -> None:
-        """Ask only for what would be done: an end that waits for the other one must not wake the loop."""
+        """Watch only for what would be done: `poll` reports readiness over and over, and a socket that waits for the
+        other one would keep the loop spinning."""
         one, two = self.streams
         for inward, outward in ((one, two), (two, one)):
             fd = inward.source.fileno()
@@ -105,7 +110,7 @@ class Pair:
 
 
 class Bridge:
-    """127.0.0.1:port inside, the gateway's Unix socket outside. Of clients beyond MAX_PAIRS at once, each is closed."""
+    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
         import _socket  # `socket` costs as much as the interpreter itself
@@ -126,10 +131,10 @@ class Bridge:
 
     def _accept(self, events: int) -> None:
         try:
-            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # the stub lacks it
+            fd, _ = self.listener._accept()  # type: ignore[attr-defined]  # the stub lacks it; `accept` is `socket`'s
         except BlockingIOError:
             return
-        except OSError:  # there is no descriptor for it, and it would be told of again at once
+        except OSError:  # no descriptor is free, and `poll` would report the same client again at once
             self.loop.forget(self.listener.fileno())
             self.loop.at(self, AGAIN_SECONDS, self._listen)
             return
@@ -139,8 +144,9 @@ class Bridge:
             self._refuse(client)
             return
         client.setblocking(False)
+        # Without it, Nagle's algorithm holds each small piece of a streamed reply until the one before is acknowledged.
         client.setsockopt(self.socket.IPPROTO_TCP, self.socket.TCP_NODELAY, 1)
-        self._connect(client, 200)
+        self._connect(client, CONNECT_TRIES)
 
     def _refuse(self, client: _socket.socket) -> None:
         client.close()
@@ -150,7 +156,7 @@ class Bridge:
         self.clients -= 1
 
     def _connect(self, client: _socket.socket, tries: int) -> None:
-        """A Unix socket answers at once, or says EAGAIN while the listener's queue is full."""
+        """Connect to the gateway. A Unix socket does so at once, or says EAGAIN while the listener's queue is full."""
         try:
             upstream = self.socket.socket(self.socket.AF_UNIX, self.socket.SOCK_STREAM)
         except OSError:

@@ -1,6 +1,7 @@
-"""One stream of frames to and from the host, without blocking.
+"""The connection to the host: frames in and out without blocking, and the replies of the calls under way.
 
-It knows frames, not what is in them. Invariant: frames leave in the order they were given.
+A frame holds one message (see msgpack.py). It does not know what the methods do. Invariants: frames leave in the order
+in which they were sent; a call is answered once with "ok" or "error", after any number of parts.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import posix
 import select
 from typing import TYPE_CHECKING
 
+from outrider.runtimes.guest.filesystem.paths import DEFAULT_PATH, find_program
 from outrider.runtimes.guest.msgpack import pack
 from outrider.runtimes.guest.poll_loop import CHUNK, POLL_READ, Loop, read_ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
 
 class Connection:
-    """`fd_in` and `fd_out` may be one socket. The end of either stops the loop."""
+    """A stream of frames. `fd_in` and `fd_out` may be the same socket. The end of either stops the loop."""
 
     def __init__(self, loop: Loop, fd_in: int, fd_out: int) -> None:
         self.loop = loop
@@ -32,10 +35,10 @@ class Connection:
 
     def send(self, message: object) -> None:
         start = len(self.outgoing)
-        self.outgoing += b"\0\0\0\0"
+        self.outgoing += b"\0\0\0\0"  # the length, known once the message is packed behind it
         pack(message, self.outgoing)
         self.outgoing[start : start + 4] = (len(self.outgoing) - start - 4).to_bytes(4, "big")
-        if start == 0:
+        if start == 0:  # otherwise the descriptor is full, and the loop waits for room already
             self._flush()
 
     def _watch(self) -> None:
@@ -65,15 +68,56 @@ class Connection:
             data = read_ready(self.fd_in)
             if data is None:
                 self.loop.stopped = True
-            else:
-                self.received += data
-                self._deliver()
-
-    def _deliver(self) -> None:
-        while len(self.received) >= 4:
-            size = int.from_bytes(self.received[:4], "big")
-            if len(self.received) < 4 + size:
                 return
-            frame = bytes(self.received[4 : 4 + size])
-            del self.received[: 4 + size]
-            self.on_frame(frame)
+            self.received += data
+            while len(self.received) >= 4:
+                size = int.from_bytes(self.received[:4], "big")
+                if len(self.received) < 4 + size:
+                    return
+                frame = bytes(self.received[4 : 4 + size])
+                del self.received[: 4 + size]
+                self.on_frame(frame)
+
+
+class Calls:
+    """What calls need of the server, and how they answer. `running` maps each call that can be cancelled to the
+    function that cancels it."""
+
+    def __init__(self, loop: Loop, connection: Connection) -> None:
+        self.loop = loop
+        self.connection = connection
+        self.running: dict[int, Callable[[], object]] = {}
+        self.base_env: dict[str, str] = {}
+        self.sandbox_mark = ""
+        """Tells this sandbox's processes from those of others on the host."""
+        self.python: list[str] = []
+        """The command that starts a Python where the sandbox has none of its own."""
+        self.known_shell = ""
+
+    def environment(self, extra: dict[str, str], owner: int) -> dict[str, str]:
+        """The environment of a program that `owner` starts: a call's number, or minus a shell's."""
+        env = dict(self.base_env)
+        env.update(extra)
+        env["OUTRIDER_CALL"] = f"{self.sandbox_mark}:{owner}"
+        return env
+
+    def mark(self, owner: int) -> bytes:
+        """The entry that `environment` adds. A time limit finds by it descendants that left both their session and
+        their parent: they are reparented to this server, and nothing else tells whose they were."""
+        return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
+
+    def shell(self) -> str:
+        """The shell of this sandbox: bash, or sh where there is none. The PATH is searched once."""
+        if not self.known_shell:
+            path = self.base_env.get("PATH", DEFAULT_PATH)
+            self.known_shell = "bash" if find_program("bash", path) else "sh"
+        return self.known_shell
+
+    def reply(self, call: int, fields: dict[str, Any]) -> None:
+        self.connection.send([call, "ok", fields])
+
+    def part(self, call: int, data: bytes) -> None:
+        self.connection.send([call, "part", {"data": data}])
+
+    def fail(self, call: int, code: str, text: str) -> None:
+        self.connection.send([call, "error", {"code": code, "text": text}])

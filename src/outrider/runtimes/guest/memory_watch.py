@@ -1,9 +1,9 @@
-"""How much memory the sandbox's programs have together, where no control group bounds it: looked at now and then.
+"""A bound on the memory of all of a sandbox's programs together, where no control group keeps one.
 
-It counts what processes have: their own pages, those that they share, their page tables, what was swapped out. Memory
-that belongs to no process is refused them (see seccomp.py), and files have their own bound. Invariant: while they have
-more than they may, the largest is killed, as the kernel does with a control group. What comes and goes between two
-looks is bounded for each process alone, by its rlimits.
+It looks at /proc now and then and counts what processes have: their own pages, those that they share, their page
+tables, and what was swapped out. Memory that belongs to no process is refused them (see seccomp.py), and files have a
+bound of their own. Invariant: while the programs have more than the limit, the largest is killed, as the kernel does
+with a control group. What comes and goes between two looks is bounded for each process alone, by its rlimits.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 RATE = 4 << 30
-"""Bytes a second that programs may come to have: how soon they can reach the bound."""
+"""Bytes a second by which programs may grow: says how soon they can reach the limit, and so when to look again."""
 SOONEST, LATEST = 0.05, 1.0
+"""Bounds of the seconds between two looks."""
 SHARE = 20
-"""Looking takes one part of so many of the time."""
+"""Looking takes at most 1/20 of the time: reading the maps of many processes takes long."""
 OWN = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
 DIVIDED = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
-"""What the kernel calls memory that several processes map and that is no file."""
+"""What /proc/PID/maps calls memory that several processes share and that is no file."""
 
 
-class Taken:
-    """What one process has: `own` bytes, and `apart` that are mapped beside them: libraries, address space that is only
-    reserved, and memory shared with others, which may be there although this process does not see it in its place."""
+class ProcessMemory:
+    """What one process has: `own` bytes, and `mapped` bytes beside them: libraries, address space that is only
+    reserved, and memory shared with others. Shared pages may exist that this process has not touched yet, so its own
+    counters do not show them."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.status = status_of(pid)
         self.own = sum_of(self.status, OWN)
-        self.apart = sum_of(self.status, (b"VmSize",)) - sum_of(self.status, (b"VmData", b"VmStk"))
+        self.mapped = sum_of(self.status, (b"VmSize",)) - sum_of(self.status, (b"VmData", b"VmStk"))
         self.areas: dict[bytes, int] = {}
 
     def find_areas(self) -> None:
-        """By their inodes, each up to the last byte that is mapped. A process that lets nobody see may have as much as
-        is apart."""
+        """Find shared memory by inode, each area up to the last byte that is mapped. A process whose maps nobody may
+        read is counted as if all that it maps were such memory."""
         maps = first_of(self.pid, "maps")
         if not maps:
-            self.areas = {b"%d" % self.pid: max(0, self.apart)}
+            self.areas = {b"%d" % self.pid: max(0, self.mapped)}
         for line in maps.splitlines():
             where, _, offset, _, inode, *name = line.split(None, 5)
             if name and name[0].startswith(SHARED_AREAS):
@@ -56,7 +58,7 @@ class Taken:
                 self.areas[inode] = max(last, self.areas.get(inode, 0))
 
     def divide(self) -> None:
-        """Pages that forks share count as a part for each; all of them where the process lets nobody see that."""
+        """Count a page that forks share as a fraction for each; in full, where the process may not be looked into."""
         told = slurp(f"/proc/{self.pid}/smaps_rollup")
         if told:
             self.own = sum_of(told, DIVIDED) + sum_of(self.status, (b"VmPTE",))
@@ -66,9 +68,9 @@ class Taken:
         return self.own + sum(self.areas.values())
 
 
-class Watch:
-    """Looks as long as the loop runs. Only what two looks in a row find is acted upon: a process that is just starting
-    another seems to be there twice."""
+class MemoryWatch:
+    """Looks as long as the loop runs. It kills only after two looks in a row: while a process forks to start a program,
+    all of its memory seems to be there twice."""
 
     def __init__(self, loop: Loop, limit: int) -> None:
         self.loop = loop
@@ -79,9 +81,10 @@ class Watch:
     def look(self) -> None:
         began = time.monotonic()
         me = posix.getpid()
-        found = [Taken(pid) for pid in descendants(processes(), {me}) - {me}]
-        total = sum(one.own + max(0, one.apart) for one in found)
-        for closer in (Taken.find_areas, Taken.divide):  # each costs more than what is known by now
+        found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
+        total = sum(one.own + max(0, one.mapped) for one in found)
+        # Each step is more exact than what is known by then, and costs more: mostly none is needed.
+        for closer in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:
                     closer(one)
@@ -93,8 +96,8 @@ class Watch:
         self.loop.at(self, max(wait, SHARE * (time.monotonic() - began)), self.look)
 
 
-def total_of(found: list[Taken]) -> int:
-    """With each shared area once."""
+def total_of(found: list[ProcessMemory]) -> int:
+    """Bytes of all processes, each shared area counted once."""
     areas: dict[bytes, int] = {}
     for one in found:
         for inode, size in one.areas.items():
@@ -102,7 +105,7 @@ def total_of(found: list[Taken]) -> int:
     return sum(one.own for one in found) + sum(areas.values())
 
 
-def kill_largest(found: list[Taken], excess: int) -> None:
+def kill_largest(found: list[ProcessMemory], excess: int) -> None:
     for one in sorted(found, key=lambda one: one.all, reverse=True):
         if excess <= 0:
             break
@@ -115,7 +118,8 @@ def status_of(pid: int) -> bytes:
 
 
 def first_of(pid: int, name: str, needed: bytes = b"") -> bytes:
-    """Of a process or, where its first thread has ended and tells nothing any more, of another thread."""
+    """A file of /proc/PID. Where the process's first thread has ended, its file is empty or lacks `needed`, and that of
+    another thread is read."""
     told = slurp(f"/proc/{pid}/{name}")
     for thread in () if told and needed in told else threads(pid):
         told = slurp(f"/proc/{pid}/task/{thread}/{name}")

@@ -1,7 +1,7 @@
 """A poll loop for one thread: readiness of descriptors, timers, and exits of children.
 
-It knows nothing of what it watches. Invariant: every child that exits is reaped, adopted orphans included. (asyncio
-would be the natural choice, but importing it takes several times as long as starting the interpreter.)
+It does not know what it watches. asyncio would be the natural choice, but importing it takes several times as long as
+starting the interpreter. Invariant: every child that exits is reaped, adopted orphans included.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 POLL_READ = select.POLLIN | select.POLLHUP | select.POLLERR
-
-
 CHUNK = 1 << 18
-
-
-FAR = float("inf")
+"""Bytes of one read or write: large enough to be few calls, small enough that none of them holds up the loop."""
 
 
 class Loop:
-    """A poll loop: readiness of descriptors, timers, and exits of children."""
+    """`handlers` are called with the events of their descriptor, `exits` with the exit code of their child, once.
+
+    `timers` maps a key to a deadline, in seconds of the monotonic clock, and an action. A key has one timer at a time.
+    """
 
     def __init__(self) -> None:
         self.poll = select.poll()
@@ -37,6 +36,7 @@ class Loop:
         self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
         self.exits: dict[int, Callable[[int], object]] = {}
         self.stopped = False
+        # SIGCHLD writes a byte into this pipe, which wakes `poll`: one that comes just before `poll` is not lost.
         reader, writer = posix.pipe()
         posix.set_blocking(reader, False)
         posix.set_blocking(writer, False)
@@ -58,12 +58,12 @@ class Loop:
     def run(self) -> None:
         while not self.stopped:
             timeout = None
-            soonest = FAR
+            soonest = float("inf")
             if self.timers:
                 soonest = min(deadline for deadline, _ in self.timers.values())
-                timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5
+                timeout = max(0.0, (soonest - time.monotonic()) * 1000) + 0.5  # `poll` cuts to whole milliseconds
             for fd, events in self.poll.poll(timeout):
-                handler = self.handlers.get(fd)
+                handler = self.handlers.get(fd)  # an earlier handler of this round may have removed it
                 if handler is not None:
                     handler(events)
             if soonest <= time.monotonic():
@@ -85,7 +85,9 @@ class Loop:
                 return
             if pid == 0:
                 return
-            if posix.WIFSTOPPED(status):  # it asked to be traced by us, and nothing would ever let it go on
+            if posix.WIFSTOPPED(
+                status
+            ):  # it asked to be traced by its parent (PTRACE_TRACEME): nothing would resume it
                 send_signal(pid, _signal.SIGKILL)
                 continue
             watcher = self.exits.pop(pid, None)
@@ -94,7 +96,8 @@ class Loop:
 
 
 def read_ready(fd: int) -> bytes | None:
-    """What can be read now: b"" when nothing is there, None at the end."""
+    """What can be read now: b"" when there is nothing yet, None at the end. A terminal whose other end is closed gives
+    EIO, which is its end, too."""
     try:
         return posix.read(fd, CHUNK) or None
     except BlockingIOError:

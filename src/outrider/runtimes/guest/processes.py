@@ -1,6 +1,7 @@
-"""Processes as /proc tells of them: finding all that descend from one, killing them all, starting one.
+"""Processes as /proc shows them: finding all that descend from one, killing them all, starting one.
 
-Invariant: what `kill_tree` does not return was not alive at its last look at /proc.
+It does not know what processes are for. Invariant: what `kill_tree` does not return was not alive when it last looked
+at /proc.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
 else:
     import _signal  # `signal` would add half again to the start-up time
 
-
 LOOKS = 200
+"""Times that `kill_tree` looks before it gives up: a process that forks faster than it is killed can win forever."""
 
 
 class Process:
-    """What is a zombie has ended. Its first thread alone may have, and is one then, while others go on."""
+    """A line of /proc/PID/stat. `zombie`: the process has ended. The kernel says the same of one whose first thread
+    alone has ended, while others go on; its number of threads tells the two apart."""
 
     def __init__(self, pid: int, fields: list[bytes]) -> None:
         self.pid = pid
@@ -37,11 +39,13 @@ def processes() -> dict[int, Process]:
         if name.isdigit():
             stat = slurp("/proc/" + name + "/stat")
             if stat:
+                # Behind the last parenthesis: a program's name may have any character.
                 found[int(name)] = Process(int(name), stat.rpartition(b")")[2].split())
     return found
 
 
 def slurp(path: str) -> bytes:
+    """A file's content; b"" if it cannot be read. A process may end while it is looked at."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()
@@ -50,7 +54,7 @@ def slurp(path: str) -> bytes:
 
 
 def threads(pid: int) -> list[str]:
-    """By their numbers; none of what is gone."""
+    """The numbers of a process's threads; none if it has ended."""
     try:
         return posix.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -58,7 +62,7 @@ def threads(pid: int) -> list[str]:
 
 
 def environment_of(pid: int) -> bytes:
-    """As it was started. A thread that has ended has none to show, others have."""
+    """The environment that a process was started with. A first thread that has ended shows none, others do."""
     found = slurp(f"/proc/{pid}/environ")
     for thread in () if found else threads(pid):
         found = found or slurp(f"/proc/{pid}/task/{thread}/environ")
@@ -66,7 +70,7 @@ def environment_of(pid: int) -> bytes:
 
 
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
-    """`roots` and everything below them that is alive."""
+    """Those of `roots` and of everything below them that are alive."""
     below: dict[int, list[int]] = {}
     for process in table.values():
         below.setdefault(process.parent, []).append(process.pid)
@@ -81,13 +85,14 @@ def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
 
 
 def adopted(table: dict[int, Process], mark: bytes) -> set[int]:
-    """Orphans that were re-parented to this server and carry `mark` in their environment."""
+    """Orphans that were reparented to this server and have `mark` in their environment: daemons leave their session and
+    their parent, but keep their environment."""
     me = posix.getpid()
     return {p.pid for p in table.values() if p.parent == me and mark in environment_of(p.pid)}
 
 
 def send_signal(pid: int, number: int) -> bool:
-    """False when there is no such process (any more)."""
+    """False when there is no such process any more."""
     try:
         posix.kill(pid, number)
     except OSError:
@@ -96,8 +101,8 @@ def send_signal(pid: int, number: int) -> bool:
 
 
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
-    """SIGKILL `roots`, all below them and all that carries `mark`, until a look at /proc finds none. What is still
-    alive after many looks, because the kernel holds it or it multiplies too fast, is returned."""
+    """Send SIGKILL to `roots`, to all below them and to all that has `mark`, until a look at /proc finds none of them.
+    Returns what is still alive after many looks: processes that the kernel holds, or that fork too fast."""
     victims: set[int] = set()
     for attempt in range(LOOKS):
         table = processes()
@@ -107,16 +112,17 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
             break
         for pid in victims:
             send_signal(pid, _signal.SIGKILL)
-        time.sleep(0 if attempt < 3 else 0.002)
+        time.sleep(0 if attempt < 3 else 0.002)  # most have died by the second look
     return victims
 
 
 def exit_code(status: int) -> int:
+    """128 + N for a signal N, as shells have it."""
     return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
 
 
 def sacrifice() -> None:
-    """When memory runs out, this process and its children go before the tool server."""
+    """Have the kernel kill this process and its children before the tool server when memory runs out."""
     try:
         fd = posix.open("/proc/self/oom_score_adj", posix.O_WRONLY)
         posix.write(fd, b"1000")
@@ -126,7 +132,8 @@ def sacrifice() -> None:
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
-    """Fork and execute in a session of its own with `fds` {target: source} and nothing else open."""
+    """Fork, and execute a program in a session of its own with `fds` {target: source} and nothing else open. What goes
+    wrong in the fork is printed on its standard error; its exit code is 127 for a missing program, else 126."""
     pid = posix.fork()
     if pid:
         return pid
@@ -134,8 +141,9 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
     try:
         posix.setsid()
         sacrifice()
-        _signal.set_wakeup_fd(-1)
+        _signal.set_wakeup_fd(-1)  # the fork must not wake the server's loop
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
+            # Python and this server ignore or catch these, and an ignored signal stays ignored in the program.
             _signal.signal(number, _signal.SIG_DFL)
         for target, source in fds.items():
             posix.dup2(source, target)

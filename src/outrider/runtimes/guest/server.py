@@ -1,11 +1,11 @@
-"""The tool server: the one program of ours inside a sandbox. Standard library only, Python 3.8 or newer.
+"""The tool server: the program of ours that runs inside each sandbox. Standard library only, Python 3.8 or newer.
 
-It answers calls from the host on one connection: commands, live shells, files, archives, and a bridge from 127.0.0.1
-to the model gateway's socket. It knows nothing of sessions, of models, or of how it was isolated. Invariant: every
-child it ever had, orphans included, is reaped here, and none outlives it.
+It answers calls from the host on one connection: commands, live shells, files, archives. It also bridges 127.0.0.1 to
+the model gateway's socket. It knows nothing of sessions or models, or of how the sandbox was isolated. Invariant: every
+child that it ever had, orphans included, is reaped here, and none outlives it.
 
 `runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters:
-only modules that load within a millisecond are imported at the top, rarer ones where they are used.
+modules that take more than a millisecond to load are imported in the functions that need them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ import posix
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.guest.bridge import Bridge
-from outrider.runtimes.guest.calls import Calls
-from outrider.runtimes.guest.connection import Connection
-from outrider.runtimes.guest.filesystem.files import Snapshot, write_file, write_tar
-from outrider.runtimes.guest.filesystem.glob import Helper, found_paths, patched_files
-from outrider.runtimes.guest.filesystem.host_reads import open_own
+from outrider.runtimes.guest.child_reply import ChildReply
+from outrider.runtimes.guest.command import Command
+from outrider.runtimes.guest.connection import Calls, Connection
+from outrider.runtimes.guest.filesystem.files import open_file, write_all, write_file, write_tar
+from outrider.runtimes.guest.filesystem.glob import found_paths
+from outrider.runtimes.guest.filesystem.patch import patched_files
 from outrider.runtimes.guest.filesystem.paths import folder_of, is_link, make_folders, same_file
 from outrider.runtimes.guest.filesystem.restore import Restore
-from outrider.runtimes.guest.job import Job
-from outrider.runtimes.guest.memory_watch import Watch
+from outrider.runtimes.guest.memory_watch import MemoryWatch
 from outrider.runtimes.guest.msgpack import Unpacker
 from outrider.runtimes.guest.poll_loop import Loop
 from outrider.runtimes.guest.processes import kill_tree, slurp
-from outrider.runtimes.guest.shells.bash import Terminal
-from outrider.runtimes.guest.shells.interpreter import Interpreter
-from outrider.runtimes.guest.shells.shell import Shell
+from outrider.runtimes.guest.shells.shell import Bash, Interpreter, Shell
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -39,10 +37,14 @@ else:
     import _signal  # `signal` would add half again to the start-up time
 
 PR_SET_CHILD_SUBREAPER = 36
+SEARCH_SECONDS = 60
+SEARCH_BYTES = 64 << 20
+"""Limits of the child that globs or patches: an agent can make a tree that takes forever to search."""
+SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
 class Server:
-    """The methods: `do_NAME(call, arguments)` for each NAME the host may call."""
+    """Its methods `do_NAME(call, arguments)` are what the host may call."""
 
     def __init__(
         self, loop: Loop, connection: Connection, save_layers: Callable[[int], None] | None, gateway: int
@@ -68,11 +70,13 @@ class Server:
 
     def do_configure(self, call: int, args: dict[str, Any]) -> None:
         self.calls.base_env = args["env"]
-        self.calls.marking = args["mark"]
+        self.calls.sandbox_mark = args["mark"]
         self.calls.python = args["python"]
         if args["subreaper"]:
             import ctypes
 
+            # A child that loses its parent becomes ours, so that it can still be found and killed. In a pid namespace
+            # the first process, which we are, has that without asking.
             if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         for path, data in args["files"].items():
@@ -83,21 +87,21 @@ class Server:
         if args["lifetime"]:
             self.loop.at(self, args["lifetime"] / 1000, self.expire)
         if args["memory"]:
-            Watch(self.loop, args["memory"])
+            MemoryWatch(self.loop, args["memory"])
         if args["bridge_port"]:
-            held = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else ""
-            self.bridge = Bridge(self.loop, args["bridge_port"], held or args["bridge_socket"])
+            socket = f"/proc/self/fd/{self.gateway}" if self.gateway >= 0 else args["bridge_socket"]
+            self.bridge = Bridge(self.loop, args["bridge_port"], socket)
         self.calls.reply(call, {})
 
     def expire(self) -> None:
-        """The sandbox has lived as long as it may."""
+        """End the sandbox, which has come to the end of its lifetime. A node that was killed cannot do it."""
         kill_tree({posix.getpid()})
         for call in self.calls.running:
             self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
         self.loop.stopped = True
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
-        Job(self.calls, call, args)
+        Command(self.calls, call, args)
 
     def do_cancel(self, call: int, args: dict[str, Any]) -> None:
         cancel = self.calls.running.get(args["call"])
@@ -105,9 +109,9 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        number = call  # unique already
+        number = call  # which no other shell of this connection has
         if args["kind"] == "bash":
-            self.shells[number] = Terminal(self.calls, number, args)
+            self.shells[number] = Bash(self.calls, number, args)
             self.calls.reply(call, {"shell": number})
         else:
             self.shells[number] = Interpreter(self.calls, number, args)
@@ -126,14 +130,14 @@ class Server:
         self.calls.reply(call, {})
 
     def do_read(self, call: int, args: dict[str, Any]) -> None:
-        fd = open_own(args["path"], args["follow"])
+        fd = open_file(args["path"], args["follow"])
         try:
             self.calls.reply(call, {"data": posix.pread(fd, args["size"], args["offset"])})
         finally:
             posix.close(fd)
 
     def do_environ(self, call: int, args: dict[str, Any]) -> None:
-        """What this process was started with."""
+        """The environment that this process was started with: the image's variables are in it."""
         self.calls.reply(call, {"data": slurp("/proc/self/environ")})
 
     def do_write(self, call: int, args: dict[str, Any]) -> None:
@@ -154,20 +158,36 @@ class Server:
     def do_snapshot(self, call: int, args: dict[str, Any]) -> None:
         if args["alone"]:
             end_all()
-        Snapshot(self.calls, call, args["limit"], lambda fd: write_tar(fd, args["paths"], args["limit"]))
+        ChildReply(
+            self.calls,
+            call,
+            lambda fd: write_tar(fd, args["paths"], args["limit"]),
+            limit=args["limit"],
+            failed="snapshot failed",
+        )
 
     def do_save_layer(self, call: int, args: dict[str, Any]) -> None:
-        """All else that runs is ended first: what is saved is what it left."""
+        """All other processes are ended first, so that nothing changes while it is saved."""
         if self.save_layers is None:
             raise ValueError("this sandbox has no layer of its own")
         end_all()
-        Snapshot(self.calls, call, args["limit"], self.save_layers)
+        ChildReply(self.calls, call, self.save_layers, limit=args["limit"], failed="snapshot failed")
 
     def do_glob(self, call: int, args: dict[str, Any]) -> None:
-        Helper(self.calls, call, lambda: found_paths(args["root"], args["pattern"], args["limit"]))
+        self._search(call, lambda: found_paths(args["root"], args["pattern"], args["limit"]))
 
     def do_patch(self, call: int, args: dict[str, Any]) -> None:
-        Helper(self.calls, call, lambda: patched_files(args["cwd"], args["text"], args["size"]))
+        self._search(call, lambda: patched_files(args["cwd"], args["text"], args["size"]))
+
+    def _search(self, call: int, work: Callable[[], bytes]) -> None:
+        ChildReply(
+            self.calls,
+            call,
+            lambda fd: write_all(fd, work()),
+            limit=SEARCH_BYTES,
+            failed=SEARCH_FAILED,
+            seconds=SEARCH_SECONDS,
+        )
 
     def do_restore(self, call: int, args: dict[str, Any]) -> None:
         restore = self.restores.get(args["key"]) or Restore(self.calls, args["roots"], args["limit"])
@@ -182,14 +202,15 @@ class Server:
 
 
 def end_all() -> None:
-    """Raises OSError when something stays alive."""
+    """Kill everything below this process. Raises OSError when something stays alive."""
     left = kill_tree({posix.getpid()})
     if left:
         raise OSError(errno.EBUSY, f"{len(left)} processes in the sandbox cannot be killed")
 
 
 def preload() -> None:
-    """Import now what is otherwise imported where it is used: for a process that is about to change its root."""
+    """Import now what is otherwise imported where it is used: a process that is about to change its root will not find
+    its standard library there."""
     import _socket
     import ctypes
     import fcntl
@@ -203,7 +224,7 @@ def preload() -> None:
 def main() -> None:
     """Serve the connection on descriptors 0 and 1 until it ends, then kill and reap all that is left."""
     one = same_file(0, 1)
-    fd_in = posix.dup(0)
+    fd_in = posix.dup(0)  # descriptors 0 and 1 would be inherited by every program
     fd_out = fd_in if one else posix.dup(1)
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1):
@@ -214,8 +235,8 @@ def main() -> None:
 
 
 def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
-    """Serve one connection. `save_layers` writes an archive of the sandbox's writable layers, where it has any;
-    `gateway` is a descriptor of the gateway's socket, where no path inside leads to it."""
+    """Serve one connection to its end. `save_layers` writes an archive of the sandbox's writable layers, where it has
+    any; `gateway` is a descriptor of the gateway's socket, where no path inside leads to it."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     loop = Loop()
     Server(loop, Connection(loop, fd_in, fd_out), save_layers, gateway)
@@ -224,10 +245,10 @@ def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None 
 
 
 def close_others(kept: set[int]) -> None:
-    """Nothing that the host's process happened to have open may reach a program in here."""
+    """Close all other descriptors: nothing that the host's process had open may reach a program in here."""
     start = 0
     for fd in sorted(kept):
-        if start < fd:  # closerange(0, 0) closes everything on kernels with close_range
+        if start < fd:  # where the C library has close_range, closerange(0, 0) closes everything
             posix.closerange(start, fd)
         start = fd + 1
     posix.closerange(start, posix.sysconf("SC_OPEN_MAX"))

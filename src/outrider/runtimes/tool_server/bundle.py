@@ -42,16 +42,12 @@ GUEST = "outrider.runtimes.guest"
 MODULES = (
     "msgpack",
     "filesystem.paths",
-    "filesystem.host_reads",
     "processes",
     "poll_loop",
     "connection",
-    "calls",
-    "capture",
-    "job",
+    "command",
+    "child_reply",
     "shells.shell",
-    "shells.bash",
-    "shells.interpreter",
     "bridge",
     "filesystem.trees",
     "filesystem.tree_writer",
@@ -62,7 +58,7 @@ MODULES = (
     "memory_watch",
     "server",
 )
-"""In the order in which they build on each other."""
+"""The tool server's modules, each behind those that it imports."""
 
 COMPILING = threading.Lock()
 """Sandboxes that start together compile once; and Python 3.11's `ast.parse` fails when threads use it at once."""
@@ -77,7 +73,7 @@ def source(name: str) -> str:
 @functools.cache
 def shell_program(kind: Literal["python", "ipython"]) -> str:
     """What the tool server starts as a live Python of that kind."""
-    modules = ("shells.python", "shells.ipython") if kind == "ipython" else ("shells.python",)
+    modules = ("shells.python_program", "shells.ipython_program") if kind == "ipython" else ("shells.python_program",)
     engine = "RichEngine" if kind == "ipython" else "PlainEngine"
     with COMPILING:
         return f"{program(modules)}\nserve({engine})\n"

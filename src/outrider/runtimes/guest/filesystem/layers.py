@@ -1,8 +1,9 @@
-"""A sandbox's writable layers as an archive, and back: all that was changed, by whom and where ever.
+"""A sandbox's writable layers saved as an archive, and restored: all that was written in it, wherever and by whom.
 
-An archive is a tar whose members begin with the number of their layer. What a layer takes away from below it is kept
-as the kernel keeps it: a character device 0:0, and an attribute of folders. Invariant: an archive, whatever is in it,
-is unpacked with the layer as the root, so that it reaches nothing else.
+An archive is a tar whose members' names begin with the number of their layer. What a layer removes from the files below
+it is kept the way overlayfs keeps it: a character device 0:0 stands for a removed file, and an attribute marks a folder
+that hides the one below. Invariant: an archive, whatever is in it, is unpacked with the layer as the root, so that it
+reaches nothing else.
 """
 
 from __future__ import annotations
@@ -11,33 +12,37 @@ import os
 import stat
 import tarfile
 
-from outrider.runtimes.guest.filesystem.tree_writer import Way, make_folder, put_file, put_link, vacate
+from outrider.runtimes.guest.filesystem.tree_writer import FolderCursor, make_folder, put_file, put_link, remove_entry
 from outrider.runtimes.guest.filesystem.trees import Packer
 
 OPAQUE = "user.overlay.opaque"
-HEADER = "SCHILY.xattr." + OPAQUE
+"""overlayfs's mark of a folder that hides the one below it, for mounts with the option `userxattr`."""
+OPAQUE_HEADER = "SCHILY.xattr." + OPAQUE
+"""The same in an archive, as GNU tar and star write attributes."""
 
 
 def save_layers(out: int, layers: list[int]) -> None:
-    """Write the archive of the layers' folders, given as descriptors, to a descriptor, in a process of its own. Sockets
-    are left out."""
+    """Write the archive of the layers' folders, given as descriptors, to a descriptor. Sockets are left out. It changes
+    the working directory: call it in a fork."""
     with open(out, "wb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
         for number, layer in enumerate(layers):
             Packer(archive, describe).add_tree(os.dup(layer), ".", str(number))
 
 
 def describe(member: tarfile.TarInfo, folder: int, name: str) -> None:
-    """Nobody's, and with what the kernel keeps of a folder."""
+    """Leave the owner out, and add overlayfs's mark of a folder."""
     member.uid = member.gid = 0
     if member.isdir():
-        os.fchdir(folder)
+        os.fchdir(folder)  # no call for attributes takes a descriptor and a name
         if OPAQUE in os.listxattr(name, follow_symlinks=False):
-            member.pax_headers = {HEADER: os.getxattr(name, OPAQUE, follow_symlinks=False).decode("ascii")}
+            member.pax_headers = {OPAQUE_HEADER: os.getxattr(name, OPAQUE, follow_symlinks=False).decode("ascii")}
 
 
 def restore_layers(source: int, folders: list[str]) -> None:
-    """Fill the folders, which are empty, from the archive at a descriptor. In a child of its own, whose root each
-    folder becomes in turn. Raises OSError."""
+    """Fill the folders, which are empty, from the archive at a descriptor. Raises OSError.
+
+    A fork does it, because each folder becomes its root in turn: nothing in the archive can lead out of that.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -56,30 +61,30 @@ def restore_layers(source: int, folders: list[str]) -> None:
             os.lseek(source, 0, os.SEEK_SET)
             unpack(source, f"{number}/")
             os.fchdir(old)
-            os.chroot(".")
-    except BaseException as error:  # whatever it is, the parent is told, and this fork ends
+            os.chroot(".")  # a descriptor from outside is the way back out of a chroot
+    except BaseException as error:  # whatever it is, the parent raises it, and this fork ends
         os.write(writer, f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
 
 def unpack(source: int, prefix: str) -> None:
-    """Put what begins with `prefix`, or is the same without its slash, below the folder `/`."""
+    """Write the members below `prefix`, a name with a slash behind it, and the member of that name, to `/`."""
     top = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    way = Way(top)
+    cursor = FolderCursor(top)
     with open(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
         while (member := archive.next()) is not None:
             if f"{member.name}/".startswith(prefix):
-                put(archive, member, way, prefix)
-            archive.members = []  # type: ignore[attr-defined]  # it would keep every one
-    os.close(way.descent.fd)
+                put(archive, member, cursor, prefix)
+            archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
+    os.close(cursor.descent.fd)
     os.close(top)
 
 
-def put(archive: tarfile.TarFile, member: tarfile.TarInfo, way: Way, prefix: str) -> None:
-    """Only what has a place of its own below the top, at the end of folders."""
+def put(archive: tarfile.TarFile, member: tarfile.TarInfo, cursor: FolderCursor, prefix: str) -> None:
+    """Write one member. It is left out if its path leads through something that is no folder, or upwards."""
     parts = parts_of(member.name, prefix)
-    above = way.to(parts[:-1])
+    above = cursor.to(parts[:-1])
     if above < 0 or ".." in parts:
         return
     name = parts[-1] if parts else "."
@@ -90,12 +95,12 @@ def put(archive: tarfile.TarFile, member: tarfile.TarInfo, way: Way, prefix: str
     elif member.isreg():
         put_file(archive, member, above, name, member.mode & 0o7777)
     elif member.islnk():
-        link(member, way, above, name, parts_of(member.linkname, prefix))
+        link(member, cursor, above, name, parts_of(member.linkname, prefix))
     elif member.issym():
-        vacate(above, name)
+        remove_entry(above, name)
         os.symlink(member.linkname, name, dir_fd=above)
     elif member.ischr() or member.isfifo():
-        vacate(above, name)
+        remove_entry(above, name)
         kind = stat.S_IFIFO if member.isfifo() else stat.S_IFCHR
         os.mknod(name, kind | member.mode & 0o7777, os.makedev(member.devmajor, member.devminor), dir_fd=above)
 
@@ -107,16 +112,16 @@ def parts_of(path: str, prefix: str) -> list[str]:
 def put_folder(member: tarfile.TarInfo, above: int, name: str) -> None:
     folder = make_folder(above, name, member.mode & 0o7777)
     try:
-        if HEADER in member.pax_headers:
-            os.setxattr(folder, OPAQUE, member.pax_headers[HEADER].encode())
+        if OPAQUE_HEADER in member.pax_headers:
+            os.setxattr(folder, OPAQUE, member.pax_headers[OPAQUE_HEADER].encode())
     finally:
         os.close(folder)
 
 
-def link(member: tarfile.TarInfo, way: Way, above: int, name: str, goal: list[str]) -> None:
+def link(member: tarfile.TarInfo, cursor: FolderCursor, above: int, name: str, goal: list[str]) -> None:
     kept = os.dup(above)
     try:
-        source = way.to(goal[:-1])
+        source = cursor.to(goal[:-1])
         if source >= 0 and goal and ".." not in goal:
             put_link(source, goal[-1], kept, name)
     finally:

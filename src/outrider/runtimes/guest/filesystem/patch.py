@@ -1,37 +1,32 @@
-"""Unified diffs: read, and applied to the contents of files. Pure.
+"""Unified diffs: read, applied to the contents of files, and put in place.
 
-What git writes is understood (new, deleted, renamed and copied files, modes, symbolic links, quoted names, a missing
-last newline) and what plain `diff -u` writes; binary patches and submodules are not. As with `git apply`, lines must
-match byte for byte, a hunk may have moved, and one at a file's beginning or end must still be there. Invariant: what
-is given back is all that the diff asks for; else there is a Conflict.
+It understands what git writes (new, deleted, renamed and copied files, modes, symbolic links, quoted names, a missing
+last newline) and what plain `diff -u` writes, but no binary patches and no submodules. As with `git apply`, lines must
+match byte for byte; a hunk may have moved, but one at a file's beginning or end must still be there. `plan_patch` is
+pure; only `patched_files` and what it calls touch files. Invariant: either all that the diff asks for is done, or
+nothing, and a Conflict says why.
 """
 
 from __future__ import annotations
 
+import posix
 from typing import TYPE_CHECKING
+
+from outrider.runtimes.guest.filesystem.files import write_all
+from outrider.runtimes.guest.filesystem.paths import exists, folder_of, is_link, make_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PLAIN_MODE = 0o100644
-
-
 LINK_MODE = 0o120000
-
-
 PATCH_MODES = (0o100644, 0o100755, LINK_MODE)
-
-
 OLD_PREFIXES = ("a/", "i/", "w/", "c/", "o/", "1/")
-
-
 NEW_PREFIXES = ("b/", "w/", "i/", "c/", "o/", "2/")
-
-
+"""What git puts in front of names: a/ and b/, with `diff.mnemonicPrefix` the others, and 1/ and 2/ with --no-index."""
 ESCAPES = {b"a": 7, b"b": 8, b"t": 9, b"n": 10, b"v": 11, b"f": 12, b"r": 13}
-
-
 LINE_SHOWN = 80
+"""Maximum number of bytes of a line that an error repeats."""
 
 
 class Conflict(Exception):
@@ -39,7 +34,7 @@ class Conflict(Exception):
 
 
 class Entry:
-    """A file or symbolic link: its mode as git tells it, and its content or target."""
+    """A file or symbolic link: its mode as git writes it, and its content or target."""
 
     def __init__(self, mode: int, data: bytes) -> None:
         self.mode = mode
@@ -47,7 +42,8 @@ class Entry:
 
 
 class Hunk:
-    """`old` and `new` are its lines with their ends; `leading` and `trailing` say how many it only repeats there."""
+    """`old` and `new` are its lines before and after, with their ends. `leading` and `trailing` are the numbers of
+    context lines at its beginning and end."""
 
     def __init__(self, old_start: int, new_start: int) -> None:
         self.old_start = old_start
@@ -59,7 +55,10 @@ class Hunk:
 
 
 class FilePatch:
-    """What a diff says of one file. A name is None where there is no file before, or after."""
+    """What a diff says of one file. `old` is None for a file that it creates, `new` for one that it deletes.
+
+    `maybe_created`: plain `diff -u` does not say whether a file is new; it may be, if its only hunk has no old lines.
+    """
 
     def __init__(self) -> None:
         self.old: str | None = None
@@ -72,7 +71,7 @@ class FilePatch:
 
 
 def plan_patch(text: bytes, look: Callable[[str], Entry | None]) -> dict[str, Entry | None]:
-    """What to put at which path, None for what is to go. `look` gives what is there. Raises Conflict."""
+    """What each path is to hold, None for a file to be deleted. `look` returns what is there. Raises Conflict."""
     patches = read_patch(text)
     if not patches:
         raise Conflict("no change of a file in the patch: it needs lines that begin with ---, +++ and @@")
@@ -80,7 +79,10 @@ def plan_patch(text: bytes, look: Callable[[str], Entry | None]) -> dict[str, En
 
 
 class Planner:
-    """A file that is renamed or copied is what it was before the whole diff: renames may go round in a circle."""
+    """Applies the patches of a diff, one file after another; `after` is the result.
+
+    The source of a rename or copy is the file as it was before the whole diff: renames may go round in a circle.
+    """
 
     def __init__(self, patches: list[FilePatch], look: Callable[[str], Entry | None]) -> None:
         self.look = look
@@ -109,12 +111,12 @@ class Planner:
             self.after[one.new] = Entry(one.mode or (before.mode if before else PLAIN_MODE), data)
 
     def taken(self, path: str) -> bool:
-        """By a file that does not make room for it later on."""
+        """Whether there is a file at the path that no later part of the diff moves away."""
         return self.now(path) is not None and (path in self.after or path not in self.leaving)
 
 
 def lines_of(data: bytes) -> list[bytes]:
-    """With their ends; only a newline ends one."""
+    """The lines with their ends. Only a newline ends a line: `splitlines` knows others, and git does not."""
     lines = data.split(b"\n")
     last = lines.pop()
     return [line + b"\n" for line in lines] + ([last] if last else [])
@@ -124,7 +126,7 @@ def patched(name: str, data: bytes, hunks: list[Hunk]) -> bytes:
     """The content of a file after its hunks. Raises Conflict."""
     lines = lines_of(data)
     fresh = [False] * len(lines)
-    """Which of them an earlier hunk has put there."""
+    """Which lines an earlier hunk has put there: as with git, no later hunk matches them."""
     for number, hunk in enumerate(hunks, 1):
         at = hunk_place(hunk, lines, fresh)
         if at < 0:
@@ -138,12 +140,13 @@ def patched(name: str, data: bytes, hunks: list[Hunk]) -> bytes:
 
 
 def hunk_place(hunk: Hunk, lines: list[bytes], fresh: list[bool]) -> int:
-    """The index nearest to where the hunk says it is, at which its lines are; -1 when there is none."""
+    """The index of the hunk's lines that is nearest to where the hunk says they are; -1 when they are nowhere."""
     size = len(hunk.old)
     last = len(lines) - size
     expected = max(0, hunk.new_start - 1)
     at_start, at_end = hunk.old_start <= 1, not hunk.trailing
-    bare = not at_start and not hunk.leading and not hunk.trailing  # of a diff without context: it cannot be looked for
+    # The lines of a diff without context could be anywhere, so they are not searched for.
+    bare = not at_start and not hunk.leading and not hunk.trailing
 
     def fits(at: int) -> bool:
         if not 0 <= at <= last or (at_start and at) or (at_end and at != last and not bare):
@@ -164,7 +167,7 @@ def hunk_place(hunk: Hunk, lines: list[bytes], fresh: list[bool]) -> int:
 
 
 def why_not_there(hunk: Hunk, lines: list[bytes]) -> str:
-    """The first difference at the place where the hunk should be."""
+    """The first difference at the place that the hunk names."""
     at = 0 if hunk.old_start <= 1 else max(0, hunk.new_start - 1)
     for offset, wanted in enumerate(hunk.old):
         if at + offset >= len(lines):
@@ -183,7 +186,7 @@ def shown_line(line: bytes) -> str:
 
 
 def read_patch(text: bytes) -> list[FilePatch]:
-    """The files of a diff, in its order. Text around them is skipped: mails and logs have some. Raises Conflict."""
+    """The files of a diff, in its order. Text between them is skipped: mails and logs have some. Raises Conflict."""
     reader = PatchReader(lines_of(text if text.endswith(b"\n") else text + b"\n"))
     found = []
     while reader.at < len(reader.lines):
@@ -202,7 +205,7 @@ def read_patch(text: bytes) -> list[FilePatch]:
 
 
 class PatchReader:
-    """The lines of a diff, and how far they are read."""
+    """The lines of a diff, and the index of the next one to read."""
 
     def __init__(self, lines: list[bytes]) -> None:
         self.lines = lines
@@ -255,7 +258,7 @@ class PatchReader:
         return mode
 
     def names(self, one: FilePatch) -> None:
-        """The lines --- and +++."""
+        """Read the lines --- and +++."""
         old, new = (plain_name(self.lines[self.at + ahead][4:].rstrip(b"\r\n")) for ahead in (0, 1))
         one.created = one.created or old == "/dev/null"
         sides = stripped_names(None if old == "/dev/null" else old, None if new == "/dev/null" else new)
@@ -280,6 +283,7 @@ class PatchReader:
         changed = False
         while len(hunk.old) < olds or len(hunk.new) < news or self.here(b"\\"):
             line = self.lines[self.at] if self.at < len(self.lines) else b""
+            # Editors and mail programs strip the blank of an empty context line.
             sign, rest = (b" ", line) if line == b"\n" else (line[:1], line[1:])
             if sign == b"\\" and (hunk.old or hunk.new):
                 self.cut_newline(hunk)
@@ -298,13 +302,14 @@ class PatchReader:
         return hunk
 
     def cut_newline(self, hunk: Hunk) -> None:
+        """For a line "\\ No newline at end of file", which is about the line before it."""
         for lines, other in ((hunk.old, b"+"), (hunk.new, b"-")):
             if self.last != other and lines[-1].endswith(b"\n"):
                 lines[-1] = lines[-1][:-1]
 
 
 def hunk_header(line: bytes) -> tuple[int, int, int, int] | None:
-    """Where it begins before, with how many lines, and after."""
+    """First line and number of lines before, then after; None if the line is no header of a hunk."""
     words = line.split(b" ", 3)
     if len(words) < 4 or words[0] != b"@@" or words[1][:1] != b"-" or words[2][:1] != b"+" or words[3][:2] != b"@@":
         return None
@@ -318,14 +323,14 @@ def hunk_header(line: bytes) -> tuple[int, int, int, int] | None:
 
 
 def plain_name(field: bytes) -> str:
-    """A name as it stands in a diff: in quotes with backslashes, or up to a tab."""
+    """The name in a field of a diff: in quotes with backslashes, or up to a tab, behind which `diff -u` puts a date."""
     if not field.startswith(b'"'):
         return field.partition(b"\t")[0].decode("utf-8", "surrogateescape")
     return unquoted(field)[0]
 
 
 def unquoted(field: bytes) -> tuple[str, bytes]:
-    """The name in quotes at the beginning, and what follows."""
+    """The quoted name at the beginning of a field, and what follows it."""
     out = bytearray()
     at = 1
     while at < len(field) and field[at : at + 1] != b'"':
@@ -342,7 +347,11 @@ def unquoted(field: bytes) -> tuple[str, bytes]:
 
 
 def names_of_header(field: bytes) -> tuple[str | None, str | None]:
-    """What follows `diff --git`: two names, the same when there are no further lines that tell them."""
+    """The names behind `diff --git`, (None, None) if they cannot be told apart.
+
+    Names with blanks are not quoted, so a field without quotes is read only if both names are the same: where they
+    differ, git writes further lines that name each alone.
+    """
     if field.startswith(b'"'):
         old, rest = unquoted(field)
         return stripped_names(old, plain_name(rest.lstrip(b" ")))
@@ -356,7 +365,7 @@ def names_of_header(field: bytes) -> tuple[str | None, str | None]:
 
 
 def stripped_names(old: str | None, new: str | None) -> tuple[str | None, str | None]:
-    """Without the a/ and b/ in front of them, if they have such. Raises Conflict for names that lead elsewhere."""
+    """The names without git's prefixes. Raises Conflict for a name that leads elsewhere."""
     if (old is None or old.startswith(OLD_PREFIXES)) and (new is None or new.startswith(NEW_PREFIXES)):
         old, new = old and old[2:], new and new[2:]
     return (old and safe_name(old), new and safe_name(new))
@@ -366,3 +375,124 @@ def safe_name(name: str) -> str:
     if not name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
         raise Conflict(f"{name}: a patch may only name files below its folder")
     return name
+
+
+def patched_files(folder: str, text: bytes, size: int) -> bytes:
+    """Apply a patch below `folder`. Returns "+" and the paths with NULs between them, or "-" and why nothing was done.
+    A file of more than `size` bytes is refused."""
+    try:
+        changes = plan_patch(text, lambda path: entry_at(folder, path, size))
+        put_in_place(folder, changes)
+    except Conflict as conflict:
+        return b"-" + str(conflict).encode("utf-8", "backslashreplace")
+    except OSError as error:
+        where = str(error.filename or folder)
+        return b"-" + (where + ": " + posix.strerror(error.errno or 0)).encode("utf-8", "backslashreplace")
+    return b"+" + "\0".join(changes).encode("utf-8", "surrogateescape")
+
+
+def entry_at(folder: str, path: str, size: int) -> Entry | None:
+    """What is at a path; None if there is nothing. As with git, no link on the way is followed. Raises Conflict."""
+    parts = path.split("/")
+    for count in range(1, len(parts)):
+        if is_link(folder + "/" + "/".join(parts[:count])):
+            raise Conflict(f"{path}: {'/'.join(parts[:count])} is a symbolic link, which a patch does not go through")
+    place = folder + "/" + path
+    try:
+        status = posix.lstat(place)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    kind = status.st_mode & 0o170000
+    if kind == 0o120000:
+        return Entry(LINK_MODE, posix.readlink(place).encode("utf-8", "surrogateescape"))
+    if kind != 0o100000:
+        raise Conflict(f"{path}: not a regular file")
+    if status.st_size > size:
+        raise Conflict(f"{path}: larger than {size} bytes")
+    with open(place, "rb") as file:
+        return Entry(0o100755 if status.st_mode & 0o100 else 0o100644, file.read())
+
+
+def put_in_place(folder: str, changes: dict[str, Entry | None]) -> None:
+    """Write the new contents beside their places, move the old ones aside, move the new ones in, and only then delete
+    the old ones. All that can fail for want of space comes first, and each step can be undone. Raises OSError."""
+    token = posix.urandom(4).hex()
+    renames: list[tuple[str, str]] = []
+    fresh: list[str] = []
+    made_folders: list[str] = []
+    try:
+        for number, (path, entry) in enumerate(changes.items()):
+            if entry is not None:
+                made_folders += missing_folders(folder, path)
+                make_folders(folder_of(folder + "/" + path))
+                fresh.append(beside(folder, path, "new", token, number))
+                write_entry(fresh[-1], entry, folder + "/" + path)
+        for number, path in enumerate(changes):
+            if exists(folder + "/" + path):
+                move(folder + "/" + path, beside(folder, path, "old", token, number), renames)
+        for number, (path, entry) in enumerate(changes.items()):
+            if entry is not None:
+                move(beside(folder, path, "new", token, number), folder + "/" + path, renames)
+    except OSError:
+        for source, target in reversed(renames):
+            posix.rename(target, source)
+        for path in fresh:
+            if exists(path):
+                posix.unlink(path)
+        for path in made_folders:
+            if exists(path):
+                posix.rmdir(path)
+        raise
+    for number, (path, entry) in enumerate(changes.items()):
+        aside = beside(folder, path, "old", token, number)
+        if exists(aside):
+            posix.unlink(aside)
+        if entry is None:
+            remove_empty(folder, path)
+
+
+def missing_folders(folder: str, path: str) -> list[str]:
+    """The folders above a file that do not exist, the deepest first."""
+    missing = []
+    above = folder_of(path)
+    while above and not exists(folder + "/" + above):
+        missing.append(folder + "/" + above)
+        above = folder_of(above)
+    return missing
+
+
+def beside(folder: str, path: str, kind: str, token: str, number: int) -> str:
+    """A temporary name in a file's folder: a rename within a folder never crosses file systems."""
+    return f"{folder_of(folder + '/' + path)}/.{kind}-{token}-{number}"
+
+
+def move(source: str, target: str, renames: list[tuple[str, str]]) -> None:
+    posix.rename(source, target)
+    renames.append((source, target))
+
+
+def write_entry(place: str, entry: Entry, like: str) -> None:
+    """Write a new file. Of the mode, git's diff says only whether it may be executed; the rest is that of the file at
+    `like`, which it replaces, and 644 without one."""
+    if entry.mode == LINK_MODE:
+        posix.symlink(entry.data.decode("utf-8", "surrogateescape"), place)
+        return
+    fd = posix.open(place, posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_CLOEXEC, 0o644)
+    try:
+        write_all(fd, entry.data)
+        mode = posix.stat(like).st_mode & 0o7777 if exists(like) and not is_link(like) else 0o644
+        readers = (mode & 0o444) >> 2  # whoever may read may execute
+        posix.fchmod(fd, mode | readers if entry.mode == 0o100755 else mode & ~0o111)
+    finally:
+        posix.close(fd)
+
+
+def remove_empty(folder: str, path: str) -> None:
+    """Remove the folders that a deletion has left empty, as git does."""
+    above = folder_of(path)
+    while above:
+        try:
+            posix.rmdir(folder + "/" + above)
+        except OSError:
+            return
+        above = folder_of(above)

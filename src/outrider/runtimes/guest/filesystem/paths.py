@@ -1,6 +1,7 @@
-"""What the tool server needs of `os` beyond `posix`: importing `os` would add a sixth to the interpreter's start.
+"""Functions on paths and programs that `os` has and `posix` has not: importing `os` would add a sixth to the
+interpreter's start-up time.
 
-Invariant: what is named as in `os` behaves as it does there.
+Invariant: each behaves as the function of `os` that its docstring names, or as its docstring says.
 """
 
 from __future__ import annotations
@@ -8,15 +9,26 @@ from __future__ import annotations
 import posix
 
 DEFAULT_PATH = "/bin:/usr/bin"
+"""PATH for an environment that has none, as in `os.defpath`."""
 
 
 def folder_of(path: str) -> str:
-    """What comes before the last slash, without slashes at its end; "" for a bare name."""
+    """`os.path.dirname`: what comes before the last slash, without slashes at its end; "" for a bare name."""
     head = path[: path.rfind("/") + 1]
     return head.rstrip("/") or head
 
 
+def exists(path: str) -> bool:
+    """`os.path.lexists`: whether there is anything, be it a link that leads nowhere."""
+    try:
+        posix.lstat(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def is_folder(path: str) -> bool:
+    """`os.path.isdir`."""
     try:
         return posix.stat(path).st_mode & 0o170000 == 0o040000
     except (OSError, ValueError):
@@ -24,6 +36,7 @@ def is_folder(path: str) -> bool:
 
 
 def is_link(path: str) -> bool:
+    """`os.path.islink`."""
     try:
         return posix.lstat(path).st_mode & 0o170000 == 0o120000
     except (OSError, ValueError):
@@ -31,7 +44,7 @@ def is_link(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """`os.makedirs(path, exist_ok=True)`, for any number of folders."""
+    """`os.makedirs(path, exist_ok=True)`, without recursion: it has no limit of depth."""
     missing = [path]
     while missing:
         try:
@@ -49,20 +62,20 @@ def make_folders(path: str) -> None:
 
 
 def same_file(one: int, other: int) -> bool:
-    """Whether two descriptors are of the same file, socket or pipe."""
+    """`os.path.sameopenfile`: whether two descriptors are of the same file, socket or pipe."""
     a, b = posix.fstat(one), posix.fstat(other)
     return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 
 def find_program(name: str, path: str) -> bool:
-    """Whether a program of that name, or at that path, can be executed."""
+    """Whether a program of that name on `path`, or at that path if it has a slash, can be executed."""
     if "/" in name:
         return posix.access(name, posix.X_OK)
     return any(posix.access((folder or ".") + "/" + name, posix.X_OK) for folder in path.split(":"))
 
 
 def execute(argv: list[str], env: dict[str, str]) -> None:
-    """`os.execvpe`: become the program, found by the PATH of `env`. Returns never; raises OSError."""
+    """`os.execvpe`: become the program, found by the PATH of `env`. Never returns; raises OSError."""
     name = argv[0]
     if "/" in name:
         posix.execve(name, argv, env)

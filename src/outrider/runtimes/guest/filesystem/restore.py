@@ -1,10 +1,10 @@
-"""An archive of another sandbox's files put back in this one, by a forked child that reads it from a pipe.
+"""An archive of another sandbox's files, put back in this one by a forked child that reads it from a pipe.
 
-Whoever made the archive is not trusted with anything but the places it is for, its roots. Ownership, set-user-id bits,
-devices, sockets and pipes are left out, and so are symbolic links that lead out of the roots to anything but the
-system's own folders: a grader could be made to read, at a place that the agent names, what the grader puts there.
-Invariant: nothing is written, linked to or taken away but at and below the roots, and no link of the archive is ever
-followed.
+The archive may have been made under an agent's hands, so it may write at its roots and nowhere else. Ownership,
+set-user-id bits, devices, sockets and pipes are left out, and so are symbolic links that lead out of the roots to
+anything but the system's own folders: through one, an agent could make the grader read, at a place that the agent
+names, what the grader keeps there. Invariant: nothing is written, linked to or removed except at and below the roots,
+and no link of the archive is ever followed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import posix
 import select
 from typing import TYPE_CHECKING
 
-from outrider.runtimes.guest.calls import Calls
+from outrider.runtimes.guest.connection import Calls
 from outrider.runtimes.guest.filesystem.paths import folder_of, make_folders
 from outrider.runtimes.guest.filesystem.tree_writer import (
-    KEPT,
-    Way,
+    MOUNTED,
+    FolderCursor,
     empty_folder,
     make_folder,
     put_file,
     put_link,
-    take_away,
-    vacate,
+    remove_below,
+    remove_entry,
 )
 from outrider.runtimes.guest.filesystem.trees import FOLDER
 from outrider.runtimes.guest.poll_loop import CHUNK
@@ -36,21 +36,23 @@ if TYPE_CHECKING:
 else:
     import _signal  # `signal` would add half again to the start-up time
 
-NO_ARCHIVE = 255
-NO_NUMBER = 128
+BROKEN_ARCHIVE = 255
+"""Exit code of a child that could not read the archive. Others are the number of the error that stopped it."""
+FIRST_SIGNAL = 128
+"""Exit codes from here on say that a signal ended the child."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt")
-"""What programs in a carried folder may link to."""
+"""Folders of the system that links in a restored folder may lead to: virtual environments have such."""
 LEFT_OUT = (
-    *KEPT,
+    *MOUNTED,
     *(errno.EEXIST, errno.EILSEQ, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG),
     *(errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EXDEV),
 )
-"""What such errors say of a member is wrong with the member only."""
+"""Errors that are the fault of one member, which is left out. Any other ends the restore."""
 
 
 class Restore:
-    """The archive comes in any number of calls, one at a time; each is answered when there is room for the next, the
-    last when all is in its place."""
+    """The archive comes in any number of calls, one at a time. Each is answered when there is room for the next; the
+    last, when all of the archive is in its place."""
 
     def __init__(self, calls: Calls, roots: list[list[str]], limit: int) -> None:
         self.calls = calls
@@ -62,7 +64,7 @@ class Restore:
         self.pid = posix.fork()
         if self.pid == 0:
             posix.close(self.fd)
-            put_back(reader, roots, limit)
+            restore_and_exit(reader, roots, limit)
         posix.close(reader)
         posix.set_blocking(self.fd, False)
         calls.loop.exits[self.pid] = self._exited
@@ -101,60 +103,60 @@ class Restore:
         self._finish()
 
     def _finish(self) -> None:
-        """The child ends by itself only when it has seen the end of the pipe, or something went wrong."""
+        """Answer once the child has exited. It does so when it has seen the end of the pipe, or at an error, which
+        may come before the last call does: the next call then reports it."""
         if self.code is None or self.call not in self.calls.running:
             return
         self.calls.running.pop(self.call)
         if self.code == 0:
             self.calls.reply(self.call, {})
         else:
-            self.calls.fail(self.call, "failed", "the archive cannot be put back: " + why_not(self.code))
+            why = posix.strerror(self.code) if self.code < FIRST_SIGNAL else "its reader was killed"
+            if self.code == BROKEN_ARCHIVE:
+                why = "it is broken"
+            self.calls.fail(self.call, "failed", "the archive cannot be put back: " + why)
 
 
-def why_not(code: int) -> str:
-    if code == NO_ARCHIVE:
-        return "it is broken"
-    return posix.strerror(code) if code < NO_NUMBER else "its reader was killed"
-
-
-def put_back(reader: int, roots: list[list[str]], limit: int) -> None:
-    """In the child: empty the roots, `[path, name in the archive]`, then fill them, then exit."""
-    code = NO_ARCHIVE
+def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
+    """In the child: empty the roots, `[path, name in the archive]`, and fill them. Never returns."""
+    code = BROKEN_ARCHIVE
     try:
-        import tarfile
+        import tarfile  # slow to load; only a fork needs it
 
         with open(reader, "rb") as source:
-            refill = Refill(roots, limit)
+            restored = RestoredRoots(roots, limit)
             with tarfile.open(fileobj=source, mode="r|") as archive:
                 while True:
                     member = archive.next()
                     if member is None:
                         break
-                    refill.put(archive, member)
-                    archive.members = []  # type: ignore[attr-defined]  # it would keep every one
+                    restored.put(archive, member)
+                    archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
             while source.read(CHUNK):
-                """What follows the archive's end is padding."""
-            refill.finish()
+                pass  # padding behind the archive's end, which the host still writes
+            restored.finish()
         code = 0
     except OSError as error:
-        code = error.errno or NO_ARCHIVE
+        code = error.errno or BROKEN_ARCHIVE
     finally:
         posix._exit(code)
 
 
 class Root:
-    """A root: a descriptor of the folder above it, opened before anything of the archive is there, and its name."""
+    """One root: its name, and a descriptor of the folder above it, which is opened before anything of the archive is
+    there that could lead elsewhere."""
 
     def __init__(self, path: str) -> None:
         above = folder_of(path) or "."
         make_folders(above)
         self.above = posix.open(above, posix.O_RDONLY | posix.O_DIRECTORY | posix.O_CLOEXEC)
         self.name = path[path.rfind("/") + 1 :]
-        self.way = Way(self.above)
+        self.cursor = FolderCursor(self.above)
         self.filled = False
 
     def empty(self) -> None:
-        """Raises OSError for a link: what it leads to would be graded as it is, and not as the agent left it."""
+        """Remove what is at the root. Raises OSError for a symbolic link: what it leads to would be graded as it is
+        here, and not as the agent left it."""
         try:
             folder = posix.open(self.name, FOLDER, dir_fd=self.above)
         except FileNotFoundError:
@@ -162,13 +164,13 @@ class Root:
         except NotADirectoryError:
             if posix.stat(self.name, dir_fd=self.above, follow_symlinks=False).st_mode & 0o170000 == 0o120000:
                 raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), self.name) from None
-            take_away(self.above, self.name)
+            remove_below(self.above, self.name)
             return
         empty_folder(folder)
 
 
-class Refill:
-    """The roots, and what is put below them."""
+class RestoredRoots:
+    """The roots by their names in the archive: emptied at first, then filled member by member."""
 
     def __init__(self, roots: list[list[str]], limit: int) -> None:
         self.roots = {name: Root(path) for path, name in roots}
@@ -177,6 +179,8 @@ class Refill:
         self.left = limit
 
     def put(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """Write one member, unless it is of a kind that is left out. Its owner may always read and write it, so that
+        the grader can."""
         above = self.above(member.name)
         if above < 0:
             return
@@ -185,7 +189,7 @@ class Refill:
             if member.isdir():
                 posix.close(make_folder(above, name, member.mode & 0o777 | 0o700))
             elif member.issym() and self.stays(member.name, member.linkname):
-                vacate(above, name)
+                remove_entry(above, name)
                 posix.symlink(member.linkname, name, dir_fd=above)
             elif member.islnk():
                 self.link(above, name, member)
@@ -199,14 +203,14 @@ class Refill:
                 raise
 
     def finish(self) -> None:
-        """A root that the archive knows nothing of is not there."""
+        """Remove the roots that the archive has nothing of: they did not exist in the other sandbox."""
         for place in self.roots.values():
             if not place.filled:
-                take_away(place.above, place.name)
+                remove_below(place.above, place.name)
 
     def above(self, name: str) -> int:
-        """A descriptor of the folder that a member is to be put in, which is made if it is missing; -1 for a member
-        that is below no root, or whose way there leads through something else than folders."""
+        """A descriptor of the folder that a member belongs in, made if it is missing. -1 for a member that is below no
+        root, or whose path leads through something that is no folder."""
         parts = name.split("/")
         if not {"", ".", ".."}.isdisjoint(parts):
             return -1
@@ -215,11 +219,11 @@ class Refill:
             return -1
         place = self.roots[root]
         place.filled = True
-        return place.way.to([place.name, *parts[root.count("/") + 1 :]][:-1])
+        return place.cursor.to([place.name, *parts[root.count("/") + 1 :]][:-1])
 
     def stays(self, name: str, target: str) -> bool:
-        """Whether a link leads to a place below a root, or to a system folder. Up it may lead only at its beginning:
-        what comes later would be up from wherever another link leads."""
+        """Whether a link leads to a place below a root, or to a folder of the system. `..` is allowed only at the
+        beginning of its target: further on it would be relative to wherever another link leads."""
         goal = [] if target.startswith("/") else name.split("/")[:-1]
         parts = [part for part in target.split("/") if part not in ("", ".")]
         while parts[:1] == [".."]:
@@ -231,8 +235,8 @@ class Refill:
         return inside or whole.split("/")[0] in SYSTEM
 
     def link(self, above: int, name: str, member: tarfile.TarInfo) -> None:
-        """To a file that came out of this archive: nothing else is below the roots."""
-        kept = posix.dup(above)  # `above` is of the last folder, and may be left to find the other
+        """Make a hard link. Its source came out of this archive: nothing else is below the roots."""
+        kept = posix.dup(above)  # finding the source's folder may close `above`
         try:
             source = self.above(member.linkname)
             if source >= 0 and member.linkname != member.name:

@@ -1,6 +1,6 @@
-"""Folders emptied and filled by descriptors, however deep they are.
+"""Folder trees written, emptied and removed by descriptors, however deep they are.
 
-It knows no archive but by its members. Invariant: nothing is written, made or taken away but in the folder whose
+It knows archives only by their members. Invariant: nothing is written, made or removed except in the folder whose
 descriptor is given and below it, and no link is followed.
 """
 
@@ -10,18 +10,19 @@ import errno
 import posix
 from typing import TYPE_CHECKING
 
-from outrider.runtimes.guest.filesystem.trees import FOLDER, Descent, allow
+from outrider.runtimes.guest.filesystem.trees import FOLDER, Descent, try_chmod
 from outrider.runtimes.guest.poll_loop import CHUNK
 
 if TYPE_CHECKING:
     import tarfile
 
-KEPT = (errno.EROFS, errno.EBUSY)
-"""What is mounted here, read-only, is the same in every sandbox of the task."""
+MOUNTED = (errno.EROFS, errno.EBUSY)
+"""Errors of removing what is mounted here. That is left: it is read-only and the same in every sandbox of the task."""
 
 
-class Way:
-    """To a folder at any depth below a top, of which the last that was asked for is held."""
+class FolderCursor:
+    """Finds folders below a top by their parts, at any depth. It stays at the last one: the members of an archive
+    mostly follow each other in the same folder."""
 
     def __init__(self, top: int) -> None:
         self.top = top
@@ -29,11 +30,9 @@ class Way:
         self.parts: list[str] = []
 
     def to(self, parts: list[str]) -> int:
-        """A descriptor of the folder, good until the next call; what is missing is made. -1 where something else than
-        folders is in the way."""
-        shared = 0
-        if self.parts == parts[: len(self.parts)]:  # mostly
-            shared = len(self.parts)
+        """A descriptor of the folder, valid until the next call. Missing folders are made. -1 where something that is
+        no folder is in the way."""
+        shared = len(self.parts) if self.parts == parts[: len(self.parts)] else 0
         while shared < min(len(self.parts), len(parts)) and self.parts[shared] == parts[shared]:
             shared += 1
         while len(self.parts) > shared:
@@ -42,14 +41,14 @@ class Way:
                 posix.close(self.descent.fd)
                 self.descent, self.parts = Descent(posix.dup(self.top)), []
         for part in parts[len(self.parts) :]:
-            if not self.descent.down(part) and not (made(self.descent.fd, part) and self.descent.down(part)):
+            if not self.descent.down(part) and not (new_folder(self.descent.fd, part) and self.descent.down(part)):
                 return -1
             self.parts.append(part)
         return self.descent.fd
 
 
-def made(above: int, name: str) -> bool:
-    """Whether there was nothing, and is a folder now."""
+def new_folder(above: int, name: str) -> bool:
+    """Make a folder. False where there is something of that name."""
     try:
         posix.mkdir(name, 0o755, dir_fd=above)
     except FileExistsError:
@@ -58,19 +57,19 @@ def made(above: int, name: str) -> bool:
 
 
 def make_folder(above: int, name: str, mode: int) -> int:
-    """A folder's descriptor. It is made if there is something else, or nothing."""
+    """A folder's descriptor. A file or link of that name is replaced by the folder."""
     try:
         folder = posix.open(name, FOLDER, dir_fd=above)
     except OSError:
-        vacate(above, name)
+        remove_entry(above, name)
         posix.mkdir(name, 0o755, dir_fd=above)
         folder = posix.open(name, FOLDER, dir_fd=above)
-    allow(folder, mode)
+    try_chmod(folder, mode)
     return folder
 
 
 def put_file(archive: tarfile.TarFile, member: tarfile.TarInfo, above: int, name: str, mode: int) -> None:
-    vacate(above, name)
+    remove_entry(above, name)
     flags = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
     source = archive.extractfile(member)
     with open(posix.open(name, flags, 0o600, dir_fd=above), "wb") as file:
@@ -85,7 +84,7 @@ def put_file(archive: tarfile.TarFile, member: tarfile.TarInfo, above: int, name
 
 
 def set_date(fd: int, member: tarfile.TarInfo) -> None:
-    """Builds compare times; one that no clock shows is not kept."""
+    """Set the time of change: build tools compare it. A time that the file system cannot hold is ignored."""
     try:
         posix.utime(fd, (member.mtime, member.mtime))
     except (OSError, OverflowError, ValueError):
@@ -93,18 +92,18 @@ def set_date(fd: int, member: tarfile.TarInfo) -> None:
 
 
 def put_link(source: int, base: str, above: int, name: str) -> None:
-    """Another name of a regular file; nothing where there is none."""
+    """Give a regular file another name. Does nothing if there is no such file."""
     try:
         if posix.lstat(base, dir_fd=source).st_mode & 0o170000 != 0o100000:
             return
     except FileNotFoundError:
         return
-    vacate(above, name)
+    remove_entry(above, name)
     posix.link(base, name, src_dir_fd=source, dst_dir_fd=above, follow_symlinks=False)
 
 
-def vacate(above: int, name: str) -> None:
-    """Take away a file, a link or an empty folder."""
+def remove_entry(above: int, name: str) -> None:
+    """Remove a file, a link or an empty folder, if there is one."""
     try:
         posix.unlink(name, dir_fd=above)
     except FileNotFoundError:
@@ -114,7 +113,7 @@ def vacate(above: int, name: str) -> None:
 
 
 class Level:
-    """A folder that is being emptied: its name, what is still in it, and whether nothing had to be left."""
+    """A folder that is being emptied: its name, the names still in it, and whether all could be removed so far."""
 
     def __init__(self, name: str, fd: int) -> None:
         self.name = name
@@ -123,8 +122,9 @@ class Level:
 
 
 def empty_folder(folder: int) -> bool:
-    """Take away all that is in a folder, whose descriptor is closed; whether nothing had to be left."""
-    allow(folder, 0o755)
+    """Remove all that is in a folder, and close its descriptor. Returns False if something mounted had to be left.
+    Raises OSError."""
+    try_chmod(folder, 0o755)
     descent = Descent(folder)
     try:
         level = Level("", descent.fd)
@@ -135,34 +135,35 @@ def empty_folder(folder: int) -> bool:
                 name = level.names.pop()
                 if descent.down(name, 0o755):
                     levels.append(Level(name, descent.fd))
-                elif not vacated(descent.fd, name):
+                elif not removed(descent.fd, name):
                     level.whole = False
                 continue
             levels.pop()
             if levels:
                 if not descent.up():
                     raise OSError(errno.ESTALE, posix.strerror(errno.ESTALE), level.name)
-                if not (level.whole and vacated(descent.fd, level.name)):
+                if not (level.whole and removed(descent.fd, level.name)):
                     levels[-1].whole = False
         return level.whole
     finally:
         posix.close(descent.fd)
 
 
-def take_away(above: int, name: str) -> bool:
-    """With all below it; whether nothing had to be left."""
+def remove_below(above: int, name: str) -> bool:
+    """Remove what has that name, with all below it. Returns False if something mounted had to be left."""
     try:
         inner = posix.open(name, FOLDER, dir_fd=above)
     except OSError:
         inner = -1
-    return (inner < 0 or empty_folder(inner)) and vacated(above, name)
+    return (inner < 0 or empty_folder(inner)) and removed(above, name)
 
 
-def vacated(above: int, name: str) -> bool:
+def removed(above: int, name: str) -> bool:
+    """`remove_entry`; False for what is mounted."""
     try:
-        vacate(above, name)
+        remove_entry(above, name)
     except OSError as error:
-        if error.errno not in KEPT:
+        if error.errno not in MOUNTED:
             raise
         return False
     return True

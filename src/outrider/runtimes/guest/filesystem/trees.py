@@ -1,8 +1,8 @@
-"""Trees of files, however deep and long their paths: walked by one descriptor, and archived.
+"""Folder trees, however deep they are and however long their paths: walked through one descriptor, and archived.
 
 It does not know what an archive is for. Whoever made a tree may still be changing it. Invariants: no link is followed,
-nothing that could block is read; what is not there, not to be had, or changes is left out, or filled up with zeros, and
-spoils nothing else; and where something cannot be read for another reason, that is an error: nothing is left out
+and nothing that could block is read. What is missing, may not be read or changes meanwhile is left out or filled up
+with zeros, and spoils nothing else. Any other reason why something cannot be read is an error: nothing is left out
 silently.
 """
 
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FOLDER = posix.O_RDONLY | posix.O_DIRECTORY | posix.O_NOFOLLOW | posix.O_CLOEXEC
-PLAIN = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
+PLAIN_FILE = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
+"""Flags for opening a file that was regular a moment ago: if it is a pipe by now, opening it must not block."""
 KIND = 0o170000
 REGULAR, LINK, DEVICES = 0o100000, 0o120000, (0o020000, 0o060000)
 KINDS = {REGULAR: b"0", LINK: b"2", 0o020000: b"3", 0o060000: b"4", 0o040000: b"5", 0o010000: b"6"}
-"""What an archive calls what a file's mode says. It has no word for sockets."""
+"""The type of a tar member, by the type bits of the file's mode. There is none for sockets."""
 
 ABSENT = (
     *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ESTALE, errno.EACCES, errno.EPERM),
     *(errno.EINVAL, errno.ESRCH),
 )
-"""What such errors say is wrong with one file, and with that only: EINVAL that it was a link, ESRCH that it was of a
-process. Of others, such as that there are no more descriptors, or no memory, a file may be as good as any."""
+"""Errors that say that one file is gone or may not be read: EINVAL that it was a link a moment ago, ESRCH that it
+belonged to a process that has ended. Others, such as too many open descriptors or no memory, say nothing about the
+file: leaving it out for them would lose it silently."""
 
 
 def must_be_absent(error: OSError) -> None:
-    """Raises it unless it says that a file is not there, or not to be had."""
+    """Raise the error again unless it is one of ABSENT."""
     if error.errno not in ABSENT:
         raise error
 
@@ -42,18 +44,21 @@ def identity(status: posix.stat_result) -> tuple[int, int]:
 
 
 class Descent:
-    """Where a walk is: a descriptor of a folder, `fd`, and through which it came there. It leaves a folder by `..`, so
-    that it holds but one, and only if that still leads to where it came from."""
+    """A position in a tree: `fd` is a descriptor of the current folder.
+
+    It goes up by `..`, so that it holds one descriptor at any depth. Others may move folders meanwhile: it remembers
+    each folder above by its inode, and goes up only if `..` still leads there.
+    """
 
     def __init__(self, fd: int) -> None:
-        """Of the top; it is taken over."""
+        """`fd` is of the top; the instance owns it from now on."""
         self.fd = fd
         self.here = identity(posix.fstat(fd))
         self.above: list[tuple[int, int]] = []
 
     def down(self, name: str, mode: int = 0) -> bool:
-        """Into a folder, which is given that mode first; whether there is one that can be left again. Raises OSError
-        when that cannot be known."""
+        """Enter a folder, after giving it `mode` unless that is 0. Returns False where there is no folder, or none that
+        `..` leads back from. Raises OSError when that cannot be known."""
         try:
             fd = posix.open(name, FOLDER, dir_fd=self.fd)
         except OSError as error:
@@ -61,7 +66,7 @@ class Descent:
             return False
         try:
             if mode:
-                allow(fd, mode)
+                try_chmod(fd, mode)
             returns = identity(posix.stat("..", dir_fd=fd)) == self.here
         except OSError as error:
             must_be_absent(error)
@@ -74,7 +79,7 @@ class Descent:
         return True
 
     def up(self) -> bool:
-        """Back to where it came from; False when that is somewhere else now: the walk is at its end. Raises OSError
+        """Return to the folder above. False when `..` leads elsewhere by now: the walk cannot go on. Raises OSError
         when that cannot be known."""
         try:
             fd = posix.open("..", FOLDER, dir_fd=self.fd)
@@ -93,8 +98,8 @@ class Descent:
         self.here = identity(posix.fstat(fd))
 
 
-def allow(fd: int, mode: int) -> None:
-    """What cannot be had tells by itself when it is used."""
+def try_chmod(fd: int, mode: int) -> None:
+    """Failure is ignored: if the mode was needed, the next use of the folder fails and says so."""
     try:
         posix.fchmod(fd, mode)
     except OSError:
@@ -102,7 +107,7 @@ def allow(fd: int, mode: int) -> None:
 
 
 def names_in(fd: int) -> list[str]:
-    """The last first, to be taken from the end; none if they are not to be had."""
+    """The names in a folder in reverse order, for `pop`; none if it may not be read."""
     try:
         return sorted(posix.listdir(fd), reverse=True)
     except OSError as error:
@@ -111,8 +116,9 @@ def names_in(fd: int) -> list[str]:
 
 
 def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
-    """All below the folder where `descent` is, parents first: a name in the folder where it is then, and the same with
-    `above` and the way there in front."""
+    """Yield all below the current folder of `descent`, parents first: the name in what is the current folder then, and
+    its path, which begins with `above`."""
+    # Not by recursion: a tree may be deeper than Python's stack.
     levels = [(names_in(descent.fd), len(above))]
     while levels:
         names, length = levels[-1]
@@ -130,8 +136,11 @@ def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
 
 
 class Packer:
-    """Adds to an archive. `mend` may change what is said of a member, which is of that name in that folder. A file with
-    more than what is left of `limit` bytes is an error at once: it may have holes, and take no room but in an archive.
+    """Adds trees to an archive.
+
+    `mend(member, folder, name)` may change a member before it is added. A file larger than what is left of `limit`
+    bytes raises EFBIG before any of it is read: a sparse file takes no room on the disk, but its full size in an
+    archive.
     """
 
     def __init__(
@@ -141,11 +150,11 @@ class Packer:
         self.left = limit
         self.mend = mend
         self.linked: dict[tuple[int, int], str] = {}
-        """Files of several names that are in the archive, and the name that they have there."""
+        """The archive's names of files that have several names, by inode: the next name becomes a hard link."""
 
     def add_tree(self, folder: int, name: str, path: str) -> None:
-        """What is called `name` in a folder, whose descriptor is taken over, as `path`, and all below it. "." is the
-        folder itself."""
+        """Add what is called `name` in a folder, and all below it, as `path`. "." is the folder itself. The folder's
+        descriptor is closed."""
         descent = Descent(folder)
         self.add(descent.fd, name, path)
         if name == "." or descent.down(name):
@@ -159,7 +168,7 @@ class Packer:
             member = self.archive.tarinfo(path)
             if not self.describe(member, status, folder, name):
                 return
-            fd = posix.open(name, PLAIN, dir_fd=folder) if member.isreg() else -1
+            fd = posix.open(name, PLAIN_FILE, dir_fd=folder) if member.isreg() else -1
         except ValueError:
             return
         except OSError as error:
@@ -169,10 +178,11 @@ class Packer:
             self.archive.addfile(member)
         else:
             self.add_file(member, fd)
-        self.archive.members = []  # type: ignore[attr-defined]  # it would keep every one
+        self.archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever added
 
     def describe(self, member: tarfile.TarInfo, status: posix.stat_result, folder: int, name: str) -> bool:
-        """Not by tarfile's own way, which asks the sandbox's files for the names of users."""
+        """Fill in a member; False for what an archive cannot hold. tarfile's own `gettarinfo` reads the names of users
+        from the sandbox's files, which an agent may have made slow or endless."""
         kind = status.st_mode & KIND
         if kind not in KINDS:
             return False
@@ -189,7 +199,7 @@ class Packer:
         return True
 
     def add_file(self, member: tarfile.TarInfo, fd: int) -> None:
-        """With as many bytes as it has now."""
+        """Add a regular file with its size of this moment, and close its descriptor."""
         try:
             status = posix.fstat(fd)
             if status.st_mode & KIND != REGULAR:
@@ -198,15 +208,16 @@ class Packer:
             self.left -= member.size
             if self.left < 0:
                 raise OSError(errno.EFBIG, posix.strerror(errno.EFBIG))
-            self.archive.addfile(member, Steady(fd))  # type: ignore[arg-type]  # all that it needs is `read`
+            self.archive.addfile(member, PaddedFile(fd))  # type: ignore[arg-type]  # tarfile only calls `read`
             if status.st_nlink > 1:
                 self.linked[identity(status)] = member.name
         finally:
             posix.close(fd)
 
 
-class Steady:
-    """A file that gives as many bytes as it is asked for: behind its end, zeros."""
+class PaddedFile:
+    """A file that returns as many bytes as are asked for, zeros behind its end: it may shrink while it is archived, and
+    the member's header has named its size already."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

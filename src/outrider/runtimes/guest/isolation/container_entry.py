@@ -1,8 +1,10 @@
-"""The last steps in a container that an engine has made, before the tool server in it hears of anybody.
+"""The last steps of confinement in a container, before the tool server in it takes any call.
 
-Engines differ in what they leave to a container's programs; with this they have what a namespace sandbox's have. It
-knows no session. Invariant: once `enter` has returned, nothing that this process does or starts can undo any of it. It
-is not joined with the tool server's modules, but loaded before them.
+Container engines differ in what they leave to a container's programs; after these steps they have what those of a
+namespace sandbox have. Apptainer leaves the most: its first process has all capabilities of the user namespace, a
+writable /proc, and file systems as large as half of the host's memory. This module knows no session. Invariant: once
+`enter` has returned, nothing that this process does or starts can undo any of it. It is not joined with the tool
+server's modules, but loaded before them (see `behind` in runtimes/tool_server/bundle.py).
 """
 
 from __future__ import annotations
@@ -11,12 +13,38 @@ import resource
 
 from outrider.runtimes.guest.isolation import seccomp, syscalls
 
+MS_REMOUNT = 32
+WRITABLE = (("/dev", syscalls.MS_NOSUID), ("/dev/shm", syscalls.MS_NOSUID | syscalls.MS_NODEV))
+"""Apptainer's file systems in memory. That of /dev is also the one behind all other writable folders."""
+
 
 def enter(arguments: list[str]) -> None:
-    """`arguments` are the bytes of memory (see `Setup.memory`), then limits such as `RLIMIT_CORE=0`."""
-    memory, *limits = arguments
-    for limit in limits:
-        name, _, value = limit.partition("=")
-        resource.setrlimit(getattr(resource, name), (int(value), int(value)))
-    seccomp.confine(counted=memory != "0", ipc=memory == "0")
+    """`arguments` are words: `memory=BYTES` (see `Setup.memory`), limits such as `RLIMIT_CORE=0`, and with Apptainer
+    `bytes=N` and `files=N`, how much may be written."""
+    options = dict(argument.split("=", 1) for argument in arguments)
+    memory = int(options["memory"])
+    by_apptainer = "files" in options
+    ipc = bound_apptainer(options, memory) if by_apptainer else not memory
+    for name, value in options.items():
+        if name.startswith("RLIMIT_"):
+            resource.setrlimit(getattr(resource, name), (int(value), int(value)))
+    if by_apptainer:
+        syscalls.keep_capabilities(frozenset())
+    seccomp.confine(counted=memory != 0, ipc=ipc)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+
+
+def bound_apptainer(options: dict[str, str], memory: int) -> bool:
+    """Bound the file systems, replace /proc, and bring the loopback up. Returns whether System V's shared memory is
+    bounded and may be left to programs."""
+    from outrider.runtimes.guest.isolation import isolate  # other engines' bundles do not hold it
+
+    for target, flags in WRITABLE:
+        size = f"size={options['bytes']},nr_inodes={options['files']}"
+        syscalls.mount("none", target, "tmpfs", MS_REMOUNT | flags, size)
+    syscalls.unshare(syscalls.NEWCGROUP)
+    isolate.make_proc(syscalls.new_mount("proc", isolate.PROC))
+    ipc = memory == 0 or isolate.bound_ipc(memory)
+    isolate.guard_proc()
+    syscalls.raise_loopback()
+    return ipc

@@ -1,1 +1,1 @@
-"""Interpreters that keep their state between commands: bash, Python and IPython."""
+"""Live shells of a sandbox (bash, Python, IPython), and the programs that run inside its interpreters."""

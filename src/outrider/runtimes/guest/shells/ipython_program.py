@@ -1,8 +1,8 @@
-"""The live IPython of a sandbox: the engine that runs inputs as a notebook would, without Jupyter and its messages.
+"""The program of a live IPython: it runs inputs as a notebook would, without Jupyter and its messages.
 
-It is joined to pythonshell.py and started the same way. Output is plain text without colours; what has more forms than
-text (pictures, HTML, JSON) is kept as displays. Nothing is written to the home folder, and no history is kept.
-Invariant: the rich results of one input are at most DISPLAY_MAX bytes; what is larger is replaced by a note.
+It is joined to python_program.py and started the same way. Output is plain text without colours. Values that have other
+forms than text (pictures, HTML, JSON) are kept as displays. Nothing is written to the home folder, and no history is
+kept. Invariant: the rich results of one input are at most DISPLAY_MAX bytes; larger ones are replaced by a note.
 """
 
 import binascii
@@ -13,7 +13,7 @@ import sys
 import warnings
 from typing import Any
 
-from outrider.runtimes.guest.shells.python import Session, flush, left_with
+from outrider.runtimes.guest.shells.python_program import Session, flush, left_with
 
 try:
     from IPython.core import interactiveshell
@@ -27,20 +27,22 @@ except ImportError as error:
     sys.exit(f"IPython cannot be imported: {error}")
 
 DISPLAY_MAX = 8 << 20
+"""Bytes of all displays of one input. The tool server takes result frames of up to 10 MiB."""
 DISPLAYS_MAX = 1000
 FORMS_MAX = 60
 MIME_MAX = 100
+"""Displays of an input, forms of a display, characters of a MIME type: few enough for the host to decode at once."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
-"""Where it matches, IPython's own syntax may be in the text. Where it does not, the text is Python as it stands, but
-for a magic or alias given by name alone."""
+"""Matches where a text may have IPython's own syntax. Where it does not match, the text is plain Python, unless it is
+the name of a magic or alias alone."""
 WORD = re.compile(r"\w+")
 PLAIN_TYPES = (int, float, complex, bool, str, bytes)
 
 
 def plain_data(mime: str, value: Any) -> Any:
-    """Text as str, pictures as bytes, JSON as text."""
+    """A display's value as str or bytes: pictures as bytes, JSON as text."""
     if mime in BINARY and isinstance(value, str):
         try:
             return binascii.a2b_base64(value)
@@ -52,7 +54,7 @@ def plain_data(mime: str, value: Any) -> Any:
 
 
 class Gallery:
-    """Keeps the displays of one input below DISPLAY_MAX, and few enough to be read at once."""
+    """Collects the displays of one input within the limits."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -63,7 +65,7 @@ class Gallery:
         self.session.displays = []
 
     def add(self, data: dict[str, Any]) -> None:
-        """What has no form but plain text is no display: it is output."""
+        """Add a display. A value with no form but plain text is only output."""
         if set(data) <= {"text/plain"}:
             return
         kept: dict[str, Any] = {}
@@ -80,12 +82,13 @@ class Gallery:
 
 
 class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in full
-    """Shows the value of a last expression without a prompt, and remembers nothing but `_`, `__` and `___`."""
+    """Shows the value of a last expression without IPython's `Out[n]:`. It remembers only `_`, `__` and `___`:
+    IPython keeps every result in `Out`, which grows without end in a long session."""
 
     kept: tuple[Any, ...] = ("", "", "")
 
     def learn_plain_types(self) -> None:
-        """Values of these types are shown as their `repr`, unless somebody says otherwise later."""
+        """Note the printers of plain types, to see later whether an input has registered others."""
         formatter = self.shell.display_formatter
         text = formatter.formatters["text/plain"].type_printers
         self.text_printers = text
@@ -96,7 +99,7 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         self.rich_printers = [one for one in self.rich_printers if one is not text]
 
     def compute_format_data(self, result: object) -> tuple[Any, Any]:
-        """Short where there can be no form but text: IPython asks a dozen formatters."""
+        """A shortcut for plain values, which have no form but text: IPython would ask a dozen formatters."""
         kind = type(result)
         if (
             kind in self.plain
@@ -149,8 +152,8 @@ class Leave(ExitAutocall):  # type: ignore[misc]  # IPython is not typed in full
         raise SystemExit(code)
 
 
-class Nowhere:
-    """The profile folder that there is none of."""
+class NoProfile:
+    """Stands for the profile folder, of which there is none."""
 
     location = ""
 
@@ -159,21 +162,21 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
     session: Session
     gallery: Gallery
     source = ""
-    profile_dir = Nowhere()
+    profile_dir = NoProfile()
     kept: dict[str, Any] = {}  # noqa: RUF012  # there is one shell in the process
 
     def init_ipython_dir(self, ipython_dir: object) -> None:
-        """None: it would be made."""
+        """IPython's own would make a folder in the home folder."""
 
     def init_profile_dir(self, profile_dir: object) -> None:
-        """None either."""
+        """As `init_ipython_dir`."""
 
     def init_virtualenv(self) -> None:
         pass
 
     @property
     def db(self) -> dict[str, Any]:
-        """What magics keep from session to session."""
+        """The store of magics, kept in memory: IPython's own is a file in the home folder."""
         return self.kept
 
     @db.setter
@@ -188,7 +191,7 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
         self.system_raw(cmd)
 
     def showtraceback(self, exc_tuple: object = None, *args: object, **options: object) -> None:
-        """Not interruptible: showing one takes longer than the next interrupt."""
+        """Show an exception without being interrupted: it takes longer than the pause between two interrupts."""
         self.session.interruptible = False
         error = sys.exc_info()[1]
         if exc_tuple is None and isinstance(error, SystemExit):
@@ -197,7 +200,8 @@ class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not t
 
 
 class RichEngine:
-    """Runs inputs through IPython's own steps, of which it skips those that would change nothing."""
+    """Runs inputs through IPython's own steps, and skips those that would change nothing: they take most of the time
+    of a short input."""
 
     def __init__(self, session: Session) -> None:
         os.environ.setdefault("MPLBACKEND", BACKEND)
@@ -209,7 +213,7 @@ class RichEngine:
             config=settings(), display_pub_class=DisplayKeeper, displayhook_class=EchoHook
         )
         self.shell.displayhook.learn_plain_types()
-        self.shell.builtin_trap.__enter__()  # for good: threads of an input outlive it
+        self.shell.builtin_trap.__enter__()  # never left: threads of an input outlive it
         self.shell.display_trap.__enter__()
         self.transformers = self.count_transformers()
 
@@ -228,7 +232,7 @@ class RichEngine:
         if self.may_be_special(source):
             try:
                 cell = shell.transform_cell(source)
-            except Exception:  # of the code that was given: it is shown
+            except Exception:  # raised by the input: it is shown
                 failed = sys.exc_info()
         given = {"transformed_cell": cell, "preprocessing_exc_tuple": failed}
         work = shell.run_cell_async(source, **given)
@@ -237,7 +241,7 @@ class RichEngine:
         try:
             result = shell.loop_runner(work) if waits else finished(work)
             return result.error_before_exec or result.error_in_exec
-        except BaseException as error:  # of the code that was given: it is shown
+        except BaseException as error:  # raised by the input: it is shown
             work.close()
             shell.showtraceback()
             return error
@@ -246,7 +250,7 @@ class RichEngine:
             shell.events.trigger("post_run_cell", result)
 
     def may_be_special(self, source: str) -> bool:
-        """Whether IPython would make other Python of it."""
+        """Whether IPython would transform the text."""
         if SPECIAL.search(source) or self.count_transformers() != self.transformers:
             return True
         word = WORD.match(source)
@@ -260,13 +264,14 @@ class RichEngine:
         )
 
     def count_transformers(self) -> int:
+        """Extensions may add some, and then every input has to go through them."""
         manager = self.shell.input_transformer_manager
         lists = (manager.cleanup_transforms, manager.line_transforms, manager.token_transformers)
         return sum(map(len, lists)) + len(self.shell.input_transformers_post)
 
 
 def finished(work: object) -> object:
-    """The result of a coroutine that waits for nothing."""
+    """The result of a coroutine that awaits nothing, without a loop."""
     try:
         work.send(None)  # type: ignore[attr-defined]  # it is a coroutine
     except StopIteration as stop:
@@ -277,7 +282,7 @@ def finished(work: object) -> object:
 def settings() -> object:
     from IPython import version_info
 
-    if hasattr(interactiveshell, "PickleShareDB"):  # before IPython 9: it makes a folder
+    if hasattr(interactiveshell, "PickleShareDB"):  # before IPython 9, which makes a folder for it
         interactiveshell.PickleShareDB = lambda path: {}
     config = Config()
     config.HistoryManager.enabled = False

@@ -1,10 +1,10 @@
-"""The live Python of a sandbox: reads one input after another, keeps its variables, echoes a last expression.
+"""The program of a live Python: it reads one input after another, keeps its variables, and echoes a last expression.
 
 Standard library only, Python 3.8 or newer, in one file; the tool server starts it as `python3 -c SOURCE`. Inputs come
-on descriptor 3 as u32 length, u32 number, source. What they print goes to standard output as it comes; each ends with
-a frame on descriptor 4: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and what else is shown
-(see `packed`). A first frame, of number 0, says that it is ready. It knows nothing of time limits: SIGINT raises
-KeyboardInterrupt in the input that runs, and only there.
+on descriptor 3 as u32 length, u32 number, source. What they print goes to standard output as it comes. Each ends with a
+frame on descriptor 4: u32 length, u32 number, u32 status, u32 length of the echo, the echo, and the rich results (see
+`packed`). A first frame, of number 0, says that the program is ready. It knows nothing of time limits: SIGINT raises
+KeyboardInterrupt in the input that runs, and nowhere else.
 """
 
 import ast
@@ -21,11 +21,12 @@ from typing import Any
 INPUTS = 3
 RESULTS = 4
 ECHO_MAX = 1 << 15
-"""Characters of a last expression that travel with the result, after all other output; a longer one is printed."""
+"""Maximum characters of a last expression's value that travel in the frame. A longer one is printed: the tool server
+cuts long output in the middle, but not frames."""
 
 
 class Session:
-    """What the input that runs has shown so far, besides what it printed."""
+    """What the running input has shown so far, besides what it printed."""
 
     def __init__(self) -> None:
         self.echo = ""
@@ -33,7 +34,7 @@ class Session:
         self.interruptible = False
 
     def show(self, text: str) -> None:
-        """The text of a last expression."""
+        """Add the text of a last expression."""
         if len(text) + len(self.echo) > ECHO_MAX:
             sys.stdout.write(self.echo + text)
             self.echo = ""
@@ -45,13 +46,14 @@ class Session:
             raise KeyboardInterrupt
 
     def watch_interrupts(self) -> None:
-        """Also after an input that took the signal for itself. A handler is not inherited by programs."""
+        """Set our handler of SIGINT, again where an input has set its own. Programs that an input starts get the
+        default: the kernel resets handlers when a program is executed, and would keep an ignored signal ignored."""
         if signal.getsignal(signal.SIGINT) != self.interrupt:
             signal.signal(signal.SIGINT, self.interrupt)
 
 
 class PlainEngine:
-    """Runs inputs as Python itself would at a prompt."""
+    """Runs inputs as Python itself would at its prompt."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -67,15 +69,16 @@ class PlainEngine:
             self.session.show(repr(value) + "\n")
 
     def run(self, source: str, number: int) -> int:
-        """Execute one input; 0 when it went well, 1 after an exception, else what it passed to `exit`."""
+        """Execute one input. Returns 0 if it went well, 1 after an exception, else what it passed to `exit`."""
         name = f"<input {number}>"
+        # From here a traceback takes the input's lines.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             self.execute(source, name)
             return 0
         except SystemExit as stop:
             return left_with(stop)
-        except BaseException as error:  # of the code that was given: it is shown
+        except BaseException as error:  # raised by the input: it is shown
             self.session.interruptible = False
             trace = error.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename != name:
@@ -104,7 +107,7 @@ def left_with(stop: SystemExit) -> int:
 
 
 class Inputs:
-    """Inputs from a descriptor, mostly with one read each. Raises EOFError at the end."""
+    """Reads inputs from a descriptor, mostly with one call each. Raises EOFError at the end."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -120,14 +123,14 @@ class Inputs:
         return data
 
     def next(self) -> tuple[int, str]:
-        """Its number and text."""
+        """The next input's number and text."""
         head = self.take(8)
         text = self.take(int.from_bytes(head[:4], "big"))
         return int.from_bytes(head[4:], "big"), text.decode("utf-8", "replace")
 
 
 def packed(displays: list[dict[str, Any]]) -> bytes:
-    """Dictionaries of text and bytes as msgpack, for the host to read; nothing when there are none."""
+    """Displays, dictionaries of text and bytes, as msgpack; b"" when there are none."""
     if not displays:
         return b""
     out = b"\xdd" + len(displays).to_bytes(4, "big")
@@ -151,7 +154,7 @@ def answer(number: int, status: int, session: Session) -> None:
 
 
 def flush() -> None:
-    """The streams of this moment: an input may have closed or replaced them."""
+    """Flush the current streams. An input may have closed or replaced them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -160,7 +163,7 @@ def flush() -> None:
 def serve(engine: type) -> None:
     sys.argv = [""]
     for fd in (INPUTS, RESULTS):
-        os.set_inheritable(fd, False)
+        os.set_inheritable(fd, False)  # a program that an input starts must neither read nor answer
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # they are text streams here
     session = Session()
@@ -176,7 +179,7 @@ def serve(engine: type) -> None:
         session.watch_interrupts()
         try:
             status = runner.run(source, number)
-        except KeyboardInterrupt:  # it came while another exception was being shown
+        except KeyboardInterrupt:  # SIGINT came while another exception was being shown
             status = 1
         session.interruptible = False
         flush()

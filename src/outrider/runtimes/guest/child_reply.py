@@ -1,0 +1,118 @@
+"""The reply of a call, written by a forked child and sent on in parts.
+
+Searching, patching and archiving may take long and touch many files: a fork does them, so that they hold up no other
+call. It does not know what the child writes. Invariant: a call ends in "ok" only if the child wrote all of it, exited
+with 0, and stayed within its limit of bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import posix
+from typing import TYPE_CHECKING
+
+from outrider.runtimes.guest.connection import Calls
+from outrider.runtimes.guest.poll_loop import POLL_READ, read_ready
+from outrider.runtimes.guest.processes import send_signal
+
+if TYPE_CHECKING:
+    import signal as _signal
+    from collections.abc import Callable
+else:
+    import _signal  # `signal` would add half again to the start-up time
+
+OUTGOING_MAX = 4 << 20
+"""Bytes that wait for the host before the child's pipe is left alone for a while: a slow host must not make the server
+hold a whole archive in memory."""
+PAUSE_SECONDS = 0.005
+TOO_LARGE = 2
+"""The child's exit code when it found by itself that there is more than its limit."""
+
+
+class ChildReply:
+    """Runs `write(descriptor)` in a fork and sends what it writes.
+
+    `limit` is the maximum number of bytes. `failed` is the error's text when the child fails. A child that runs for
+    more than `seconds` is killed.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        call: int,
+        write: Callable[[int], object],
+        *,
+        limit: int,
+        failed: str,
+        seconds: float | None = None,
+    ) -> None:
+        self.calls = calls
+        self.call = call
+        self.limit = self.left = limit
+        self.failed = failed
+        self.code: int | None = None
+        self.fd, writer = posix.pipe()
+        self.pid = posix.fork()
+        if self.pid == 0:
+            write_and_exit(write, writer)
+        posix.close(writer)
+        posix.set_blocking(self.fd, False)
+        calls.running[call] = self.cancel
+        calls.loop.exits[self.pid] = self._exited
+        calls.loop.watch(self.fd, POLL_READ, self._ready)
+        if seconds is not None:
+            calls.loop.at((self, "limit"), seconds, self.cancel)
+
+    def cancel(self) -> None:
+        send_signal(self.pid, _signal.SIGKILL)
+
+    def _ready(self, events: int) -> None:
+        if len(self.calls.connection.outgoing) > OUTGOING_MAX:
+            self.calls.loop.forget(self.fd)
+            self.calls.loop.at(self, PAUSE_SECONDS, self._resume)
+            return
+        data = read_ready(self.fd)
+        if data is None:
+            self.calls.loop.forget(self.fd)
+            posix.close(self.fd)
+            self.fd = -1
+            self._finish()
+        elif data:
+            self.left -= len(data)
+            if self.left < 0:
+                self.cancel()
+                return
+            self.calls.part(self.call, data)
+
+    def _resume(self) -> None:
+        self.calls.loop.watch(self.fd, POLL_READ, self._ready)
+
+    def _exited(self, code: int) -> None:
+        self.code = code
+        self._finish()
+
+    def _finish(self) -> None:
+        """Answer once both the child's exit and the end of its pipe are known: they come in either order."""
+        if self.code is None or self.fd >= 0:
+            return
+        self.calls.loop.timers.pop((self, "limit"), None)
+        self.calls.running.pop(self.call, None)
+        if self.code == 0:
+            self.calls.reply(self.call, {})
+        elif self.left < 0 or self.code == TOO_LARGE:
+            too_large = f"there are more than {self.limit} bytes of it, the most that is taken out of a sandbox"
+            self.calls.fail(self.call, "failed", too_large)
+        else:
+            self.calls.fail(self.call, "failed", self.failed)
+
+
+def write_and_exit(write: Callable[[int], object], fd: int) -> None:
+    """In the child. Never returns."""
+    code = 1
+    try:
+        write(fd)
+        code = 0
+    except OSError as error:
+        code = TOO_LARGE if error.errno == errno.EFBIG else 1
+    finally:
+        posix._exit(code)

@@ -1,0 +1,168 @@
+"""One command: started, given its input, limited in time, killed with its descendants, and reported.
+
+It does not know what asked for the command. Invariant: a stream of output takes at most 1.5 times its bound of memory,
+however much is written.
+"""
+
+from __future__ import annotations
+
+import posix
+import select
+import time
+from typing import TYPE_CHECKING
+
+from outrider.runtimes.guest.connection import Calls
+from outrider.runtimes.guest.poll_loop import POLL_READ, Loop, read_ready
+from outrider.runtimes.guest.processes import kill_tree, spawn
+
+if TYPE_CHECKING:
+    from typing import Any
+
+READS_AT_END = 16
+"""A pipe holds at most 1 MiB, and each read takes 256 KiB: so many reads empty it, and a program that goes on writing
+cannot keep the server here."""
+
+
+class Capture:
+    """Keeps the first and the last half of `cap` bytes of a stream, and nothing after `take`."""
+
+    def __init__(self, cap: int) -> None:
+        self.half = max(1, cap // 2)
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.cut = 0
+
+    def add(self, data: bytes) -> None:
+        room = self.half - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        if data and self.half:
+            self.tail += data
+            if len(self.tail) > 2 * self.half:  # not at every piece: that would copy the tail each time
+                self._trim()
+
+    def _trim(self) -> None:
+        extra = len(self.tail) - self.half
+        if extra > 0:
+            del self.tail[:extra]
+            self.cut += extra
+
+    def take(self) -> bytes:
+        self._trim()
+        note = b"\n[... %d bytes cut ...]\n" % self.cut if self.cut else b""
+        whole = bytes(self.head + note + self.tail)
+        self.half = 0
+        self.head = self.tail = bytearray()
+        return whole
+
+
+class Drain:
+    """Reads a descriptor to its end into a capture."""
+
+    def __init__(self, loop: Loop, fd: int, capture: Capture) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.capture = capture
+        self.open = True
+        posix.set_blocking(fd, False)
+        loop.watch(fd, POLL_READ, self.ready)
+
+    def ready(self, events: int) -> bool:
+        """Read one piece. Returns whether there was any."""
+        data = read_ready(self.fd) if self.open else b""
+        if data is None:
+            self.open = False
+            self.loop.forget(self.fd)
+            posix.close(self.fd)
+        elif data:
+            self.capture.add(data)
+        return bool(data)
+
+    def finish(self) -> bytes:
+        """All that was written up to now."""
+        for _ in range(READS_AT_END):
+            if not self.ready(0):
+                break
+        return self.capture.take()
+
+
+class Feed:
+    """Writes data into a pipe as its reader takes it, until all is written or nobody reads any more."""
+
+    def __init__(self, loop: Loop, fd: int, data: bytes) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.left = memoryview(data)
+        posix.set_blocking(fd, False)
+        loop.watch(fd, select.POLLOUT, self.ready)
+
+    def ready(self, events: int) -> None:
+        try:
+            self.left = self.left[posix.write(self.fd, self.left) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.left = self.left[:0]
+        if not self.left:
+            self.loop.forget(self.fd)
+            posix.close(self.fd)
+
+
+class Command:
+    """One command from its start to the reply. Children that outlive it keep their pipes: what they still write is
+    read and dropped, so that they neither hang the call nor die of SIGPIPE."""
+
+    def __init__(self, calls: Calls, call: int, args: dict[str, Any]) -> None:
+        self.calls = calls
+        self.call = call
+        self.cap = args["cap"]
+        self.limit_hit = False
+        self.started = time.monotonic()
+        self.mark = calls.mark(call)
+        self.pid, self.drains = self._start(args)
+        calls.loop.exits[self.pid] = self.exited
+        calls.loop.at(self, args["ms"] / 1000, self.expire)
+        calls.running[call] = self.cancel
+
+    def _start(self, args: dict[str, Any]) -> tuple[int, list[Drain]]:
+        source, sink = posix.pipe() if args["stdin"] else (posix.open("/dev/null", posix.O_RDONLY), -1)
+        out = posix.pipe()
+        err = out if args["merged"] else posix.pipe()
+        env = self.calls.environment(args["env"], self.call)
+        argv = args["argv"] or [self.calls.shell(), "-c", args["script"]]
+        try:
+            pid = spawn(argv, env, args["cwd"], {0: source, 1: out[1], 2: err[1]})
+        except OSError:
+            for fd in {out[0], err[0], sink} - {-1}:
+                posix.close(fd)
+            raise
+        finally:
+            for fd in {source, out[1], err[1]}:
+                posix.close(fd)
+        if sink >= 0:
+            Feed(self.calls.loop, sink, args["stdin"])
+        readers = [out[0]] if args["merged"] else [out[0], err[0]]
+        return pid, [Drain(self.calls.loop, fd, Capture(self.cap)) for fd in readers]
+
+    def expire(self) -> None:
+        self.limit_hit = True
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Kill it with all its descendants. The reply goes out when its exit is seen."""
+        kill_tree({self.pid}, self.mark)
+
+    def exited(self, code: int) -> None:
+        self.calls.loop.timers.pop(self, None)
+        self.calls.running.pop(self.call, None)
+        self.calls.reply(
+            self.call,
+            {
+                "code": None if self.limit_hit else code,
+                "out": self.drains[0].finish(),
+                "err": self.drains[1].finish() if len(self.drains) > 1 else b"",
+                "timed_out": self.limit_hit,
+                "us": int((time.monotonic() - self.started) * 1e6),
+            },
+        )
