@@ -16,8 +16,9 @@ import msgspec
 
 from outrider.lifecycle import GroupState
 from outrider.messages import Message, Role
-from outrider.store.base import GroupRow, Store
+from outrider.store.rows import GroupRow
 from outrider.store.sqlite import sqlite_store
+from outrider.store.store import Store
 from outrider.trajectory import (
     FinishReason,
     JoinKind,

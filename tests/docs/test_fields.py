@@ -30,7 +30,7 @@ from outrider.plugins import names
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Ended
 from outrider.spec import EngineSpec, GroupSpec
-from outrider.store.base import EventKind
+from outrider.store.rows import EventKind
 from outrider.testing.scripted_engine import Reply, ScriptOptions
 from outrider.tokens.rendering.markup import MARKUP
 from outrider.tokens.samples import POLICY

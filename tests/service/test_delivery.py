@@ -15,9 +15,9 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import GroupView
 from outrider.service.delivery import Deliverer
 from outrider.service.views import ViewReader
-from outrider.store.base import Delivery, GroupRow, Store
-from outrider.store.sql import SqlStore
+from outrider.store.rows import Delivery, GroupRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
+from outrider.store.store import Store
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult
 
@@ -121,7 +121,7 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
         assert receiver.keys == ["good"]
 
 
-class Moments(SqlStore):
+class Moments(Store):
     """A store whose answer to the second look is as old as `gate` lets it be, and that notes what it was asked for and
     what was done."""
 

@@ -14,9 +14,9 @@ from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import NodeStats, RoomStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import Attempt
-from outrider.store.base import SessionRow
-from outrider.store.sql import SqlStore
+from outrider.store.rows import SessionRow
 from outrider.store.sqlite import SqliteDatabase
+from outrider.store.store import Store
 from outrider.trajectory import SessionResult
 
 from .world import put
@@ -28,7 +28,7 @@ ROOM = RoomStats(cpus=2.0, memory_mb=1024)
 AT_ONCE = Backoff(first=0.0, longest=0.0)
 
 
-class Moments(SqlStore):
+class Moments(Store):
     """A store that calls a function as soon as a write is done, before whoever asked for it goes on."""
 
     def __init__(self) -> None:

@@ -24,8 +24,8 @@ from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Amount, Room
 from outrider.sessions.slots import Lanes
 from outrider.store.artifacts import ArtifactStore
-from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
+from outrider.store.store import Store
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import SessionResult, Turn
@@ -52,7 +52,7 @@ METHODS = (
 )
 
 
-class FailingStore(SqlStore):
+class FailingStore(Store):
     """In memory. Each of `faults` is a method that fails so many times more, before it does anything."""
 
     def __init__(self, **faults: int) -> None:
@@ -153,7 +153,7 @@ async def delivered(store: FailingStore, tokenizer: Path) -> None:
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliverer.run())
-        while await SqlStore.deliveries(store, now=1e12, limit=1):
+        while await Store.deliveries(store, now=1e12, limit=1):
             await store.counts()
         running.cancel()
 

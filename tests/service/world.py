@@ -16,7 +16,8 @@ from outrider.schemas import GroupView, LaneStats, SessionView
 from outrider.service.admission import validate_group
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
-from outrider.store.base import GroupRow, Store
+from outrider.store.rows import GroupRow
+from outrider.store.store import Store
 from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import SessionResult
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase
+from outrider.store.store import Store
 
 NOW = 1000.0
 
 
 @pytest_asyncio.fixture(params=["memory", "file"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqlStore]:
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     path = None if request.param == "memory" else tmp_path / "outrider.db"
-    async with SqlStore(SqliteDatabase(path), clock=lambda: NOW) as opened:
+    async with Store(SqliteDatabase(path), clock=lambda: NOW) as opened:
         yield opened

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from outrider.errors import Conflict
 from outrider.lifecycle import GroupState, StopReason
-from outrider.store.base import SessionRow, Store
+from outrider.store.rows import SessionRow
 from outrider.store.sqlite import sqlite_store
+from outrider.store.store import Store
 
 from .world import FAILURE, group_row, result, start, submit, turn
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import Conflict
 from outrider.lifecycle import SessionState, can_move
-from outrider.store.base import Store
+from outrider.store.store import Store
 
 from .conftest import NOW
 from .world import AFTER_START, FAILURE, STARTED, advance, group_row, result, start, submit, turn

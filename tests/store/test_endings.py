@@ -9,7 +9,8 @@ import pytest
 
 from outrider.errors import Conflict
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.store.base import Delivery, EventKind, Store
+from outrider.store.rows import Delivery, EventKind
+from outrider.store.store import Store
 
 from .conftest import NOW
 from .world import FAILURE, STARTED, advance, group_row, kinds, result, start, submit, turn

@@ -7,7 +7,8 @@ import pytest
 
 from outrider.errors import Conflict, NotFound
 from outrider.lifecycle import SessionState
-from outrider.store.base import Delivery, EventKind, Store
+from outrider.store.rows import Delivery, EventKind
+from outrider.store.store import Store
 
 from .conftest import NOW
 from .world import FAILURE, LEASE, group_row, kinds, result, start, submit

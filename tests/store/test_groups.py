@@ -9,7 +9,8 @@ import pytest
 
 from outrider.errors import Conflict, NotFound
 from outrider.lifecycle import GroupState, SessionState
-from outrider.store.base import EventKind, Store
+from outrider.store.rows import EventKind
+from outrider.store.store import Store
 
 from .world import FAILURE, group_row, kinds, result, start, submit, turn
 

@@ -12,12 +12,11 @@ import pytest
 
 from outrider.errors import Conflict, NotFound
 from outrider.messages import Image, Message, Role, Text, image_from_bytes, image_from_url
-from outrider.store.base import Store
 from outrider.store.database import Body, Connection, Row
 from outrider.store.migrations import MIGRATIONS
 from outrider.store.rows import pack
-from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
+from outrider.store.store import Store
 from outrider.trajectory import Turn
 
 from .world import FAILURE, group_row, start, submit, turn
@@ -61,7 +60,7 @@ async def test_what_is_not_kept_is_not_found(store: Store) -> None:
 
 async def test_an_image_is_stored_once_for_all_turns_and_sessions() -> None:
     database = SqliteDatabase(None)
-    async with SqlStore(database) as store:
+    async with Store(database) as store:
         await begun(store, "g.0", "g.1")
         for session_id in ("g.0", "g.1"):
             await store.add_turn(session_id, 1, showing(0, CAT))
@@ -98,7 +97,7 @@ async def test_a_refused_turn_leaves_no_image(store: Store) -> None:
 
 async def test_a_turn_without_images_is_one_statement() -> None:
     database = Counting(None)
-    async with SqlStore(database) as store:
+    async with Store(database) as store:
         await begun(store, "g.0")
         database.statements.clear()
         await store.add_turn("g.0", 1, showing(0, THERE))
@@ -140,7 +139,7 @@ async def test_images_of_an_earlier_version_are_moved_out_of_their_turns(tmp_pat
     path = tmp_path / "outrider.db"
     database = SqliteDatabase(path)
     old = [showing(0, unsized(CAT), THERE), turn(1), showing(2, unsized(CAT))]
-    async with SqlStore(database, migrations=MIGRATIONS[:2]) as store:
+    async with Store(database, migrations=MIGRATIONS[:2]) as store:
         await begun(store, "g.0")
         rows = [("g.0", 1, one.index, pack(one)) for one in old]
         await database.write(lambda tx: tx.execute_many("INSERT INTO turns VALUES (?, ?, ?, ?)", rows))

@@ -8,8 +8,8 @@ import pytest
 
 from outrider.errors import ServiceError
 from outrider.store.migrations import MIGRATIONS
-from outrider.store.sql import SqlStore
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
+from outrider.store.store import Store
 
 from .world import group_row, submit
 
@@ -40,7 +40,7 @@ async def test_an_older_database_is_brought_up_to_date_with_its_content(tmp_path
     path = tmp_path / "outrider.db"
     async with sqlite_store(path) as store:
         await submit(store, group_row())
-    async with SqlStore(SqliteDatabase(path), migrations=NEXT) as store:
+    async with Store(SqliteDatabase(path), migrations=NEXT) as store:
         assert await store.group("g") == group_row()
     assert await versions(path) == [*CURRENT, len(CURRENT) + 1]
 
@@ -50,15 +50,15 @@ async def test_a_failing_step_changes_nothing(tmp_path: Path) -> None:
     async with sqlite_store(path) as store:
         await submit(store, group_row())
     with pytest.raises(ServiceError, match="nowhere"):
-        await SqlStore(SqliteDatabase(path), migrations=BROKEN).open()
+        await Store(SqliteDatabase(path), migrations=BROKEN).open()
     assert await versions(path) == CURRENT
-    async with SqlStore(SqliteDatabase(path), migrations=NEXT) as store:
+    async with Store(SqliteDatabase(path), migrations=NEXT) as store:
         assert await store.group("g") == group_row()
 
 
 async def test_a_newer_database_is_refused_with_advice(tmp_path: Path) -> None:
     path = tmp_path / "outrider.db"
-    async with SqlStore(SqliteDatabase(path), migrations=NEXT):
+    async with Store(SqliteDatabase(path), migrations=NEXT):
         pass
     store = sqlite_store(path)
     with pytest.raises(ServiceError, match=f"version {len(CURRENT) + 1},") as caught:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from outrider.errors import Conflict
 from outrider.lifecycle import GroupState, SessionState, can_move
-from outrider.store.base import EventKind
+from outrider.store.rows import EventKind
 from outrider.store.sqlite import sqlite_store
 
 from .world import FAILURE, group_row, result, start, submit, turn

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from outrider.errors import Conflict
-from outrider.store.base import Store
 from outrider.store.rows import turn_from
+from outrider.store.store import Store
 
 from .world import FAILURE, group_row, start, submit, turn
 

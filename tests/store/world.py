@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.messages import Message, Role
-from outrider.store.base import EventKind, GroupRow, Store
+from outrider.store.rows import EventKind, GroupRow
+from outrider.store.store import Store
 from outrider.trajectory import (
     FinishReason,
     JoinKind,

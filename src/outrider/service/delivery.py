@@ -19,7 +19,8 @@ from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
 from outrider.service.retry_store import retry_store
 from outrider.service.views import ViewReader
-from outrider.store.base import Delivery, Store
+from outrider.store.rows import Delivery
+from outrider.store.store import Store
 
 log = logging.getLogger("outrider.delivery")
 

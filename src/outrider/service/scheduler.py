@@ -25,7 +25,8 @@ from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, session_result
 from outrider.sessions.resources import asked, left_of, whole_of
 from outrider.spec import GroupSpec, TaskSpec
-from outrider.store.base import SessionRow, Store
+from outrider.store.rows import SessionRow
+from outrider.store.store import Store
 from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.scheduler")

@@ -39,8 +39,9 @@ from outrider.sessions.resources import Amount, Room
 from outrider.sessions.slots import Lanes
 from outrider.spec import GroupSpec
 from outrider.store.artifacts import ArtifactStore
-from outrider.store.base import GroupRow, Store
+from outrider.store.rows import GroupRow
 from outrider.store.sqlite import sqlite_store
+from outrider.store.store import Store
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 

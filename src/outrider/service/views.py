@@ -10,7 +10,8 @@ import msgspec
 from outrider.concurrency.offload import OffloadThread, Steps
 from outrider.errors import NotFound
 from outrider.schemas import GroupSummary, GroupView, SampleList, SessionView, TurnList, TurnView
-from outrider.store.base import GroupRow, SessionRow, Store
+from outrider.store.rows import GroupRow, SessionRow
+from outrider.store.store import Store
 from outrider.tokens.branches.classify import Lineage, lineages
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples

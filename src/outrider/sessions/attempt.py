@@ -14,7 +14,7 @@ from outrider.errors import ErrorRecord
 from outrider.lifecycle import StopReason
 from outrider.schemas import NodeStats
 from outrider.spec import TaskSpec
-from outrider.store.base import SessionRow
+from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count, policy_of
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 

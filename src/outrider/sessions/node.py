@@ -31,7 +31,7 @@ from outrider.sessions.conversation import Conversation
 from outrider.sessions.rollout import NodeServices, Rollout
 from outrider.sessions.slots import Lanes
 from outrider.store.artifacts import ArtifactStore
-from outrider.store.base import Store
+from outrider.store.store import Store
 from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.session")

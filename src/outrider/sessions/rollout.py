@@ -37,7 +37,7 @@ from outrider.sessions.model_client import ConversationClient
 from outrider.sessions.resources import asked
 from outrider.sessions.slots import Lanes
 from outrider.sessions.transcript import transcript
-from outrider.store.base import Store
+from outrider.store.store import Store
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")

@@ -1,13 +1,14 @@
-"""Files that agents left and that were kept: in a folder, by session and attempt, under the SHA-256 of their bytes.
+"""Stores artifacts, the files that a task keeps of its sandbox: SESSION/ATTEMPT/SHA-256 below one folder.
 
-What a file was called in its sandbox is data in an index and never a name here. Invariant: what the index of an
-attempt lists is there in full; without an index nothing of an attempt is listed. Everything here blocks.
+The name that a file had in its sandbox is data in an index and never becomes a file name here. Invariant: every file in
+an attempt's index is stored in full; an attempt without an index has no artifacts. Everything here blocks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,35 +20,38 @@ INDEX = "index.json"
 
 
 class ArtifactStore:
-    """`put` the files of an attempt, then its `index`. Session ids are the service's own."""
+    """Call `put` for each file of an attempt, then `index`. Session ids become paths, so they must be ours."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def put(self, session_id: str, attempt: int, data: bytes) -> str:
-        """Keep a file; its SHA-256 (hex). Raises OSError."""
+        """Store a file; its SHA-256 (hex). Raises OSError."""
         digest = hashlib.sha256(data).hexdigest()
         self._write(session_id, attempt, digest, data)
         return digest
 
     def index(self, listed: ArtifactList) -> None:
-        """Say what an attempt left. Raises OSError."""
+        """Store the list of an attempt's artifacts. Raises OSError."""
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
-        """What an attempt left, of the newest that was asked for any if none is named; nothing where there is none."""
-        attempts = self._attempts(session_id) if attempt is None else [attempt]
+        """The artifacts of an attempt, by default of the newest that has an index; an empty list if there is none."""
+        attempts = [attempt] if attempt is not None else []
+        if attempt is None:
+            with suppress(FileNotFoundError):
+                attempts = [int(name) for name in os.listdir(self._folder / session_id) if name.isdigit()]
         for number in sorted(attempts, reverse=True):
             try:
                 data = (self._place(session_id, number) / INDEX).read_bytes()
                 return msgspec.json.decode(data, type=ArtifactList)
-            except (FileNotFoundError, msgspec.DecodeError):  # not written, or not in full when the power went
+            except (FileNotFoundError, msgspec.DecodeError):  # not written, or cut short by a loss of power
                 continue
         return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
 
     def file(self, session_id: str, path: str, attempt: int | None = None) -> Path:
-        """Where the bytes of an artifact are, by its path in the sandbox. Raises NotFound."""
+        """The file with the bytes of an artifact, given its path in the sandbox. Raises NotFound."""
         listed = self.listed(session_id, attempt)
         for artifact in listed.artifacts:
             if artifact.path == path:
@@ -56,12 +60,6 @@ class ArtifactStore:
         raise NotFound(
             f"session {session_id} has kept no {path!r}", hint=f"see what it has: outrider artifacts {session_id}"
         )
-
-    def _attempts(self, session_id: str) -> list[int]:
-        try:
-            return [int(name) for name in os.listdir(self._folder / session_id) if name.isdigit()]
-        except FileNotFoundError:
-            return []
 
     def _place(self, session_id: str, attempt: int) -> Path:
         return self._folder / session_id / str(attempt)

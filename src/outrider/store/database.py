@@ -1,8 +1,8 @@
-"""The database seam: transactions as plain functions, run by whatever database is behind it.
+"""What the store needs of a database: to run transactions, each of them a plain function of a connection.
 
-It knows no table and no word of rollouts. Statements use `?` placeholders and the SQL that SQLite and PostgreSQL
-share; a database with another placeholder translates.
-Invariant: a body's changes are committed whole before its caller sees the result, or not at all.
+It knows no table. SQLite is the only implementation (`sqlite.py`); PostgreSQL is to follow. Statements use `?`
+placeholders and the SQL that both share; a database with other placeholders translates them.
+Invariant: the changes of a transaction are committed as a whole before its caller sees the result, or not at all.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ Row = tuple[Any, ...]
 
 
 class Connection(Protocol):
-    """What a body sees of its transaction. Valid only until the body returns."""
+    """The transaction that a body runs in. Valid only until the body returns."""
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """Run a statement that changes rows; how many it changed."""
+        """Run a statement that changes rows; the number of changed rows."""
         ...
 
     def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
-        """Run one statement for each row of values; how many rows changed in all."""
+        """Run one statement for each row of values; the total number of changed rows."""
         ...
 
     def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        """Every row of a query."""
+        """All rows of a query."""
         ...
 
 
@@ -36,23 +36,23 @@ Body = Callable[[Connection], T]
 class Database(Protocol):
     """Transactions over one database.
 
-    `types` are the column types that databases spell differently: `blob`, and `serial` for a growing primary
-    key that never repeats. A body is a plain function, touches nothing but its connection, and may be run
-    again after a rollback; it may run on any thread. What it raises rolls it back and reaches the caller; a
-    failure of the database itself is a ServiceError.
+    `types` are the column types whose names differ between databases: `blob`, and `serial` for a growing primary key
+    that never repeats. A body must touch nothing but its connection: it may run on any thread, and again after a
+    rollback. An error that it raises rolls it back and reaches the caller; if the database itself fails, ServiceError
+    is raised.
     """
 
     types: Mapping[str, str]
 
     async def open(self) -> None: ...
     async def close(self) -> None:
-        """Commit what was asked for before, refuse what comes after. Idempotent."""
+        """Finish the transactions already asked for and refuse later ones. Idempotent."""
         ...
 
     async def write(self, body: Body[T]) -> T:
-        """Run a body as if no other writer existed. When the caller is cancelled it may still be committed."""
+        """Run a body as if no other writer existed. It may still be committed after its caller was cancelled."""
         ...
 
     async def read(self, body: Body[T]) -> T:
-        """Run a body that changes nothing on one consistent snapshot, no older than every finished write."""
+        """Run a body that changes nothing on a consistent snapshot that includes every finished write."""
         ...

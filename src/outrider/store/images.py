@@ -1,6 +1,7 @@
-"""The bytes of images: taken out of the turns that show them, and kept once for each digest.
+"""Stores the bytes of images apart from the turns that show them, once for each digest.
 
-It opens no transaction. Invariant: a turn that was split and stored with its images is restored as it was.
+An agent sends the same screenshot with every call; stored inside the turns it would be stored again with each.
+It opens no transaction. Invariant: a turn that is split, stored with its images and restored is unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from outrider.trajectory import Turn
 
 
 class Split(msgspec.Struct, frozen=True):
-    """A turn whose images have no bytes, and those images with them, each once."""
+    """A turn whose images have no bytes, and the images with their bytes, each once."""
 
     turn: Turn
     images: tuple[Image, ...] = ()
@@ -31,9 +32,9 @@ def split(turn: Turn) -> Split:
 
 
 def insert_images(tx: Connection, images: Iterable[Image]) -> None:
-    """Those that are not there yet."""
+    """Insert the images that are not stored yet."""
     for image in images:
-        # Asked for first, so that an image that comes with every turn is not sent to the database with each.
+        # Looked up first, so that the bytes of a known image are not passed to the database with every turn.
         if not tx.fetch("SELECT 1 FROM images WHERE digest = ?", (image.digest,)):
             tx.execute(
                 "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
@@ -53,7 +54,7 @@ def find_image(tx: Connection, digest: str) -> Image:
 
 
 def restore(tx: Connection, turns: Sequence[Turn]) -> list[Turn]:
-    """Turns with the bytes of their images. Raises NotFound for one that is not stored."""
+    """The turns with the bytes of their images. Raises NotFound for an image that is not stored."""
     images = (image for turn in turns for message in turn.messages for image in images_in(message))
     data = {digest: find_image(tx, digest).data for digest in {image.digest for image in images if image.url is None}}
 

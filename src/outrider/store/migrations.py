@@ -1,7 +1,7 @@
-"""The schema, as numbered steps that only ever grow.
+"""The schema of the store, as a list of migrations to which new ones are only ever appended.
 
-It knows no query. Words in braces are column types that each database spells its own way (`Database.types`).
-Invariant: a database's recorded version counts the steps it has been through, in order, each exactly once.
+Words in braces are column types whose names differ between databases (`Database.types`).
+Invariant: the version recorded in a database is the number of migrations applied, in order, each exactly once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from outrider.errors import ServiceError
 from outrider.store.database import Connection
 
 Step = str | Callable[[Connection], None]
-"""A statement, or a function where one statement cannot say it."""
+"""A statement, or a function where SQL alone is not enough."""
 Migrations = Sequence[Sequence[Step]]
 
 
 def _label_groups(tx: Connection) -> None:
-    """Labels were read from the spec."""
+    """Copy labels into their new column: before, they were read from the spec."""
     for group_id, spec in tx.fetch("SELECT id, spec FROM groups"):
         labels = msgspec.json.decode(spec).get("task", {}).get("labels", {})
         if labels:
@@ -27,7 +27,7 @@ def _label_groups(tx: Connection) -> None:
 
 
 def _count_outcomes(tx: Connection) -> None:
-    """Outcomes were counted by whoever asked."""
+    """Fill the new counts of outcomes: before, every reader counted the results."""
     for group_id, packed in tx.fetch("SELECT group_id, result FROM sessions WHERE result IS NOT NULL"):
         result = msgspec.msgpack.decode(packed)
         verdict = result.get("verdict")
@@ -44,7 +44,7 @@ def _count_outcomes(tx: Connection) -> None:
 
 
 def _move_images(tx: Connection) -> None:
-    """Images were kept in every turn that showed them."""
+    """Move the bytes of images out of the turns: before, every turn that showed an image had a copy."""
     for attempt in tx.fetch("SELECT DISTINCT session_id, attempt FROM turns"):
         sql = "SELECT turn_index, turn FROM turns WHERE session_id = ? AND attempt = ?"
         for index, packed in tx.fetch(sql, attempt):
@@ -65,6 +65,7 @@ def _move_images(tx: Connection) -> None:
             )
 
 
+# Turns without this have no images and are not decoded: there may be millions of turns.
 _IMAGE_TAG = msgspec.msgpack.encode("type") + msgspec.msgpack.encode("image")
 
 MIGRATIONS: Migrations = (
@@ -132,7 +133,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX outbox_due ON outbox (next_try)",
     ),
     (
-        # What lists show of a group is kept with it, so that they need neither its spec nor its sessions.
+        # A list of groups shows these, and would otherwise have to read every spec and every session.
         "ALTER TABLE groups ADD COLUMN labels TEXT NOT NULL DEFAULT '{{}}'",
         "ALTER TABLE groups ADD COLUMN errors INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE groups ADD COLUMN rewarded INTEGER NOT NULL DEFAULT 0",
@@ -140,7 +141,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_to_cancel ON groups (created, id) WHERE cancelled = 1 AND state = 'active'",
         _label_groups,
         _count_outcomes,
-        # A failed attempt is not repeated before `due`; `recovered` attempts were ended by the death of their node.
+        # A failed attempt is not repeated before `due`; `recovered` counts attempts whose node died.
         "ALTER TABLE sessions ADD COLUMN due DOUBLE PRECISION NOT NULL DEFAULT 0",
         "ALTER TABLE sessions ADD COLUMN recovered INTEGER NOT NULL DEFAULT 0",
         "DROP INDEX sessions_queue",
@@ -149,7 +150,7 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_due ON sessions (due) WHERE waiting = 1 AND due > 0",
     ),
     (
-        # `digest` is the SHA-256 of `data`: what any number of sessions were shown, any number of times, is here once.
+        # `digest` is the SHA-256 of `data`, so the image that many sessions show many times is stored once.
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
         _move_images,
     ),
@@ -157,7 +158,7 @@ MIGRATIONS: Migrations = (
 
 
 def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:
-    """Bring the schema up to date inside one transaction; how many steps that took.
+    """Bring the schema up to date inside one transaction; the number of migrations applied.
 
     Raises ServiceError when the database is newer than this program.
     """

@@ -1,19 +1,19 @@
-"""Between table rows and the store's structs: column lists, and the codecs of what is kept packed.
+"""The rows of the store: their structs, the columns they are read from, and how packed columns are encoded.
 
-It runs no statement. Results, errors and turns are msgpack; event data is JSON, so that people can read it.
+It runs no statement. Results, errors and turns are stored as msgpack; event data is JSON, so that people can read it.
 Invariant: every struct read here equals the one that was written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState
-from outrider.store.base import Delivery, Event, EventKind, GroupRow, SessionRow
 from outrider.store.database import Row
 from outrider.trajectory import SessionResult, Turn
 
@@ -28,6 +28,84 @@ SESSION_COLUMNS = (
 EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
 DELIVERY_COLUMNS = "group_id, url, tries, next_try"
 
+
+class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A group, without its spec, which may be large (`Store.spec`). Times are seconds since the epoch.
+
+    `cursor` is the group's place in the results once it is done. The store counts the outcomes of its `n` sessions:
+    `done`, those with an error (`errors`), those with a reward (`rewarded`), and the sum of the rewards.
+    """
+
+    id: str
+    n: int
+    priority: int
+    idempotency_key: str | None
+    callback_url: str | None
+    state: GroupState
+    cancelled: bool
+    created: float
+    finished: float | None
+    cursor: int | None
+    labels: dict[str, str] = {}
+    done: int = 0
+    errors: int = 0
+    rewarded: int = 0
+    reward_total: float = 0.0
+
+
+class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A session. Times are seconds since the epoch.
+
+    `attempt` counts from 1; it is 0 before the first attempt. `recovered` is how many attempts ended because their node
+    died, which is not a failure of the session. A queued session is not started before `due`. `last_error` is why the
+    last attempt failed.
+    """
+
+    id: str
+    group_id: str
+    sample_index: int
+    state: SessionState
+    attempt: int
+    node: str | None
+    lease_until: float | None
+    priority: int
+    created: float
+    updated: float
+    last_error: ErrorRecord | None
+    result: SessionResult | None
+    due: float = 0.0
+    recovered: int = 0
+
+
+class EventKind(StrEnum):
+    GROUP_CREATED = "group.created"
+    GROUP_CANCELLED = "group.cancelled"
+    GROUP_DONE = "group.done"
+    SESSION_STATE = "session.state"
+    SESSION_RETRY = "session.retry"
+    SESSION_DONE = "session.done"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of the append-only log; `cursor` grows and never repeats."""
+
+    cursor: int
+    at: float
+    kind: EventKind
+    group_id: str
+    session_id: str | None
+    data: dict[str, Any]
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`."""
+
+    group_id: str
+    url: str
+    tries: int
+    next_try: float
+
+
 pack = msgspec.msgpack.encode
 
 
@@ -40,6 +118,7 @@ def turn_from(packed: bytes) -> Turn:
 
 
 def group_from(row: Row) -> GroupRow:
+    """From GROUP_COLUMNS."""
     return GroupRow(
         id=row[0],
         n=row[1],
@@ -60,6 +139,7 @@ def group_from(row: Row) -> GroupRow:
 
 
 def session_from(row: Row) -> SessionRow:
+    """From SESSION_COLUMNS."""
     return SessionRow(
         id=row[0],
         group_id=row[1],
@@ -79,6 +159,7 @@ def session_from(row: Row) -> SessionRow:
 
 
 def event_from(row: Row) -> Event:
+    """From EVENT_COLUMNS."""
     return Event(
         cursor=row[0],
         at=row[1],
@@ -87,7 +168,3 @@ def event_from(row: Row) -> Event:
         session_id=row[4],
         data=msgspec.json.decode(row[5]),
     )
-
-
-def delivery_from(row: Row) -> Delivery:
-    return Delivery(group_id=row[0], url=row[1], tries=row[2], next_try=row[3])

@@ -1,9 +1,9 @@
-"""SQLite behind the database seam: one writer thread that commits in batches, readers that never wait for it.
+"""`Database` over SQLite: one writer thread that commits in batches, and reader threads that never wait for it.
 
-It knows no table. Writes that arrive while a commit is under way share the next one, so the cost of a commit is
-paid once for all of them, and a thread of its own waits for the disk. A commit survives the death of the process;
-a loss of power may take the commits of the last seconds, never half of one (WAL with synchronous=NORMAL).
-Invariant: a body that fails takes nothing with it but its own changes.
+It knows no table. Writes that arrive during a commit share the next one, so its cost is paid once for all of them; a
+separate thread waits for the disk. A commit survives the death of the process. A loss of power may undo the commits of
+the last seconds, but never half of one (WAL with synchronous=NORMAL).
+Invariant: a body that fails undoes only its own changes, never those of another body in its batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from typing import Any, NamedTuple, TypeVar
 
 from outrider.errors import ServiceError
 from outrider.store.database import Body, Row
-from outrider.store.sql import SqlStore
+from outrider.store.store import Store
 
 T = TypeVar("T")
 
 MAX_BATCH = 256
+"""Maximum number of writes in one commit."""
 READERS = 2
 BUSY_SECONDS = 5.0
+"""How long to wait for a lock that another process holds on the file."""
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINT_PAGES = 16_384
-"""The log's length (64 MiB) at which the writer itself waits for the disk, so that the log stays bounded."""
+"""Length of the log (64 MiB) at which the writer itself waits for the disk, so that the log cannot grow forever."""
 
 HINTS: dict[int, str] = {
     sqlite3.SQLITE_BUSY: "another program holds the database: is a second service using the same data folder?",
@@ -41,13 +43,14 @@ HINTS: dict[int, str] = {
 }
 
 
-def sqlite_store(path: Path | None) -> SqlStore:
-    """A store in the SQLite file at `path`, whose folder must exist; None keeps it in memory, for tests."""
-    return SqlStore(SqliteDatabase(path))
+def sqlite_store(path: Path | None) -> Store:
+    """A store in the SQLite file at `path`, whose folder must exist. None keeps it in memory, for tests."""
+    return Store(SqliteDatabase(path))
 
 
 class SqliteDatabase:
-    """`Database` over one SQLite file, or over memory (then reads wait for writes)."""
+    """`Database` over one SQLite file, or in memory. In memory the writer thread also reads: a second connection would
+    see another, empty database."""
 
     types: Mapping[str, str] = {"blob": "BLOB", "serial": "INTEGER PRIMARY KEY AUTOINCREMENT"}
 
@@ -61,7 +64,7 @@ class SqliteDatabase:
         """Start the threads. Raises ServiceError when the file cannot be opened."""
         writes = reads = _Jobs("BEGIN IMMEDIATE", MAX_BATCH)
         try:
-            # The writer first and alone: it may have to create the file.
+            # The writer opens first and alone, because it may have to create the file.
             await self._start("writer", writes.serve, writes.stop).opened
             if self._path is not None:
                 reads = _Jobs("BEGIN", 1)
@@ -69,7 +72,7 @@ class SqliteDatabase:
                 threads = [self._start(f"reader-{n}", reads.serve, reads.stop) for n in range(READERS)]
                 threads.append(self._start("checkpoints", lambda raw: _checkpoint(raw, stopping), stopping.set))
                 await asyncio.gather(*(thread.opened for thread in threads))
-        except BaseException:  # cancelled, too: no thread that was started stays behind
+        except BaseException:  # also when cancelled: no started thread may be left running
             await self.close()
             raise
         self._writes, self._reads = writes, reads
@@ -77,7 +80,9 @@ class SqliteDatabase:
     async def close(self) -> None:
         self._writes = self._reads = None
         threads, self._threads = self._threads, []
-        for thread in threads:  # one by one: of connections that close at once none might put the log away
+        # One by one: only the last connection to close removes the log, and of several that close at the same time none
+        # may see that it is the last.
+        for thread in threads:
             thread.stop()
             await thread.ended()
 
@@ -134,8 +139,7 @@ class _Connection:
 
 
 class _Jobs:
-    """Bodies waiting for a transaction, for any number of threads to serve. It needs no bound: each entry is a
-    caller that waits for it."""
+    """Queue of bodies to run, served by one or more threads. It needs no bound: every entry has a caller that waits."""
 
     def __init__(self, begin: str, batch: int) -> None:
         self._begin = begin
@@ -149,7 +153,7 @@ class _Jobs:
         return future
 
     def stop(self) -> None:
-        """Let every serving thread go, once what was put before is done."""
+        """Make every serving thread return, once the jobs put before are done."""
         self._waiting.put(None)
 
     def serve(self, raw: sqlite3.Connection) -> None:
@@ -157,7 +161,7 @@ class _Jobs:
             self._loop.call_soon_threadsafe(_deliver, self._settle(raw, batch))
 
     def _next(self) -> list[_Job]:
-        """Wait for a job, then take what else is there; empty when it is time to end."""
+        """Wait for a job, then take the others that are waiting, up to the batch size; empty after `stop`."""
         batch: list[_Job] = []
         job = self._waiting.get()
         while job is not None:
@@ -168,12 +172,12 @@ class _Jobs:
                 job = self._waiting.get_nowait()
             except Empty:
                 return batch
-        self._waiting.put(None)  # for the next round, and for the other threads
+        self._waiting.put(None)  # so that the next call, and those of the other threads, see the stop too
         return batch
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
-        """Commit the batch in one transaction. When a body fails, the halves are tried apart, so that in the
-        end only the failing one is refused; the common case pays for no savepoints."""
+        """Run the batch in one transaction. When a body fails, each half is run again by itself, until only the failing
+        body is refused. Savepoints would do without the repetition, but every batch would pay for them."""
         try:
             raw.execute(self._begin)
         except sqlite3.Error as error:
@@ -183,8 +187,8 @@ class _Jobs:
             outcomes = [_Outcome(job.future, job.body(connection), None) for job in batch]
             raw.execute("COMMIT")
             return outcomes
-        except Exception as error:  # a body may raise anything: it is refused, and the rest of its batch is not
-            with suppress(sqlite3.Error):  # SQLite may have rolled back already
+        except Exception as error:  # whatever a body raises
+            with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 raw.execute("ROLLBACK")
             if len(batch) == 1:
                 return [_Outcome(batch[0].future, None, _translated(error))]
@@ -193,9 +197,9 @@ class _Jobs:
 
 
 class _Thread:
-    """A thread with its own connection, which `serve` uses until `stop` makes it return.
+    """A thread with its own connection, on which it runs `serve` until `stop` makes that return.
 
-    `opened` fails with ServiceError when there is no connection to be had.
+    `opened` is set once the connection is open, or to ServiceError if it cannot be opened.
     """
 
     def __init__(
@@ -217,7 +221,7 @@ class _Thread:
     async def ended(self) -> None:
         """Wait until `serve` has returned and the connection is closed."""
         await asyncio.shield(self._closed)
-        self._thread.join()  # it has nothing left to do
+        self._thread.join()  # does not block: the thread has nothing left to do
 
     def _run(self) -> None:
         try:
@@ -254,14 +258,14 @@ def _deliver(outcomes: Sequence[_Outcome]) -> None:
 
 
 def _checkpoint(raw: sqlite3.Connection, stopping: threading.Event) -> None:
-    """Move the log into the database file from time to time, so that no commit has to wait for the disk."""
+    """Move the log into the database file every second, so that commits do not have to wait for the disk."""
     while not stopping.wait(CHECKPOINT_SECONDS):
-        with suppress(sqlite3.Error):  # a disk that fails here fails the next write, which has a caller to tell
+        with suppress(sqlite3.Error):  # a failing disk also fails the next write, whose caller is told
             raw.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 def _translated(error: Exception) -> Exception:
     if not isinstance(error, sqlite3.Error) or isinstance(error, sqlite3.IntegrityError):
-        return error  # what was written is wrong, not the database: another try would come to the same
+        return error  # the statement is wrong, not the database: another try would fail in the same way
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of SQLite's extended codes
     return ServiceError(f"the database failed: {error}", hint=HINTS.get(code))

@@ -1,0 +1,462 @@
+"""The durable state of a service: groups, sessions, attempts, turns, results and events, and every change to them.
+
+Every statement and transaction of Outrider is here; each public method is one transaction. It knows no particular
+database (see `database.py`), no engine and no sandbox, and decides nothing about rollouts: who runs, retries or
+cancels is the caller's decision.
+Invariants: a session is written only by its newest attempt, while that is under way; a write of any other attempt is
+refused with Conflict. A session's result, its group's state, cursor, event and outbox row are one transaction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from types import TracebackType
+from typing import Any, Self
+
+from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
+from outrider.lifecycle import GroupState, SessionState, can_move
+from outrider.messages import Image
+from outrider.store import rows
+from outrider.store.database import Connection, Database
+from outrider.store.images import find_image, insert_images, restore, split
+from outrider.store.migrations import MIGRATIONS, Migrations, migrate
+from outrider.store.rows import Delivery, Event, EventKind, GroupRow, SessionRow
+from outrider.trajectory import SessionResult, Turn
+
+MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
+"""States that `set_state` refuses: only `requeue`, `start_attempt` and `finish` lead to them."""
+
+# One statement inserts the turn and checks its attempt, because a model call waits for it. `lease_until` is set exactly
+# while an attempt is under way. Why nothing was inserted is looked up only when that happens.
+ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
+    SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
+    ON CONFLICT DO NOTHING"""
+
+
+class Store:
+    """Durable state in a database. `async with` opens and closes it.
+
+    Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write to a
+    session raise Conflict if the session is done or `attempt` is not its newest attempt.
+
+    A cancelled group's sessions leave the queue at once: `queued` does not list them and `start_attempt` refuses them.
+    They are not done until the caller finishes each as cancelled, even when `requeue` or `recover` ends their attempt
+    (their state is then QUEUED). `cancel_group` may be repeated, for instance after a crash: it lists the sessions that
+    are left to finish.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        clock: Callable[[], float] = time.time,
+        migrations: Migrations = MIGRATIONS,
+    ) -> None:
+        self._db = database
+        self._clock = clock
+        self._migrations = migrations
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Open the database and bring its schema up to date. Raises ServiceError."""
+        await self._db.open()
+        try:
+            await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
+        except BaseException:  # also when cancelled: the database's threads must not be left running
+            await self._db.close()
+            raise
+
+    async def close(self) -> None:
+        await self._db.close()
+
+    async def create_group(self, group: GroupRow, spec: bytes, session_ids: Sequence[str]) -> GroupRow:
+        """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event.
+
+        The stored group starts active and not cancelled, whatever `group` says. If its idempotency key is known, the
+        group that has it is returned if its spec is the same bytes; else Conflict is raised.
+        """
+        if not session_ids or len(session_ids) != group.n:
+            raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
+
+        def body(tx: Connection) -> GroupRow:
+            if group.idempotency_key is not None:
+                sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
+                for row in tx.fetch(sql, (group.idempotency_key,)):
+                    known = rows.group_from(row)
+                    if _find_spec(tx, known.id) != spec:
+                        raise Conflict(
+                            f"idempotency key {group.idempotency_key!r} was used for another request, group {known.id}",
+                            hint="use a new key for a new request",
+                            field="idempotency_key",
+                        )
+                    return known
+            _insert_group(tx, group, spec, session_ids)
+            data = {"n": group.n, "priority": group.priority}
+            self._add_event(tx, EventKind.GROUP_CREATED, group.id, None, data)
+            return _find_group(tx, group.id)
+
+        return await self._db.write(body)
+
+    async def group(self, group_id: str) -> GroupRow:
+        return await self._db.read(lambda tx: _find_group(tx, group_id))
+
+    async def spec(self, group_id: str) -> bytes:
+        """The JSON of the group's GroupSpec."""
+        return await self._db.read(lambda tx: _find_spec(tx, group_id))
+
+    async def groups(self, *, state: GroupState | None = None, limit: int = 100) -> list[GroupRow]:
+        """Newest first."""
+        where, values = ("", ()) if state is None else ("WHERE state = ?", (state.value,))
+        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups {where} ORDER BY created DESC, id DESC LIMIT ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (*values, limit)))
+        return [rows.group_from(row) for row in found]
+
+    async def cancelled(self) -> list[str]:
+        """Ids of the cancelled groups that have sessions that are not done, oldest first."""
+        sql = "SELECT id FROM groups WHERE cancelled = 1 AND state = 'active' ORDER BY created, id"
+        return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql))]
+
+    async def session(self, session_id: str) -> SessionRow:
+        return await self._db.read(lambda tx: _find_session(tx, session_id))
+
+    async def sessions(self, group_id: str) -> list[SessionRow]:
+        """The group's sessions in sample order."""
+        found = await self._db.read(lambda tx: _find_sessions(tx, "group_id = ? ORDER BY sample_index", group_id))
+        if not found:
+            raise NotFound(f"no group {group_id!r}")
+        return found
+
+    async def queued(self, limit: int, *, now: float = inf) -> list[SessionRow]:
+        """Queued sessions that are due: higher priority first, then older group, then sample order."""
+        where = "waiting = 1 AND due <= ? ORDER BY priority DESC, created, group_id, sample_index LIMIT ?"
+        return await self._db.read(lambda tx: _find_sessions(tx, where, now, limit))
+
+    async def next_due(self, *, after: float) -> float | None:
+        """When the first queued session is due that is due later than `after`."""
+        sql = "SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?"
+        found: float | None = (await self._db.read(lambda tx: tx.fetch(sql, (after,))))[0][0]
+        return found
+
+    async def counts(self) -> dict[SessionState, int]:
+        """Sessions per state, over all groups."""
+        sql = "SELECT state, COUNT(*) FROM sessions GROUP BY state"
+        found: dict[str, int] = dict(await self._db.read(lambda tx: tx.fetch(sql)))
+        return {state: found.get(state, 0) for state in SessionState}
+
+    async def start_attempt(self, session_id: str, *, node: str, lease_until: float) -> int:
+        """Move a queued session to INITIALIZING under a lease; the number of the new attempt. Raises Conflict if the
+        session is not queued or its group is cancelled."""
+
+        def body(tx: Connection) -> int:
+            session = _find_session(tx, session_id)
+            if session.state is not SessionState.QUEUED:
+                raise Conflict(f"session {session_id} is {session.state}, not queued")
+            if _find_group(tx, session.group_id).cancelled:
+                raise Conflict(f"group {session.group_id} is cancelled")
+            attempt = session.attempt + 1
+            tx.execute(
+                """UPDATE sessions SET state = ?, waiting = 0, due = 0, attempt = ?, node = ?, lease_until = ?,
+                       updated = ? WHERE id = ?""",
+                (SessionState.INITIALIZING.value, attempt, node, lease_until, self._clock(), session_id),
+            )
+            data = {"state": SessionState.INITIALIZING.value, "attempt": attempt, "node": node}
+            self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
+            return attempt
+
+        return await self._db.write(body)
+
+    async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
+        """Make a move of lifecycle.MOVES. Raises Conflict for any other, and for those that have their own method
+        (MOVES_WITH_A_METHOD)."""
+
+        def body(tx: Connection) -> None:
+            session = _unfinished(tx, session_id, attempt)
+            if state in MOVES_WITH_A_METHOD or not can_move(session.state, state):
+                raise Conflict(f"session {session_id} cannot be moved from {session.state} to {state}")
+            tx.execute(
+                "UPDATE sessions SET state = ?, updated = ? WHERE id = ?",
+                (state.value, self._clock(), session_id),
+            )
+            data = {"state": state.value, "attempt": attempt}
+            self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
+
+        await self._db.write(body)
+
+    async def renew_leases(self, node: str, lease_until: float) -> None:
+        """Extend the leases of all attempts under way on a node."""
+        sql = "UPDATE sessions SET lease_until = ? WHERE node = ? AND lease_until IS NOT NULL"
+        await self._db.write(lambda tx: tx.execute(sql, (lease_until, node)))
+
+    async def add_turn(self, session_id: str, attempt: int, turn: Turn) -> None:
+        """Store a turn of an attempt under way. Raises Conflict if the attempt already has a turn of that index.
+
+        The bytes of its images are stored apart from it, once for each digest over all sessions.
+        """
+        taken = split(turn)
+        packed = rows.pack(taken.turn)
+
+        def body(tx: Connection) -> None:
+            if not tx.execute(ADD_TURN, (turn.index, packed, session_id, attempt)):
+                _under_way(tx, session_id, attempt)
+                raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
+            insert_images(tx, taken.images)
+
+        await self._db.write(body)
+
+    async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]:
+        """The turns of one attempt (default: the newest) by index. Their images have bytes only with `images`."""
+        sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
+
+        def body(tx: Connection) -> list[bytes]:
+            newest = _find_session(tx, session_id).attempt
+            return [row[0] for row in tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
+
+        found = [rows.turn_from(packed) for packed in await self._db.read(body)]
+        return await self._db.read(lambda tx: restore(tx, found)) if images else found
+
+    async def image(self, digest: str) -> Image:
+        """An image in a stored turn, with its bytes. If the same bytes came with several media types, the first."""
+        return await self._db.read(lambda tx: find_image(tx, digest))
+
+    async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
+        """End an attempt that failed, and queue the session again, to be started at `due` or later."""
+
+        def body(tx: Connection) -> None:
+            self._requeue(tx, _under_way(tx, session_id, attempt), error, due=due)
+
+        await self._db.write(body)
+
+    async def finish(self, session_id: str, attempt: int, result: SessionResult) -> bool:
+        """End a session for good; True if its group is now done.
+
+        With its last session the group is done: it gets its cursor, an event, and an outbox row if it has a callback.
+        A queued session (with `attempt` its last one) may be finished: that is how it is cancelled.
+        """
+        packed = rows.pack(result)
+
+        def body(tx: Connection) -> bool:
+            session = _unfinished(tx, session_id, attempt)
+            tx.execute(
+                """UPDATE sessions SET state = ?, waiting = 0, lease_until = NULL, updated = ?, result = ?
+                   WHERE id = ?""",
+                (SessionState.DONE.value, self._clock(), packed, session_id),
+            )
+            verdict, error = result.verdict, result.error
+            data = {
+                "attempt": attempt,
+                "stop_reason": result.stop_reason.value,
+                "reward": None if verdict is None else verdict.reward,
+                "error": None if error is None else error.code,
+            }
+            self._add_event(tx, EventKind.SESSION_DONE, session.group_id, session_id, data)
+            tx.execute(
+                """UPDATE groups SET open_sessions = open_sessions - 1, errors = errors + ?, rewarded = rewarded + ?,
+                       reward_total = reward_total + ? WHERE id = ?""",
+                (
+                    int(error is not None),
+                    int(verdict is not None),
+                    verdict.reward if verdict else 0.0,
+                    session.group_id,
+                ),
+            )
+            return self._finish_group(tx, session.group_id)
+
+        return await self._db.write(body)
+
+    async def cancel_group(self, group_id: str) -> list[SessionRow]:
+        """Mark a group cancelled; its sessions that are not done, which the caller must now end."""
+
+        def body(tx: Connection) -> list[SessionRow]:
+            group = _find_group(tx, group_id)
+            if group.state is GroupState.ACTIVE and not group.cancelled:
+                tx.execute("UPDATE groups SET cancelled = 1 WHERE id = ?", (group_id,))
+                tx.execute("UPDATE sessions SET waiting = 0 WHERE group_id = ?", (group_id,))
+                self._add_event(tx, EventKind.GROUP_CANCELLED, group_id, None, {})
+            return _find_sessions(tx, "group_id = ? AND state <> 'done' ORDER BY sample_index", group_id)
+
+        return await self._db.write(body)
+
+    async def recover(self, *, now: float) -> list[SessionRow]:
+        """Requeue every session whose lease ended before `now`: its node died. The attempt is counted as recovered.
+
+        Returns the sessions as they are afterwards, also those of cancelled groups.
+        """
+
+        def body(tx: Connection) -> list[SessionRow]:
+            lost = _find_sessions(tx, "lease_until < ? ORDER BY lease_until, id", now)
+            for session in lost:
+                error = ErrorRecord(
+                    boundary=Boundary.SERVICE,
+                    code="lease_expired",
+                    message=f"node {session.node} stopped renewing its lease during attempt {session.attempt}",
+                    hint="the node or the whole service died: its log says why",
+                    retryable=True,
+                )
+                self._requeue(tx, session, error, recovered=1)
+            return [_find_session(tx, session.id) for session in lost]
+
+        return await self._db.write(body)
+
+    async def results(self, *, after: int, limit: int) -> list[GroupRow]:
+        """Done groups with a cursor greater than `after`, in cursor order."""
+        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE cursor > ? ORDER BY cursor LIMIT ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (after, limit)))
+        return [rows.group_from(row) for row in found]
+
+    async def events(self, *, after: int, limit: int) -> list[Event]:
+        """Events with a cursor greater than `after`, in order."""
+        sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ? ORDER BY cursor LIMIT ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (after, limit)))
+        return [rows.event_from(row) for row in found]
+
+    async def deliveries(self, *, now: float, limit: int) -> list[Delivery]:
+        """Outbox rows that are due for a try."""
+        sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE next_try <= ? ORDER BY next_try, group_id LIMIT ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (now, limit)))
+        return [Delivery(group_id=row[0], url=row[1], tries=row[2], next_try=row[3]) for row in found]
+
+    async def delivered(self, group_id: str) -> None:
+        """Remove a row from the outbox."""
+        await self._change_outbox("DELETE FROM outbox WHERE group_id = ?", group_id)
+
+    async def delivery_failed(self, group_id: str, *, next_try: float) -> None:
+        """Count a try that failed, and set the time of the next one."""
+        sql = "UPDATE outbox SET tries = tries + 1, next_try = ? WHERE group_id = ?"
+        await self._change_outbox(sql, next_try, group_id)
+
+    async def _change_outbox(self, sql: str, *values: Any) -> None:
+        """Run a change of one outbox row, whose group id is the last value."""
+
+        def body(tx: Connection) -> None:
+            if not tx.execute(sql, values):
+                raise NotFound(f"group {values[-1]!r} has no delivery to make")
+
+        await self._db.write(body)
+
+    def _requeue(
+        self, tx: Connection, session: SessionRow, error: ErrorRecord, *, due: float = 0.0, recovered: int = 0
+    ) -> None:
+        tx.execute(
+            """UPDATE sessions SET state = ?, lease_until = NULL, updated = ?, last_error = ?, due = ?,
+                   recovered = recovered + ?,
+                   waiting = (SELECT 1 - cancelled FROM groups WHERE groups.id = sessions.group_id)
+               WHERE id = ?""",
+            (SessionState.QUEUED.value, self._clock(), rows.pack(error), due, recovered, session.id),
+        )
+        data = {"attempt": session.attempt, "error": error}
+        self._add_event(tx, EventKind.SESSION_RETRY, session.group_id, session.id, data)
+
+    def _finish_group(self, tx: Connection, group_id: str) -> bool:
+        """Finish the group if none of its sessions is open; whether it was finished."""
+        now = self._clock()
+        # Two transactions that compute the same cursor cannot both commit: the column is unique.
+        finished = tx.execute(
+            """UPDATE groups SET state = ?, finished = ?, cursor = (SELECT COALESCE(MAX(cursor), 0) + 1 FROM groups)
+               WHERE id = ? AND open_sessions = 0""",
+            (GroupState.DONE.value, now, group_id),
+        )
+        if not finished:
+            return False
+        group = _find_group(tx, group_id)
+        data = {"cursor": group.cursor, "cancelled": group.cancelled}
+        self._add_event(tx, EventKind.GROUP_DONE, group_id, None, data)
+        if group.callback_url is not None:
+            tx.execute(
+                "INSERT INTO outbox (group_id, url, tries, next_try) VALUES (?, ?, 0, ?)",
+                (group_id, group.callback_url, now),
+            )
+        return True
+
+    def _add_event(
+        self, tx: Connection, kind: EventKind, group_id: str, session_id: str | None, data: Mapping[str, Any]
+    ) -> None:
+        tx.execute(
+            "INSERT INTO events (at, kind, group_id, session_id, data) VALUES (?, ?, ?, ?, ?)",
+            (self._clock(), kind.value, group_id, session_id, rows.pack_data(data)),
+        )
+
+
+def _insert_group(tx: Connection, group: GroupRow, spec: bytes, session_ids: Sequence[str]) -> None:
+    """Raises Conflict if the group's id or one of the session ids is already in use."""
+    inserted = tx.execute(
+        """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
+               open_sessions, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?) ON CONFLICT DO NOTHING""",
+        (
+            group.id,
+            spec,
+            rows.pack_data(group.labels),
+            group.n,
+            group.priority,
+            group.idempotency_key,
+            group.callback_url,
+            GroupState.ACTIVE.value,
+            group.n,
+            group.created,
+        ),
+    )
+    if not inserted:
+        raise Conflict(f"there already is a group {group.id!r}")
+    inserted = tx.execute_many(
+        """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, waiting)
+           VALUES (?, ?, ?, ?, 0, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
+        [
+            (id, group.id, index, SessionState.QUEUED.value, group.priority, group.created, group.created)
+            for index, id in enumerate(session_ids)
+        ],
+    )
+    if inserted != group.n:
+        raise Conflict(f"some session ids of group {group.id!r} are already in use")
+
+
+def _find_group(tx: Connection, group_id: str) -> GroupRow:
+    found = tx.fetch(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ?", (group_id,))
+    if not found:
+        raise NotFound(f"no group {group_id!r}")
+    return rows.group_from(found[0])
+
+
+def _find_spec(tx: Connection, group_id: str) -> bytes:
+    found = tx.fetch("SELECT spec FROM groups WHERE id = ?", (group_id,))
+    if not found:
+        raise NotFound(f"no group {group_id!r}")
+    return bytes(found[0][0])
+
+
+def _find_session(tx: Connection, session_id: str) -> SessionRow:
+    found = _find_sessions(tx, "id = ?", session_id)
+    if not found:
+        raise NotFound(f"no session {session_id!r}")
+    return found[0]
+
+
+def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
+    sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE {where}"
+    return [rows.session_from(row) for row in tx.fetch(sql, values)]
+
+
+def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
+    """The session. Raises Conflict unless `attempt` is its newest and it is not done."""
+    session = _find_session(tx, session_id)
+    if session.attempt != attempt:
+        raise Conflict(f"session {session_id} is at attempt {session.attempt}, not {attempt}")
+    if session.state is SessionState.DONE:
+        raise Conflict(f"session {session_id} is done")
+    return session
+
+
+def _under_way(tx: Connection, session_id: str, attempt: int) -> SessionRow:
+    """The session. Raises Conflict unless `attempt` is under way."""
+    session = _unfinished(tx, session_id, attempt)
+    if session.state is SessionState.QUEUED:
+        raise Conflict(f"session {session_id} waits in the queue: attempt {attempt} has ended")
+    return session
