@@ -21,7 +21,7 @@ from outrider.dialects import dialects
 from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening
 from outrider.messages import Delta, Message, ToolSpec
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
-from outrider.tokens.rendering.stream import ReplyPart, ReplyStream
+from outrider.tokens.rendering.reply_stream import ReplyPart, ReplyStream
 from outrider.trajectory import FinishReason
 
 PROMPT_TOKENS = 500

@@ -6,8 +6,7 @@ from outrider.tokens.branches.branch_signals import GIVEN, LABELS, LOOK_BACK, PU
 from outrider.tokens.branches.classify import RULES, TURN_RULES
 from outrider.tokens.branches.segments import QUOTE_SHARE
 from outrider.tokens.samples import POLICY
-from outrider.tokens.tree.canonical import SHOWN
-from outrider.tokens.tree.differences import DIFFERENCES
+from outrider.tokens.tree.canonical import DIFFERENCES, PRINTED_FIELDS
 from outrider.trajectory import BranchKind
 
 from .pages import Table, code, page
@@ -47,4 +46,4 @@ def test_every_purpose_label_and_limit_is_there() -> None:
 
 def test_every_family_is_there_with_what_it_shows() -> None:
     shown = {code(row[0]): tuple(cell == "yes" for cell in row[1:]) for row in table("Family").rows}
-    assert shown == {name: (one.call_ids, one.names, one.outer_space) for name, one in SHOWN.items()}
+    assert shown == {name: (one.call_ids, one.names, one.outer_space) for name, one in PRINTED_FIELDS.items()}

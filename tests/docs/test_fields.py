@@ -32,7 +32,7 @@ from outrider.sessions.conversation import Ended
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.store.rows import EventKind
 from outrider.testing.scripted_engine import Reply, ScriptOptions
-from outrider.tokens.rendering.markup import MARKUP
+from outrider.tokens.rendering.renderer import MARKUP
 from outrider.tokens.samples import POLICY
 from outrider.trajectory import BranchKind, ForkCause, JoinKind, LogprobKind, Sample, SampleImage, TokenMode
 

@@ -28,7 +28,7 @@ from outrider.messages import Message, Role, ToolCall
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
 from outrider.testing.scripted_engine import ScriptedEngine
-from outrider.tokens.rendering.vocabulary import Vocabulary
+from outrider.tokens.rendering.tokenizer import Vocabulary
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 from .test_pool import AT_ONCE, IDS, NEVER, chat_request, engine_of, request

@@ -18,7 +18,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
 from outrider.tokens.branches.classify import lineages
 from outrider.tokens.rendering.renderer import FamilyRenderer, History
-from outrider.tokens.rendering.stream import ReplyStream
+from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.samples import POLICY, Policy, build_samples, count_samples, count_tokens
 from outrider.tokens.tree.tree import Joined, PromptNode, TokenTree
 from outrider.trajectory import (
@@ -89,7 +89,11 @@ class Rollout:
         prompt = joined.prompt
         aborted = finish is FinishReason.ABORT
         reading = ReplyStream(
-            self.renderer, prompt_tail=prompt.tail(self.renderer), tools=tools, stop=(), call_id=str(len(self.turns))
+            self.renderer,
+            prompt_tail=prompt.tail(self.renderer.tail_start),
+            tools=tools,
+            stop=(),
+            call_id=str(len(self.turns)),
         )
         reading.push(output)
         reply = reading.finish().message
@@ -98,12 +102,13 @@ class Rollout:
         assert node.index == len(self.turns)
         logprobs = [-(len(self.turns) + index / 1000) for index in range(len(output))]
         half = len(output) // 2
+        first_added = prompt.parent.prompt.message_count + 1 if prompt.parent else 0
         self.turns.append(
             Turn(
                 index=node.index,
                 parent=prompt.parent.index if prompt.parent else None,
                 conversation=prompt.conversation,
-                tools=prompt.tools,
+                tools=prompt.tools_digest,
                 join=joined.kind,
                 cause=joined.cause,
                 forked_from=joined.forked_from,
@@ -117,7 +122,7 @@ class Rollout:
                 dialect="test",
                 engine="test",
                 sampling={},
-                messages=tuple(self._sent[id(prompt)][prompt.parent.prompt.messages + 1 if prompt.parent else 0 :]),
+                messages=tuple(self._sent[id(prompt)][first_added:]),
                 reply=None if aborted else reply,
                 timings=TurnTimings(received=0.0, first_token=None, finished=0.0),
             )
@@ -158,7 +163,7 @@ class Rollout:
         ids, index = joined.prompt.ids().tolist(), joined.forked_from
         assert index is not None
         before, said = self.turns[index], self._said[index]
-        assert (leading(said), before.tools) != (leading(messages), joined.prompt.tools), "nothing changed"
+        assert (leading(said), before.tools) != (leading(messages), joined.prompt.tools_digest), "nothing changed"
         known = said[len(leading(said)) :]
         new = messages[len(leading(messages)) + len(known) :]
         bridged = None

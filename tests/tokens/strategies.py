@@ -125,4 +125,4 @@ def _spell(tokenizer: Tokenizer, piece: str, cuts: Sequence[int]) -> list[int]:
 
 @cache
 def byte_id(tokenizer: Tokenizer, byte: int) -> int:
-    return next(index for index in range(len(tokenizer)) if tokenizer.piece(index) == bytes([byte]))
+    return next(index for index in range(len(tokenizer)) if tokenizer.token_bytes(index) == bytes([byte]))

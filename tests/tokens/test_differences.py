@@ -16,8 +16,7 @@ from outrider.dialects.chat.dialect import ChatDialect
 from outrider.messages import Image, Message, Role, ToolCall, WireMessages, image_from_bytes
 from outrider.tokens.rendering.renderer import FamilyRenderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.tokens.tree.canonical import EVERYTHING, SHOWN, message_key
-from outrider.tokens.tree.differences import DIFFERENCES, Effect
+from outrider.tokens.tree.canonical import ALL_PRINTED, DIFFERENCES, PRINTED_FIELDS, Effect, message_key
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import ForkCause, JoinKind
 from support.steps import run_inline
@@ -164,7 +163,7 @@ def keeps(renderer: FamilyRenderer, recorded: list[Wire], sent: list[Wire]) -> b
 def renderer_showing(*, everything: bool, family: str = "qwen3") -> FamilyRenderer:
     renderer = FamilyRenderer(small_tokenizer(), family)
     if everything:
-        renderer.shown = EVERYTHING
+        renderer.printed = ALL_PRINTED
     return renderer
 
 
@@ -214,10 +213,10 @@ def tokenizer_of_all() -> Tokenizer:
     return Tokenizer(backend, name_or_path="all", settings={"eos_token": "<|im_end|>"})
 
 
-@pytest.mark.parametrize("family", SHOWN)
+@pytest.mark.parametrize("family", PRINTED_FIELDS)
 def test_what_a_family_does_not_show_changes_no_id(family: str) -> None:
     renderer = FamilyRenderer(tokenizer_of_all(), family)
-    shown = SHOWN[family]
+    shown = PRINTED_FIELDS[family]
     changes = [
         (shown.call_ids, renamed_calls),
         (shown.call_ids, setting(FIRST, tool_call_id="c2")),
@@ -244,4 +243,4 @@ def test_outer_white_space_is_printed_where_the_table_says_so() -> None:
     for family in ("qwen3", "qwen3.5"):
         renderer = FamilyRenderer(tokenizer_of_all(), family)
         spaced = rendered(renderer, setting(USER, content=" Read the files.\n")(wire_history()))
-        assert (spaced != rendered(renderer, wire_history())) is SHOWN[family].outer_space
+        assert (spaced != rendered(renderer, wire_history())) is PRINTED_FIELDS[family].outer_space

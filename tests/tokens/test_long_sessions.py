@@ -11,7 +11,7 @@ import pytest
 
 from outrider.messages import Message, ParsedMessages, Role, ToolCall
 from outrider.tokens.samples import count
-from outrider.tokens.tree.tree import SEEN_PATHS, TokenTree
+from outrider.tokens.tree.tree import MAX_SEEN_PREFIXES, TokenTree
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -129,6 +129,6 @@ def test_what_a_tree_keeps_of_ever_new_messages_is_bounded() -> None:
     """A request may have tens of thousands of messages, and a session hundreds of such requests."""
     tree = TokenTree(family_renderer(), "recorded")
     for request in range(4):
-        messages = [Message(role=Role.USER, content=f"{request} {at}") for at in range(SEEN_PATHS // 3)]
+        messages = [Message(role=Role.USER, content=f"{request} {at}") for at in range(MAX_SEEN_PREFIXES // 3)]
         run_inline(tree.join(ParsedMessages(messages), (), b""))
-    assert len(tree._seen) <= SEEN_PATHS + SEEN_PATHS // 3 + 1
+    assert len(tree._first_with_prefix) <= MAX_SEEN_PREFIXES + MAX_SEEN_PREFIXES // 3 + 1

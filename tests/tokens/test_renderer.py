@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvalidField, RequestError
 from outrider.messages import Message, Role, ToolCall, image_from_bytes
+from outrider.tokens.rendering.chat_template import ChatTemplate
 from outrider.tokens.rendering.renderer import WINDOW_FAMILIES, FamilyRenderer, History, make_renderer
-from outrider.tokens.rendering.template import ChatTemplate
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.tokenizer import write_tokenizer
 
@@ -51,7 +51,7 @@ def test_the_end_of_a_prompt_tells_as_much_as_all_of_it(
     added = news(rng, Message(role=Role.ASSISTANT, tool_calls=(ToolCall("c1", "read_file", "{}"),)))
 
     tail = prompt[renderer.tail_start(prompt) :]
-    assert renderer.thinking(tail) == renderer.thinking(prompt)
+    assert renderer.opens_reasoning(tail) == renderer.opens_reasoning(prompt)
     assert renderer.parse(tail, output, tools) == renderer.parse(prompt, output, tools)
     longer = renderer.bridge(prompt, output, added, tools, keep)
     assert renderer.bridge(tail, output, added, tools, keep) == longer
@@ -166,7 +166,7 @@ def test_a_model_with_a_template_of_its_own(tmp_path: Path) -> None:
     assert tokenizer.decode(prompt) == (
         '<|endoftext|>{"name": "é"}\n<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n<think>\n'
     )
-    assert renderer.thinking(prompt)
+    assert renderer.opens_reasoning(prompt)
     assert renderer.bridge(
         prompt, tokenizer.encode("a</think>b"), [Message(role=Role.USER, content="c")], (), "recorded"
     )
@@ -207,4 +207,4 @@ def test_text_survives_its_ids(text: str) -> None:
     tokenizer = small_tokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert b"".join(map(tokenizer.piece, ids)) == text.encode()
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()

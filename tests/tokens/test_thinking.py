@@ -8,9 +8,8 @@ from pydantic import TypeAdapter
 
 from outrider.errors import RequestError
 from outrider.messages import Message, ParsedMessages, Role
-from outrider.tokens.rendering.plain import plain_conversation, plain_new
-from outrider.tokens.rendering.renderer import Opening
-from outrider.tokens.rendering.template import ChatTemplate
+from outrider.tokens.rendering.chat_template import ChatTemplate, conversation_dicts, new_message_dicts
+from outrider.tokens.rendering.renderer import ThinkingSwitch
 from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import ForkCause, JoinKind
@@ -27,7 +26,7 @@ OUTPUT = [*small_tokenizer().encode("There."), 2]
 def answered(prompt: PromptNode, family: str) -> list[int]:
     """What is sampled: the end of a thought first, where the prompt begins one."""
     renderer = family_renderer(family)
-    thought = "hm\n</think>\n\n" if renderer.thinking(prompt.tail(renderer)) else ""
+    thought = "hm\n</think>\n\n" if renderer.opens_reasoning(prompt.tail(renderer.tail_start)) else ""
     return [*small_tokenizer().encode(f"{thought}There."), 2]
 
 
@@ -50,11 +49,11 @@ def test_a_prompt_is_the_familys_own_with_thinking_as_asked_for(family: str, thi
     first = joined(tree, ASKED, thinking=thinking)
     own = theirs(family, thinking)
     prompt = first.prompt.ids().tolist()
-    assert prompt == own.render_ids(plain_conversation([ASKED], late_system=True), add_generation_prompt=True)
+    assert prompt == own.render_ids(conversation_dicts([ASKED], late_system=True), add_generation_prompt=True)
     output = answered(first.prompt, family)
     tree.commit(first.prompt, output, SAID)
     second = joined(tree, ASKED, SAID, MORE, thinking=thinking)
-    bridged = own.bridge_to_next_turn(prompt, output, plain_new([MORE], late_system=True))
+    bridged = own.bridge_to_next_turn(prompt, output, new_message_dicts([MORE], late_system=True))
     assert second.prompt.ids().tolist() == list(bridged.token_ids)
 
 
@@ -97,21 +96,23 @@ def test_whether_a_prompt_thinks_is_read_from_its_end(family: str) -> None:
     renderer = family_renderer(family)
     tree = TokenTree(renderer, "recorded")
     assert renderer.switches_thinking
-    assert not renderer.thinking(joined(tree, ASKED, thinking=False).prompt.tail(renderer))
-    assert renderer.thinking(joined(tree, ASKED, thinking=True).prompt.tail(renderer)) == (family != "qwen3")
+    assert not renderer.opens_reasoning(joined(tree, ASKED, thinking=False).prompt.tail(renderer.tail_start))
+    assert renderer.opens_reasoning(joined(tree, ASKED, thinking=True).prompt.tail(renderer.tail_start)) == (
+        family != "qwen3"
+    )
 
 
 def test_a_template_of_the_models_own_is_not_switched() -> None:
     template = ChatTemplate("{{ messages[0].content }}", special={})
     renderer = FamilyRenderer(small_tokenizer(), "qwen3", template=template)
     assert not renderer.switches_thinking
-    assert renderer.opening(False) is None
+    assert renderer.thinking_switch(False) is None
 
 
 def test_a_prompt_with_another_end_is_refused() -> None:
     class Odd(FamilyRenderer):
-        def opening(self, thinking: bool | None) -> Opening | None:
-            return Opening(False, [1, 1, 1], [2])
+        def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
+            return ThinkingSwitch(False, [1, 1, 1], [2])
 
     tree = TokenTree(Odd(small_tokenizer(), "qwen3"), "recorded")
     with pytest.raises(RequestError, match="thinking cannot be switched"):

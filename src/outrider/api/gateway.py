@@ -147,7 +147,7 @@ class Gateway:
                     if isinstance(step, Completion):
                         await reply.whole(200, dialect.reply(request, step))
                 return
-            piece = conversation.endpoint.renderer.tokenizer.piece
+            piece = conversation.endpoint.renderer.tokenizer.token_bytes
             try:
                 async for step in steps:
                     match step:

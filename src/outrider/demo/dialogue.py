@@ -14,7 +14,7 @@ import msgspec
 
 from outrider.demo.task import Episode, answer_for, command_for, file_for
 from outrider.harnesses.agent import TOOLS
-from outrider.tokens.rendering.template import ChatTemplate
+from outrider.tokens.rendering.chat_template import ChatTemplate
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 POLICY = Path(__file__).parent / "policy"

@@ -311,7 +311,7 @@ class Conversation:
     def _check_thoughtless(self, prompt: PromptNode) -> None:
         """Raises RequestError for a prompt that has the model think, before a reply that is held to a form."""
         renderer = self.endpoint.renderer
-        if renderer.thinking(prompt.tail(renderer)):
+        if renderer.opens_reasoning(prompt.tail(renderer.tail_start)):
             raise RequestError(
                 "a reply cannot be held to a form here: the prompt begins the model's reasoning, and its chat template"
                 " cannot switch that off",

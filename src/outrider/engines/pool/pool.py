@@ -36,7 +36,7 @@ from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_heal
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
-from outrider.tokens.rendering.vocabulary import ANY_IDS, Vocabulary
+from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
 from outrider.trajectory import LogprobKind, TokenMode
 
 AnyEngine = Engine | ChatEngine

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outrider.engines.base import ChatChunk, Chunk, EngineHealth, SamplingParams
 from outrider.errors import EngineMisbehaved
-from outrider.tokens.rendering.vocabulary import ANY_IDS, Vocabulary
+from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
 from outrider.trajectory import VersionSpan
 
 ROUNDING = 1e-3
@@ -141,8 +141,8 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
         )
     if not ids:
         return
-    if not vocabulary.holds(ids):
-        wrong = next(token_id for token_id in ids if not vocabulary.holds([token_id]))
+    if not vocabulary.contains_all(ids):
+        wrong = next(token_id for token_id in ids if not vocabulary.contains_all([token_id]))
         raise EngineMisbehaved(
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
@@ -155,7 +155,7 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
 
 
 def _check_prompt(engine: str, ids: list[int]) -> None:
-    if not ANY_IDS.holds(ids):
+    if not ANY_IDS.contains_all(ids):
         raise EngineMisbehaved(f"engine {engine!r} says that its prompt had ids that cannot be")
 
 

@@ -25,7 +25,7 @@ from outrider.messages import Delta, Message, Role
 from outrider.sessions.calls.body_limits import Intake
 from outrider.sessions.calls.token_allowance import Allowance
 from outrider.tokens.rendering.renderer import Renderer
-from outrider.tokens.rendering.stream import ReplyStream
+from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import (
     FinishReason,
@@ -106,7 +106,7 @@ class TokenCall:
             self._sampling = clamped(self._sampling, self._allowance)
             stream = ReplyStream(
                 self._endpoint.renderer,
-                prompt_tail=self._joined.prompt.tail(self._endpoint.renderer),
+                prompt_tail=self._joined.prompt.tail(self._endpoint.renderer.tail_start),
                 tools=self._request.tools,
                 stop=self._sampling.stop,
                 stop_ids=self._sampling.stop_token_ids,
@@ -155,6 +155,7 @@ class TokenCall:
     def completion(self) -> Completion:
         assert self._last is not None
         wants_ids = self._request.return_token_ids
+        token_bytes = self._endpoint.renderer.tokenizer.token_bytes
         return Completion(
             id=self.id,
             created=int(self._received),
@@ -168,7 +169,7 @@ class TokenCall:
             prompt_ids=self._prompt if wants_ids else None,
             output_ids=np.asarray(self._ids, dtype=np.int32) if wants_ids else None,
             logprobs=np.asarray(self._logprobs) if self._request.logprobs else None,
-            pieces=tuple(map(self._endpoint.renderer.tokenizer.piece, self._ids)) if self._request.logprobs else (),
+            pieces=tuple(map(token_bytes, self._ids)) if self._request.logprobs else (),
         )
 
     def _opening(self) -> Opening:
@@ -203,7 +204,7 @@ class TokenCall:
             cause=self._joined.cause,
             forked_from=self._joined.forked_from,
             conversation=prompt.conversation,
-            tools=prompt.tools,
+            tools=prompt.tools_digest,
             agent_id=self._request.caller.agent_id,
             parent_agent_id=self._request.caller.parent_id,
             purpose=self._request.caller.purpose,

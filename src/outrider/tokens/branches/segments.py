@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.messages import Message, Role
-from outrider.tokens.tree.canonical import Shown, message_key
+from outrider.tokens.tree.canonical import PrintedFields, message_key
 from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn
 
 Request = tuple[int | None, bytes]
@@ -28,7 +28,7 @@ STEPS = 100
 """Turns that are gone back at once, or for each turn of a session, where histories are compared."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
-_PLAIN = Shown(call_ids=False, names=False)
+_PLAIN = PrintedFields(call_ids=False, names=False)
 
 
 class Strand(msgspec.Struct, frozen=True):

@@ -1,14 +1,16 @@
-"""The renderer seam: messages to ids, and sampled ids back to a message, for one model family.
+"""Renders messages to token ids, and parses sampled ids back to a message, by the rules of one model family.
 
-The only module that knows the `renderers` package (pinned, 0.1.x). It knows no session and no engine.
-Invariant: what `bridge` and `rejoin` return is appended to the ids so far, which it never changes; when the family
-cannot prove that, they return None and the caller must branch.
+This is the only module that knows the `renderers` package (pinned, 0.1.x). It knows no session and no engine.
+Invariant: what `bridge` and `bridge_rewritten` return is appended to the ids so far, which they never change; when the
+family cannot prove that this shows the new messages, they return None and the caller must fork.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,40 +23,71 @@ from renderers.base import ToolCallParseStatus
 
 from outrider.errors import InvalidField, RequestError
 from outrider.messages import Message, Role, ToolCall, ToolSpec
-from outrider.tokens.rendering.markup import MARKUP, Markup
-from outrider.tokens.rendering.plain import plain_conversation, plain_new
-from outrider.tokens.rendering.skeleton import Skeleton
-from outrider.tokens.rendering.template import ChatTemplate
-from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.tokens.tree.canonical import EVERYTHING, SHOWN, Shown
+from outrider.tokens.rendering.chat_template import ChatTemplate, conversation_dicts, new_message_dicts
+from outrider.tokens.rendering.tokenizer import SHORT_TEXT, Tokenizer
+from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS, PrintedFields
 
 History = Literal["recorded", "template"]
+"""Whether earlier turns keep their recorded ids, or lose their reasoning where the chat template drops it."""
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """How a prompt ends that has the model think, or not, against the family's default: with `after` in the place of
-    `before`."""
+class Markup(msgspec.Struct, frozen=True):
+    """How a family marks reasoning and tool calls in its text. `call_open` begins a tool call: from there on text is
+    held back until the turn is parsed."""
 
-    thinking: bool
-    before: list[int]
-    after: list[int]
+    think_open: str
+    think_close: str
+    call_open: str
 
+
+_HERMES = Markup("<think>", "</think>", "<tool_call>")
+_KIMI = Markup("<think>", "</think>", "<|tool_calls_section_begin|>")
+_DEEPSEEK = Markup("<think>", "</think>", "<｜tool▁calls▁begin｜>")  # noqa: RUF001 - the model's own characters
+
+MARKUP: dict[str, Markup] = {
+    "qwen3": _HERMES,
+    "prime-qwen3": _HERMES,
+    "qwen3-vl": _HERMES,
+    "qwen3.5": _HERMES,
+    "qwen3.6": _HERMES,
+    "qwen3.8": _HERMES,
+    "glm-4.5": _HERMES,
+    "glm-5": _HERMES,
+    "glm-5.1": _HERMES,
+    "glm-5.3": _HERMES,
+    "nemotron-3": _HERMES,
+    "minimax-m2": Markup("<think>", "</think>", "<minimax:tool_call>"),
+    "kimi-k2": _KIMI,
+    "kimi-k2.5": _KIMI,
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-r1": _DEEPSEEK,
+}
+"""The families whose text is streamed. Of any other family the client gets the text when the turn is complete."""
 
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
-"""Families whose bridge and parser were checked (tests/tokens) to look back no further than the last turn
-close, so that they are given the prompt's tail instead of all of it."""
+"""Families that were checked in three ways (tests/tokens). Their bridge and parser look back no further than the last
+stop id, so they are given the end of a prompt instead of all of it; they join the tokenizer's ids without looking into
+them, so a placeholder can stand for a text; and the end of a prompt is all that switches thinking."""
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError)
-"""What `renderers` and chat templates raise for a conversation that they cannot express."""
+"""The errors with which `renderers` and chat templates refuse a conversation."""
 
 CALL_STATUSES = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
-"""Well-formed calls. One of a tool nobody offered is a call too: the harness answers it."""
+"""Statuses of well-formed calls. A call of a tool that nobody offered is well-formed, too: the harness answers it."""
+
+
+class ThinkingSwitch(msgspec.Struct, frozen=True):
+    """How a prompt ends that switches the model's thinking against the family's default: with the ids `switched_end` in
+    the place of `usual_end`."""
+
+    thinking: bool
+    usual_end: list[int]
+    switched_end: list[int]
 
 
 class ParsedCalls(msgspec.Struct, frozen=True):
-    """What the family's parser found in a turn: its well-formed calls, each with its half-open span in the
-    output ids, the text of the malformed ones, and, for families that are not streamed, the plain content and
-    reasoning."""
+    """What the family's parser found in a turn: its well-formed calls, each with its half-open span in the output ids,
+    and the text of the malformed ones; `content` and `reasoning` are used for families that are not streamed."""
 
     calls: tuple[ToolCall, ...]
     spans: tuple[tuple[int, int], ...]
@@ -63,31 +96,34 @@ class ParsedCalls(msgspec.Struct, frozen=True):
     reasoning: str | None
 
 
-class Halves(msgspec.Struct, frozen=True):
-    """A prompt's ids: the tools and the system messages at its beginning, and the messages after them."""
+class SplitPrompt(msgspec.Struct, frozen=True):
+    """A prompt's ids in two parts: the tools and the system messages at its beginning, and all that follows."""
 
     head: list[int]
     history: list[int]
 
 
 class Renderer(Protocol):
-    """One model family's rules. Ids are plain lists; all methods are pure.
+    """One model family's rules. Ids are plain lists, all methods are pure, and a `prompt` may be given as the tail that
+    begins at `tail_start`.
 
-    `render`, `halves`, `bridge` and `rejoin` raise RequestError for a conversation the family cannot express.
+    `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation that the family
+    cannot express.
     """
 
     family: str
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     markup: Markup | None
-    shown: Shown
+    printed: PrintedFields
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """The whole prompt, ending where the model is to speak."""
         ...
 
-    def halves(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Halves | None:
-        """The same prompt, cut before the first message that is not the system's; None where that cannot be done."""
+    def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
+        """The same prompt, cut before the first message that is not a system message; None where that cannot be
+        done."""
         ...
 
     def bridge(
@@ -98,10 +134,11 @@ class Renderer(Protocol):
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """The ids to append to prompt + output so that they show `new`; None when that cannot be proved."""
+        """The ids to append to prompt + output so that they show `new`, which has no assistant message; None when that
+        cannot be proved."""
         ...
 
-    def rejoin(
+    def bridge_rewritten(
         self,
         prompt: Sequence[int],
         output: Sequence[int],
@@ -110,15 +147,15 @@ class Renderer(Protocol):
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """The same for `messages[covered:]` with assistant messages among them: prompt + output show
+        """The same for `messages[covered:]` with assistant messages among them, where prompt + output show
         `messages[:covered]`."""
         ...
 
     def tail_start(self, prompt: Sequence[int]) -> int:
-        """Where the part of a prompt begins that `bridge`, `parse` and `thinking` need to see."""
+        """Where the part of a prompt begins that bridging and parsing need to see."""
         ...
 
-    def thinking(self, prompt: Sequence[int]) -> bool:
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt itself opens the model's reasoning."""
         ...
 
@@ -127,78 +164,85 @@ class Renderer(Protocol):
         """Whether the end of a prompt can turn thinking on and off."""
         ...
 
-    def opening(self, thinking: bool | None) -> Opening | None:
-        """The end of a prompt that asks for this; None for the usual end, also where thinking cannot be switched."""
+    def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
+        """How a prompt has to end for this; None for the usual end, also where thinking cannot be switched."""
         ...
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls: ...
 
 
 class FamilyRenderer:
-    """`Renderer` over the `renderers` package; `template` replaces the family's own whole-prompt rendering
-    for models fine-tuned on a template of their own.
+    """`Renderer` over the `renderers` package. `template` replaces the family's rendering of whole prompts, for models
+    that were fine-tuned on a template of their own.
 
-    A system message that is not at the beginning is shown as a user's where the family or the template refuses it
-    there, and several at the beginning as one; `render`, `bridge` and `rejoin` do so alike.
+    Where the family or the template refuses a system message behind others, such a message is shown as a user's, and
+    several at the beginning as one, whether they are rendered or bridged.
     """
 
     def __init__(self, tokenizer: Tokenizer, family: str, *, template: ChatTemplate | None = None) -> None:
         self.tokenizer = tokenizer
         self.family = family
         self.markup = MARKUP.get(family)
+        self.printed = PRINTED_FIELDS.get(family, ALL_PRINTED) if template is None else ALL_PRINTED
         self._template = template
-        self._layout = Skeleton(tokenizer) if family in WINDOW_FAMILIES else None
-        self._keeping = _create(tokenizer, family, retention="all", layout=self._layout)
-        self._following = _create(tokenizer, family, retention=None, layout=self._layout)
-        self._parsing = _create(tokenizer, family, retention="all")
-        self.stop_ids = tuple(self._keeping.get_stop_token_ids())
+        self._placeholders = PlaceholderTokenizer(tokenizer) if family in WINDOW_FAMILIES else None
+        self._recorded_family = _create(tokenizer, family, retention="all", layout=self._placeholders)
+        self._template_family = _create(tokenizer, family, retention=None, layout=self._placeholders)
+        self._parser = _create(tokenizer, family, retention="all")
+        self.stop_ids = tuple(self._recorded_family.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
-        self.shown = SHOWN.get(family, EVERYTHING) if template is None else EVERYTHING
         self._late_system = self._takes_late_system()
 
     def _takes_late_system(self) -> bool:
         """Whether the family and the template render a system message behind others."""
-        spoken = [Message(role=role, content="x") for role in (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)]
-        plain = plain_conversation(spoken, late_system=True)
+        roles = (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)
+        dicts = conversation_dicts([Message(role=role, content="x") for role in roles], late_system=True)
         try:
-            self._parsing.render_ids(plain, add_generation_prompt=True)
+            self._parser.render_ids(dicts, add_generation_prompt=True)
             if self._template is not None:
-                self._template.render(plain, [])
+                self._template.render(dicts, [])
         except UNRENDERABLE:
             return False
         return True
 
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Turn the library's errors into RequestError."""
+        try:
+            yield
+        except UNRENDERABLE as error:
+            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
+
+    def _fill(self, *parts: Sequence[int]) -> list[list[int]]:
+        """Parts of a layout with their placeholders replaced."""
+        if self._placeholders is None:
+            return [list(part) for part in parts]
+        return self._placeholders.fill(parts)
+
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        plain = plain_conversation(messages, late_system=self._late_system)
-        try:
+        dicts = conversation_dicts(messages, late_system=self._late_system)
+        with self._refusals():
             if self._template is not None:
-                return self.tokenizer.encode(self._template.render(plain, list(tools)))
-            ids = self._keeping.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
-            return self._filled(ids)
-        except UNRENDERABLE as error:
-            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
+                return self.tokenizer.encode(self._template.render(dicts, list(tools)))
+            ids = self._recorded_family.render_ids(dicts, tools=list(tools) or None, add_generation_prompt=True)
+            return self._fill(ids)[0]
 
-    def halves(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Halves | None:
-        lead = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
-        if self._template is not None or lead == len(messages):
+    def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
+        leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
+        if self._template is not None or leading == len(messages):
             return None
-        try:
-            plain = plain_conversation(messages, late_system=self._late_system)
-            laid_out = self._keeping.render(plain, tools=list(tools) or None, add_generation_prompt=True)
-        except UNRENDERABLE as error:
-            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
-        owners = np.asarray(laid_out.message_indices)
-        first = lead - (len(messages) - len(plain))
-        behind = np.flatnonzero(owners >= first)
-        cut = int(behind[0]) if len(behind) else 0
-        if not len(behind) or np.any((owners[cut:] >= 0) & (owners[cut:] < first)):
-            return None
-        parts = [laid_out.token_ids[:cut], laid_out.token_ids[cut:]]
-        filled = [list(part) for part in parts] if self._layout is None else self._layout.fill_parts(parts)
-        return Halves(*filled)
-
-    def _filled(self, laid_out: Sequence[int]) -> list[int]:
-        return list(laid_out) if self._layout is None else self._layout.fill(laid_out)
+        with self._refusals():
+            dicts = conversation_dicts(messages, late_system=self._late_system)
+            layout = self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True)
+            owners = np.asarray(layout.message_indices)  # the message that each id is of, -1 for none
+            first = leading - (len(messages) - len(dicts))
+            behind = np.flatnonzero(owners >= first)
+            if not len(behind):
+                return None
+            cut = int(behind[0])
+            if np.any((owners[cut:] >= 0) & (owners[cut:] < first)):
+                return None  # the family prints a system message, or the tools, among the others
+            return SplitPrompt(*self._fill(layout.token_ids[:cut], layout.token_ids[cut:]))
 
     def bridge(
         self,
@@ -210,19 +254,17 @@ class FamilyRenderer:
     ) -> list[int] | None:
         if not new or any(message.role is Role.ASSISTANT for message in new):
             return None
-        family = self._keeping if history == "recorded" else self._following
+        family = self._recorded_family if history == "recorded" else self._template_family
         before = [*prompt, *output]
-        try:
-            bridged = family.bridge_to_next_turn(
-                list(prompt), list(output), plain_new(new, late_system=self._late_system), tools=list(tools) or None
-            )
+        dicts = new_message_dicts(new, late_system=self._late_system)
+        with self._refusals():
+            bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None)
+            # The library means to append only. Exactness depends on it, so it is checked for every bridge.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
-            return self._filled(bridged.token_ids[len(before) :])
-        except UNRENDERABLE as error:
-            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
+            return self._fill(bridged.token_ids[len(before) :])[0]
 
-    def rejoin(
+    def bridge_rewritten(
         self,
         prompt: Sequence[int],
         output: Sequence[int],
@@ -231,38 +273,33 @@ class FamilyRenderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
+        """The library bridges no assistant messages. So the messages before the first one are bridged, and the rest is
+        taken from a rendering of the whole conversation, if the two agree about the messages they share."""
         new = messages[covered:]
-        first = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))
+        before_reply = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))
         asks = any(message.role in (Role.USER, Role.SYSTEM) for message in new)
         if self._template is not None or (history == "template" and asks):
             return None
-        bridged = self.bridge(prompt, output, new[:first], tools, history)
+        bridged = self.bridge(prompt, output, new[:before_reply], tools, history)
         if bridged is None:
             return None
-        try:
-            shown = self._shown_from(messages, covered, covered + first, tools)
-        except UNRENDERABLE as error:
-            raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
-        if shown is None or not _ends_with(bridged, [*shown.before, *shown.opener]):
+        with self._refusals():
+            dicts = conversation_dicts(messages, late_system=self._late_system)
+            layout = self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True)
+            owners = np.asarray(layout.message_indices)
+            owned = np.flatnonzero(owners >= 0)
+            merged = len(messages) - len(dicts)
+            first, reply = covered - merged, covered + before_reply - merged
+            if np.any(np.diff(owners[owned]) < 0) or owners[owned[-1]] < reply:
+                return None  # the family prints messages in another order, or leaves some out
+            first_at, reply_at = (int(owned[np.searchsorted(owners[owned], at)]) for at in (first, reply))
+            ids, end = layout.token_ids, int(owned[-1]) + 1
+            shown, added, opener = self._fill(ids[first_at:reply_at], ids[reply_at:], ids[end:])
+        # Both end with the ids that open the model's turn: the bridge behind `shown`, the rendering behind `added`.
+        shown += opener
+        if bridged[len(bridged) - len(shown) :] != shown:
             return None
-        return [*bridged[: len(bridged) - len(shown.opener)], *shown.after]
-
-    def _shown_from(
-        self, messages: Sequence[Message], start: int, middle: int, tools: Sequence[ToolSpec]
-    ) -> _ShownEnd | None:
-        """The end of the whole rendering, from `messages[start]` on; None when the family mixes the messages."""
-        plain = plain_conversation(messages, late_system=self._late_system)
-        merged = len(messages) - len(plain)
-        laid_out = self._keeping.render(plain, tools=list(tools) or None, add_generation_prompt=True)
-        owners = np.asarray(laid_out.message_indices)
-        own = np.flatnonzero(owners >= 0)
-        if np.any(np.diff(owners[own]) < 0) or owners[own[-1]] < middle - merged:
-            return None
-        end = int(own[-1]) + 1
-        cuts = [int(own[np.searchsorted(owners[own], at - merged)]) for at in (start, middle)]
-        parts = [laid_out.token_ids[a:b] for a, b in ((cuts[0], cuts[1]), (cuts[1], len(owners)), (end, len(owners)))]
-        filled = [list(part) for part in parts] if self._layout is None else self._layout.fill_parts(parts)
-        return _ShownEnd(*filled)
+        return [*bridged[: len(bridged) - len(opener)], *added]
 
     def tail_start(self, prompt: Sequence[int]) -> int:
         if self.family not in WINDOW_FAMILIES:
@@ -272,34 +309,40 @@ class FamilyRenderer:
                 return index
         return 0
 
-    def thinking(self, prompt: Sequence[int]) -> bool:
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
         if self.markup is None:
             return False
         return self.tokenizer.decode(prompt[-self._opener_length :]).rstrip().endswith(self.markup.think_open)
 
+    @cached_property
+    def _opener_length(self) -> int:
+        """Ids at the end of a prompt that can hold a reasoning marker and the white space behind it."""
+        return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
+
     @property
     def switches_thinking(self) -> bool:
-        return bool(self._openings)
+        return bool(self._switches)
 
-    def opening(self, thinking: bool | None) -> Opening | None:
-        found = self._openings.get(thinking) if thinking is not None else None
-        return found if found is not None and found.after != found.before else None
+    def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
+        found = self._switches.get(thinking) if thinking is not None else None
+        return found if found is not None and found.switched_end != found.usual_end else None
 
     @cached_property
-    def _openings(self) -> dict[bool | None, Opening]:
-        """Of families whose templates switch thinking by nothing but the end of the prompt, which is checked for the
-        WINDOW_FAMILIES (tests/tokens). A template of the model's own may do otherwise."""
-        if self._layout is None or self._template is not None:
+    def _switches(self) -> dict[bool | None, ThinkingSwitch]:
+        # A template of the model's own may switch thinking elsewhere than at the end.
+        if self.family not in WINDOW_FAMILIES or self._template is not None:
             return {}
-        usual = _opener(self._parsing)
+        usual = _turn_opening(self._parser)
         return {
-            on: Opening(on, usual, _opener(_create(self.tokenizer, self.family, retention="all", enable_thinking=on)))
+            on: ThinkingSwitch(
+                on, usual, _turn_opening(_create(self.tokenizer, self.family, retention="all", enable_thinking=on))
+            )
             for on in (False, True)
         }
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
         try:
-            parsed = self._parsing.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
+            parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
         except (ValueError, TypeError, KeyError, RecursionError):  # such as a number of 5,000 digits, or 2,000 "["
             whole = self.tokenizer.decode([token for token in output if token not in self._stops])
             return ParsedCalls((), (), (whole,), "", None)
@@ -308,49 +351,92 @@ class FamilyRenderer:
         malformed: list[str] = []
         for found in parsed.tool_calls:
             start, end = found.token_span or (len(output), len(output))
-            if _is_call(found):
-                calls.append(ToolCall(found.id or "", found.name, _arguments(found.arguments)))
+            # XML formats do not type their values, so arguments that are not of the declared types are still a call.
+            mistyped = found.status is ToolCallParseStatus.INVALID_JSON and isinstance(found.arguments, dict)
+            if isinstance(found.name, str) and found.name and (mistyped or found.status in CALL_STATUSES):
+                calls.append(ToolCall(found.id or "", found.name, _arguments_text(found.arguments)))
                 spans.append((start, end))
             else:
                 malformed.append(self.tokenizer.decode(output[start:end]) or found.raw)
         return ParsedCalls(tuple(calls), tuple(spans), tuple(malformed), parsed.content or "", parsed.reasoning_content)
 
-    @cached_property
-    def _opener_length(self) -> int:
-        """Ids at the end of a prompt that can hold a reasoning opener and what a template puts behind it."""
-        return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
+
+def _turn_opening(family: Any) -> list[int]:
+    """The ids behind a conversation that open the model's turn."""
+    layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
+    owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
+    return list(layout.token_ids[int(owned[-1]) + 1 :])
 
 
-class _ShownEnd(msgspec.Struct, frozen=True):
-    """Ids of a rendering's end: of the messages before the middle, of what comes from there on, and of the opening of
-    the model's turn alone, with which `after` ends."""
-
-    before: list[int]
-    after: list[int]
-    opener: list[int]
-
-
-def _opener(family: Any) -> list[int]:
-    """The ids behind a conversation with which the model's turn begins."""
-    laid_out = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
-    own = np.flatnonzero(np.asarray(laid_out.message_indices) >= 0)
-    return list(laid_out.token_ids[int(own[-1]) + 1 :])
+def _arguments_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value or {}, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which can only be sent to the client as a JSON escape
+        return json.dumps(value)
+    return text
 
 
-def _ends_with(ids: list[int], end: list[int]) -> bool:
-    return ids[len(ids) - len(end) :] == end
+class _Texts(threading.local):
+    """The texts behind the placeholders of the layout that a thread is making."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+
+class PlaceholderTokenizer:
+    """The tokenizer that a family of WINDOW_FAMILIES is given: it encodes a long text as one placeholder (a negative
+    id), which `fill` replaces when the layout is done.
+
+    The `renderers` package handles the ids of a prompt one by one, several times over, and most ids come from a few
+    long texts. Each thread has layouts of its own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.name_or_path = tokenizer.name_or_path
+        self.unk_token_id = tokenizer.unk_token_id
+        self.eos_token_id = tokenizer.eos_token_id
+        self.decode = tokenizer.decode
+        self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
+        self._tokenizer = tokenizer
+        self._own = _Texts()
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        """The ids of a short text; a placeholder for a longer one."""
+        if len(text) <= SHORT_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        self._own.texts.append(text)
+        return [-len(self._own.texts)]
+
+    def fill(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Parts of one layout with every placeholder replaced by the ids of its text. The texts are then forgotten."""
+        texts, self._own.texts = self._own.texts, []
+        filled: list[list[int]] = []
+        for part in parts:
+            ids: list[int] = []
+            for token_id in part:
+                if token_id >= 0:
+                    ids.append(token_id)
+                else:
+                    ids += self._tokenizer.encode(texts[-token_id - 1])
+            filled.append(ids)
+        return filled
 
 
 def make_renderer(tokenizer: Tokenizer, name: str | None) -> FamilyRenderer:
-    """The renderer called `name`: a family, or `template:FAMILY` (first prompt by the folder's own
-    chat_template.jinja, everything after it by the family). None asks the `renderers` package's table of
-    model names. Raises InvalidField when there is none, or the tokenizer is not of that family.
+    """The renderer called `name`: a family, or `template:FAMILY`, which renders the first prompt by the folder's own
+    chat_template.jinja and everything after it by the family. None takes the family from the `renderers` package's
+    table of model names. Raises InvalidField when there is none, or the tokenizer is not of that family.
     """
     folder = Path(tokenizer.name_or_path)
     if name is None:
-        name = renderers.base.MODEL_RENDERER_MAP.get(tokenizer.name_or_path) or (
-            renderers.base.MODEL_RENDERER_MAP.get("/".join(folder.parts[-2:]))
-        )
+        table = renderers.base.MODEL_RENDERER_MAP
+        name = table.get(tokenizer.name_or_path) or table.get("/".join(folder.parts[-2:]))
         if name is None:
             raise InvalidField(
                 f"cannot tell the model family of {tokenizer.name_or_path!r} from its name",
@@ -365,8 +451,15 @@ def make_renderer(tokenizer: Tokenizer, name: str | None) -> FamilyRenderer:
 
 
 def _create(
-    tokenizer: Tokenizer, family: str, *, retention: str | None, layout: Skeleton | None = None, **settings: Any
+    tokenizer: Tokenizer,
+    family: str,
+    *,
+    retention: str | None,
+    layout: PlaceholderTokenizer | None = None,
+    **settings: Any,
 ) -> Any:
+    """The package's renderer of a family. `retention` "all" keeps the reasoning of earlier turns, None does as the
+    family's template does."""
     try:
         config = TypeAdapter[Any](renderers.RendererConfig).validate_python(
             {"name": family, "thinking_retention": retention, **settings}
@@ -384,26 +477,3 @@ def _create(
             field="model.renderer",
             hint="name the model's own family, or the folder of the right tokenizer",
         ) from error
-
-
-def _is_call(found: Any) -> bool:
-    """Whether the harness can answer it: it has a name and arguments, if not of the declared types (values of
-    XML formats carry no type of their own)."""
-    mistyped = found.status is ToolCallParseStatus.INVALID_JSON and isinstance(found.arguments, dict)
-    return isinstance(found.name, str) and bool(found.name) and (mistyped or found.status in CALL_STATUSES)
-
-
-def _arguments(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    text = json.dumps(value or {}, ensure_ascii=False)
-    return text if text.isascii() or _encodable(text) else json.dumps(value)
-
-
-def _encodable(text: str) -> bool:
-    """Whether it is free of lone surrogates, which JSON escapes can spell and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

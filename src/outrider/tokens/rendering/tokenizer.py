@@ -1,47 +1,84 @@
-"""A model's tokenizer, loaded from its folder: text to ids, ids to text, one token to its bytes.
+"""A model's tokenizer, loaded from its folder: text to ids, ids to text, and the bytes of single tokens.
 
-It knows no chat template. It is the object the `renderers` package asks for (encode, decode,
-convert_tokens_to_ids, name_or_path, unk_token_id, eos_token_id), over the `tokenizers` library alone.
+`Tokenizer` is the object that the `renderers` package asks for (encode, decode, convert_tokens_to_ids, name_or_path,
+unk_token_id, eos_token_id), over the `tokenizers` library alone. It knows no chat template. Invariant: the ids are
+those of the `tokenizers` library, also where `fastokens` computes them.
+
+`fastokens` encodes byte-level BPE twenty times faster, and encoding new text was the largest part of a turn's cost. It
+is young, so it is used only where it is seen to agree: on a few thousand texts when a tokenizer is loaded, and for
+ASCII, because the Unicode tables of the two libraries may be of different versions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
+import fastokens
+import msgspec
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from outrider.errors import InvalidField
-from outrider.tokens.rendering.byte_level import BYTE_OF_CHAR
-from outrider.tokens.rendering.fast_encoder import MAX_TEXT, fast_encoder
-from outrider.tokens.rendering.vocabulary import Vocabulary
 
 SHORT_TEXT = 24
-"""Texts up to this many characters (role names, separators) are encoded once and remembered."""
-
+"""Characters up to which the ids of a text are remembered: role names and separators, which every prompt repeats."""
 MAX_REMEMBERED = 4096
+"""Short texts whose ids are remembered."""
 
 MAX_SLOW_TEXT = 2 << 20
-"""Characters of a text that is not for `fast.py`: 400 MB while it is encoded."""
+"""Characters of a text that `tokenizers` encodes: 400 MB of memory while it does."""
+MAX_FAST_TEXT = 5 << 20
+"""Characters of a text that `fastokens` encodes: a million tokens of ordinary text. The worst text of this length takes
+4 s and 150 MB; at three times the length the library panics."""
+
+PROBES = 200
+PROBE_PARTS = 12
+MAX_PROBE_WORDS = 4096
+"""The texts on which the two libraries must agree: PROBES mixtures of PROBE_PARTS parts, and single words."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """Which numbers are token ids: those below `end` that are not in `holes`. A model may have more outputs than its
+    tokenizer has tokens, because they are padded to a round number; the numbers beyond `end` are no tokens."""
+
+    end: int
+    holes: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, ids: Iterable[int]) -> Vocabulary:
+        known = frozenset(ids)
+        end = max(known, default=-1) + 1
+        return cls(end, frozenset() if len(known) == end else frozenset(range(end)) - known)
+
+    def contains_all(self, ids: list[int]) -> bool:
+        """Whether all of `ids`, of which there is at least one, are token ids. Written without a Python loop, because
+        prompts have hundreds of thousands."""
+        return min(ids) >= 0 and max(ids) < self.end and (not self.holes or self.holes.isdisjoint(ids))
+
+
+ANY_IDS = Vocabulary(1 << 31)
+"""Every id that fits the record (int32), for where no tokenizer is known."""
 
 
 class Tokenizer:
-    """Raises InvalidField from `load` when the folder holds no readable tokenizer.json."""
-
     def __init__(self, backend: tokenizers.Tokenizer, *, name_or_path: str, settings: dict[str, Any]) -> None:
         self.backend = backend
         self.name_or_path = name_or_path
         self._remembered: dict[str, list[int]] = {}
         self._fast = fast_encoder(backend)
-        self.unk_token_id = self._special(settings, "unk_token")
-        self.eos_token_id = self._special(settings, "eos_token")
+        self.unk_token_id = self._special_id(settings, "unk_token")
+        self.eos_token_id = self._special_id(settings, "eos_token")
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
+        """Raises InvalidField when the folder holds no readable tokenizer.json."""
         path = Path(folder)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -58,25 +95,25 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if len(text) > SHORT_TEXT or add_special_tokens:
-            return self._encoded(text, add_special_tokens)
+            return self._encode_anew(text, add_special_tokens)
         ids = self._remembered.get(text)
         if ids is None:
-            ids = self._encoded(text, False)
+            ids = self._encode_anew(text, False)
             if len(self._remembered) < MAX_REMEMBERED:
                 self._remembered[text] = ids
         return list(ids)
 
-    def takes(self, text: str) -> bool:
-        """Whether it can be encoded within a bound of memory: the slower way takes 180 bytes for each character."""
+    def can_encode(self, text: str) -> bool:
+        """Whether the text can be encoded within bounded memory: `tokenizers` takes 180 bytes for each character."""
         return len(text) <= MAX_SLOW_TEXT or self._is_fast(text)
 
     def _is_fast(self, text: str) -> bool:
-        return self._fast is not None and len(text) <= MAX_TEXT and text.isascii()
+        return self._fast is not None and len(text) <= MAX_FAST_TEXT and text.isascii()
 
-    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode_anew(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._fast is not None and not add_special_tokens and self._is_fast(text):
             return self._fast(text)
-        # The fast way gives the same ids without their character offsets, a third of the time; it is for batches.
+        # `encode_batch_fast` leaves out the character offsets, a third of the time; it only comes for batches.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -92,8 +129,8 @@ class Tokenizer:
     def stream(self) -> TextStream:
         return TextStream(self)
 
-    def piece(self, token_id: int) -> bytes:
-        """The bytes one token stands for; a token inside a multi-byte character gives part of it."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; a token inside a multi-byte character gives part of it."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -105,7 +142,7 @@ class Tokenizer:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The ids that have a token, added ones included. The first look takes a quarter of a second for 150,000."""
+        """The ids that have a token, added ones included. The first access takes 250 ms for 150,000 tokens."""
         return Vocabulary.of(self.backend.get_vocab(with_added_tokens=True).values())
 
     @cached_property
@@ -116,39 +153,39 @@ class Tokenizer:
     def _byte_level(self) -> bool:
         return "ByteLevel" in str(self.backend.decoder)
 
-    def _special(self, settings: dict[str, Any], name: str) -> int | None:
+    def _special_id(self, settings: dict[str, Any], name: str) -> int | None:
         value = settings.get(name)
         token = value.get("content") if isinstance(value, dict) else value
         return self.backend.token_to_id(token) if isinstance(token, str) else None
 
 
 class TextStream:
-    """Turns ids into text as they come; bytes of an unfinished character wait for the rest."""
+    """Turns ids into text as they come; the bytes of an unfinished character wait for the rest."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=False)
-        self._seen: list[int] = []
+        self._undecoded: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
         texts = []
         for token_id in ids:
-            self._seen.append(token_id)
+            self._undecoded.append(token_id)
             text = self._stream.step(self._backend, token_id)
             if text is not None:
                 texts.append(text)
-                self._seen.clear()
+                self._undecoded.clear()
         return "".join(texts)
 
     def finish(self) -> str:
-        """What is left when no more ids come: an unfinished character becomes U+FFFD."""
-        left, self._seen = self._seen, []
+        """The text that is left when no more ids come: an unfinished character becomes U+FFFD."""
+        left, self._undecoded = self._undecoded, []
         return self._tokenizer.decode(left) if left else ""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, {} where there is none. Raises InvalidField when it cannot be read."""
+    """The contents of tokenizer_config.json, {} without one. Raises InvalidField when it cannot be read."""
     file = folder / "tokenizer_config.json"
     if not file.exists():
         return {}
@@ -159,3 +196,68 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise InvalidField(f"{file} is not a JSON object", field="model.tokenizer")
     return settings
+
+
+class FastEncoder:
+    """Text to ids through `fastokens`, from any thread."""
+
+    __slots__ = ("__weakref__", "_encode")
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._encode = fastokens.Tokenizer.from_json_str(json.dumps(settings)).encode
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text).ids
+        return ids
+
+
+_VERIFIED: WeakValueDictionary[bytes, FastEncoder] = WeakValueDictionary()
+"""The encoders in use, by the digest of the tokenizer that they agree with. A service and the engines in its process
+load the same file, and an encoder for a large vocabulary takes seconds and much memory to make."""
+
+
+def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
+    """An encoder of ASCII texts of up to MAX_FAST_TEXT characters that agrees with `backend`, also about special tokens
+    in the text. None where that cannot be shown."""
+    written = backend.to_str()
+    digest = hashlib.sha256(written.encode()).digest()
+    encoder = _VERIFIED.get(digest)
+    if encoder is None and (encoder := _verified_encoder(backend, json.loads(written))) is not None:
+        _VERIFIED[digest] = encoder
+    return encoder
+
+
+def _verified_encoder(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> FastEncoder | None:
+    if settings["model"].get("type") != "BPE" or settings["model"].get("dropout"):
+        return None
+    settings |= {"truncation": None, "padding": None}
+    try:
+        encoder = FastEncoder(settings)
+        probes = _probes(settings)
+        given = [encoder(probe) for probe in probes]
+    except Exception:  # the library has no error type of its own for files that it does not read
+        return None
+    wanted = [found.ids for found in backend.encode_batch_fast(probes, add_special_tokens=False)]
+    return encoder if given == wanted else None
+
+
+def _probes(settings: dict[str, Any]) -> list[str]:
+    """Texts of words of the vocabulary, ASCII characters and special tokens in random order, the same at every load."""
+    chance = random.Random(0)
+    added = [token["content"] for token in settings.get("added_tokens", [])]
+    spelled = {shown: chr(byte) for shown, byte in BYTE_OF_CHAR.items()}
+    vocabulary = [token for token in settings["model"]["vocab"] if token not in added]
+    sample = chance.sample(vocabulary, min(MAX_PROBE_WORDS, len(vocabulary)))
+    words = [word for token in sample if (word := "".join(spelled.get(char, char) for char in token)).isascii()]
+    parts = [*words, *map(chr, range(128)), *added]
+    return ["".join(chance.choices(parts, k=PROBE_PARTS)) for _ in range(PROBES)] + words
+
+
+def _byte_alphabet() -> dict[str, int]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_alphabet()
+"""The printable characters in which byte-level BPE vocabularies write bytes: GPT-2's `bytes_to_unicode`, inverted."""

@@ -1,159 +1,207 @@
-"""When two messages are the same to the model: canonical digests, so that histories compare by 16 bytes each.
+"""Decides when two messages are the same to the model, and reduces each to digests so that histories compare quickly.
 
-What counts is what the model saw. `differences.py` lists what clients do and which of it counts; docs/branches.md shows
-the list. A family's template decides about call ids, names and outer white space (`SHOWN`); for a family that is not
-in the table all of them count. Reasoning is a digest of its own, because clients may drop it or send it twice.
+Two messages are the same if the model would read the same. `DIFFERENCES` lists what clients change when they send a
+history back, and which of it counts: a difference that counts forks, any other keeps the recorded ids. Whether call
+ids, names and outer white space count depends on the family's template (`PRINTED_FIELDS`).
+
+It knows no tree and no tokens. Invariant: equal messages have equal `MessageKey.body` digests; reasoning has a digest
+of its own, because clients may drop it or send it twice without changing what the model thought.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 import xxhash
 
-from outrider.messages import Image, Message, Role, Text
-
-EXACT_INTEGER = 2**53
-"""Up to here a float and an integer are the same JSON number to every client."""
+from outrider.messages import Image, Message, Role
 
 
-MAX_SEPARATORS = 1 << 16
-"""A call's arguments with more lists, objects and commas are a text like any other."""
+class Effect(StrEnum):
+    SAME = "same"
+    FORK = "fork"
+    FAMILY = "family"  # a fork for the families whose templates print it (PRINTED_FIELDS)
 
 
-class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's template prints, or lets decide what it prints: the ids of tool calls, the names of users and of
-    tool results, white space at the ends of what the model did not say."""
+class Difference(msgspec.Struct, frozen=True):
+    """A change that clients make, its effect, and why it has this effect."""
+
+    change: str
+    effect: Effect
+    reason: str
+
+
+DIFFERENCES: tuple[Difference, ...] = (
+    Difference("arguments re-serialised", Effect.SAME, "clients parse a call's JSON and write it their own way"),
+    Difference("no arguments written as {}", Effect.SAME, "clients read nothing as an empty object"),
+    Difference("arguments' keys in another order", Effect.SAME, "a JSON object has no order to the clients"),
+    Difference("1.0 written as 1", Effect.SAME, "JavaScript has one kind of number"),
+    Difference("argument changed", Effect.FORK, "the model would read another call than the one it made"),
+    Difference("argument's type changed", Effect.FORK, "true, 1 and the text 1 are printed differently"),
+    Difference("arguments that are no JSON changed", Effect.FORK, "they are text, and compared as text"),
+    Difference("call renamed", Effect.FORK, "a call's name is printed by every template"),
+    Difference("call ids replaced", Effect.FAMILY, "most templates print none; clients and dialects make up their own"),
+    Difference("result's call id replaced", Effect.FAMILY, "most templates put results in the order they are sent"),
+    Difference("user or tool result named", Effect.FAMILY, "most templates print roles, not names"),
+    Difference("white space around the assistant's text", Effect.SAME, "clients trim it, the model knows what it said"),
+    Difference("white space around other text", Effect.FAMILY, "Qwen 3.5 and later trim it before they print it"),
+    Difference("white space within a text", Effect.FORK, "it is printed"),
+    Difference("text changed", Effect.FORK, "it is printed"),
+    Difference("reasoning dropped", Effect.SAME, "clients that keep none send none; the model thought it all the same"),
+    Difference("reasoning sent twice over", Effect.SAME, "a fault of a client library: no model thinks in echoes"),
+    Difference("reasoning changed", Effect.FORK, "the client reports thoughts that the model did not have"),
+    Difference("reasoning added", Effect.FORK, "the client reports thoughts where the model had none"),
+    Difference("string content as a list of texts", Effect.SAME, "dialects read both as one text"),
+    Difference("null, empty or absent content", Effect.SAME, "dialects read all three as no text"),
+    Difference("cache markers and unknown fields", Effect.SAME, "they are for servers; templates print none"),
+    Difference("a call flattened into text", Effect.FORK, "the text is no call, and was never sampled"),
+    Difference("role changed", Effect.FORK, "roles are printed"),
+    Difference("message dropped", Effect.FORK, "the model would read a conversation without it"),
+    Difference("message inserted", Effect.FORK, "the model would read a conversation with it"),
+    Difference("image replaced", Effect.FORK, "images are known by the digests of their bytes"),
+    Difference("tools changed or reordered", Effect.FORK, "templates print them, in order, at the very beginning"),
+)
+"""docs/branches.md prints this table, and tests/tokens/test_differences.py has a case for each row."""
+
+
+class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Which optional fields a family's template prints, or uses to decide what it prints: the ids of tool calls, the
+    names of users and tool results, white space at the ends of text that the model did not write."""
 
     call_ids: bool = True
     names: bool = True
     outer_space: bool = True
 
 
-EVERYTHING = Shown()
-_NEITHER_IDS_NOR_NAMES = Shown(call_ids=False, names=False)
-_TRIMMED = Shown(call_ids=False, names=False, outer_space=False)
+ALL_PRINTED = PrintedFields()
+_NO_IDS_OR_NAMES = PrintedFields(call_ids=False, names=False)
+_NO_IDS_NAMES_OR_SPACE = PrintedFields(call_ids=False, names=False, outer_space=False)
 
-SHOWN: Mapping[str, Shown] = {
-    "qwen3": _NEITHER_IDS_NOR_NAMES,
-    "prime-qwen3": _NEITHER_IDS_NOR_NAMES,
-    "qwen3-vl": _NEITHER_IDS_NOR_NAMES,
-    "qwen3.5": _TRIMMED,
-    "qwen3.6": _TRIMMED,
-    "qwen3.8": _TRIMMED,
-    "glm-4.5": _NEITHER_IDS_NOR_NAMES,
-    "glm-5": _NEITHER_IDS_NOR_NAMES,
-    "glm-5.1": _NEITHER_IDS_NOR_NAMES,
-    "nemotron-3": _NEITHER_IDS_NOR_NAMES,
-    "minimax-m2": _NEITHER_IDS_NOR_NAMES,
+PRINTED_FIELDS: Mapping[str, PrintedFields] = {
+    "qwen3": _NO_IDS_OR_NAMES,
+    "prime-qwen3": _NO_IDS_OR_NAMES,
+    "qwen3-vl": _NO_IDS_OR_NAMES,
+    "qwen3.5": _NO_IDS_NAMES_OR_SPACE,
+    "qwen3.6": _NO_IDS_NAMES_OR_SPACE,
+    "qwen3.8": _NO_IDS_NAMES_OR_SPACE,
+    "glm-4.5": _NO_IDS_OR_NAMES,
+    "glm-5": _NO_IDS_OR_NAMES,
+    "glm-5.1": _NO_IDS_OR_NAMES,
+    "nemotron-3": _NO_IDS_OR_NAMES,
+    "minimax-m2": _NO_IDS_OR_NAMES,
 }
-"""Families whose rendering was checked (tests/tokens/test_differences.py) not to depend on what is False here."""
+"""Families whose rendering was checked not to depend on what is False here (tests/tokens/test_differences.py). For any
+other family all fields count, which is always safe: it can only cause a fork too many."""
+
+MAX_EXACT_INTEGER = 2**53
+"""Up to here a float and an integer are the same JSON number to JavaScript clients."""
+
+MAX_PARSED_SEPARATORS = 1 << 16
+"""Arguments with more lists, objects and commas are compared as text. The JSON decoder cannot be interrupted and blocks
+every thread while it runs: 10 ms for this many."""
 
 
 class MessageKey(msgspec.Struct, frozen=True, gc=False):
-    """`body` and the others are 16-byte digests. `reasoning` is None when the message carries none, `once` when its
-    reasoning is not one text written twice; `call_ids` is None without calls."""
+    """A message reduced to 16-byte digests.
+
+    `body` covers all that the model reads but the reasoning. `reasoning` is None without reasoning; `reasoning_once`
+    is set where the reasoning is one text written twice, and is that text's; `call_ids` is None without calls.
+    """
 
     body: bytes
     reasoning: bytes | None
     role: Role
-    once: bytes | None = None
+    reasoning_once: bytes | None = None
     call_ids: bytes | None = None
 
-    def thinks(self, recorded: bytes | None) -> bool:
-        """Whether this message's reasoning may be the recorded one as a client sends it back."""
-        return self.reasoning is None or self.reasoning == recorded or (self.once is not None and self.once == recorded)
+    def may_echo_reasoning(self, recorded: bytes | None) -> bool:
+        """Whether a client may have made this message's reasoning from the recorded one: dropped it, kept it, or sent
+        it twice."""
+        return (
+            self.reasoning is None
+            or self.reasoning == recorded
+            or (self.reasoning_once is not None and self.reasoning_once == recorded)
+        )
 
 
+# 128 bits, so that different histories of a session do not collide. A cryptographic hash would be slower.
 digest = xxhash.xxh3_128_digest
-"""16 bytes that stand for any number of bytes."""
 
 
-def message_key(message: Message, shown: Shown = EVERYTHING) -> MessageKey:
-    trimmed = message.role is Role.ASSISTANT or not shown.outer_space
-    text = message.content.strip() if trimmed else message.content
-    ids = [call.id for call in message.tool_calls]
-    calls = [
-        [call.id if shown.call_ids else None, call.name, *_arguments(call.arguments)] for call in message.tool_calls
-    ]
-    answered = message.tool_call_id if shown.call_ids else None
-    named = message.name if shown.names and message.role is not Role.ASSISTANT else None
-    body = _dump([message.role.value, text, calls, answered, named])
-    for part in message.parts:
-        body += _part(part)
-    reasoning = (message.reasoning or "").strip()
-    once = _once(reasoning)
-    return MessageKey(
-        body=digest(body),
-        reasoning=digest(_bytes(reasoning)) if reasoning else None,
-        role=message.role,
-        once=digest(_bytes(once)) if once else None,
-        call_ids=digest(_dump(ids)) if ids else None,
-    )
+def extend(prefix: bytes, body: bytes) -> bytes:
+    """The digest of a conversation that is one message longer than the one with the digest `prefix`."""
+    return digest(prefix + body)
 
 
 def tools_key(tools: Any) -> bytes:
-    """The digest of a request's tools: their order and key order count, because templates print them."""
+    """The digest of a request's tools. Their order and the order of their keys count, because templates print them."""
     return digest(msgspec.json.encode(tools))
 
 
-def extend(path: bytes, body: bytes) -> bytes:
-    """The digest of a conversation one message longer."""
-    return digest(path + body)
+def message_key(message: Message, printed: PrintedFields = ALL_PRINTED) -> MessageKey:
+    is_assistant = message.role is Role.ASSISTANT
+    text = message.content.strip() if is_assistant or not printed.outer_space else message.content
+    calls = [
+        [call.id if printed.call_ids else None, call.name, *_canonical_arguments(call.arguments)]
+        for call in message.tool_calls
+    ]
+    answered = message.tool_call_id if printed.call_ids else None
+    # A recorded reply has no name, so a name that a client adds when it sends the reply back is no difference.
+    name = message.name if printed.names and not is_assistant else None
+    body = _pack([message.role.value, text, calls, answered, name])
+    for part in message.parts:
+        kind, content = (b"i", part.digest) if isinstance(part, Image) else (b"t", part.text)
+        body += kind + _utf8(content) + b"\0"
+    reasoning = (message.reasoning or "").strip()
+    half = len(reasoning) // 2
+    first, second = reasoning[:half].rstrip(), reasoning[len(reasoning) - half :].lstrip()
+    return MessageKey(
+        body=digest(body),
+        reasoning=digest(_utf8(reasoning)) if reasoning else None,
+        role=message.role,
+        reasoning_once=digest(_utf8(first)) if first and first == second else None,
+        call_ids=digest(_pack([call.id for call in message.tool_calls])) if message.tool_calls else None,
+    )
 
 
-def _once(text: str) -> str | None:
-    """The text that `text` is twice, white space between the two aside; None when it is no such text."""
-    half = len(text) // 2
-    first, second = text[:half].rstrip(), text[len(text) - half :].lstrip()
-    return first if first and first == second else None
+def is_parsed_as_json(arguments: str) -> bool:
+    """Whether a call's arguments are short enough to be read as JSON (MAX_PARSED_SEPARATORS)."""
+    if len(arguments) <= MAX_PARSED_SEPARATORS:
+        return True
+    return sum(map(arguments.count, "[{,")) <= MAX_PARSED_SEPARATORS
 
 
-def _part(part: Text | Image) -> bytes:
-    kind, content = (b"i", part.digest) if isinstance(part, Image) else (b"t", part.text)
-    return kind + _bytes(content) + b"\0"
-
-
-def _arguments(arguments: str) -> tuple[bool, str]:
-    """Whether they are JSON, and their one spelling; text that is no JSON (or not worth reading) is its own. None at
-    all are an empty object: so clients read them, and send them back."""
+def _canonical_arguments(arguments: str) -> tuple[bool, str]:
+    """Whether the arguments are JSON, and their one spelling; other text stands for itself."""
     if not arguments.strip():
         return True, "{}"
-    if not worth_reading(arguments):
+    if not is_parsed_as_json(arguments):
         return False, arguments
     try:
-        value = _DECODER.decode(arguments)
-        return True, json.dumps(value, ensure_ascii=False, sort_keys=True)
+        return True, json.dumps(_DECODER.decode(arguments), ensure_ascii=False, sort_keys=True)
     except (ValueError, RecursionError):
         return False, arguments
 
 
-def worth_reading(arguments: str) -> bool:
-    """Whether a call's arguments are read as JSON. The reader cannot be interrupted, and nothing else is done while it
-    reads: 10 ms for MAX_SEPARATORS."""
-    if len(arguments) <= MAX_SEPARATORS:
-        return True
-    return sum(map(arguments.count, "[{,")) <= MAX_SEPARATORS
-
-
 def _number(text: str) -> float | int:
     value = float(text)
-    return int(value) if value.is_integer() and abs(value) <= EXACT_INTEGER else value
+    return int(value) if value.is_integer() and abs(value) <= MAX_EXACT_INTEGER else value
 
 
 _DECODER = json.JSONDecoder(parse_float=_number)
 
 
-def _dump(value: Any) -> bytes:
-    """Bytes of their own for every list of texts, whatever Unicode they hold."""
+def _pack(value: Any) -> bytes:
+    """Distinct bytes for distinct lists of texts."""
     try:
         return msgspec.msgpack.encode(value)
-    except UnicodeEncodeError:  # half a surrogate pair: JSON can say that, too
+    except UnicodeEncodeError:  # a lone surrogate, which JSON escapes can spell and msgpack cannot
         return json.dumps(value).encode()
 
 
-def _bytes(text: str) -> bytes:
+def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")

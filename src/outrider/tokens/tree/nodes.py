@@ -1,31 +1,37 @@
-"""What the token tree is made of: prompts that the engine was given, and the turns that were sampled from them.
+"""The nodes of the token tree: prompts that an engine was given, and turns that were sampled from them.
 
-Pure. Each holds the ids it added, packed, and leads to the one before it. Invariant: a node's ids never change, and a
-prompt that has a parent begins with all of its parent's ids.
+A node stores the ids that it adds, packed, and links to the node before it; so an id is stored once however many
+prompts it is part of. Invariant: a node's ids never change, and a prompt that has a parent begins with all of its
+parent's ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from outrider.tokens.rendering.renderer import Renderer
 from outrider.tokens.tree.canonical import MessageKey
 from outrider.trajectory import ForkCause, Ids, unpack_ids
 
 
 class PromptNode:
-    """What the engine was given for a turn: the parent's ids, then `delta` (packed int32).
+    """The prompt of a turn: the parent's ids, then `delta` (packed int32). `length` is in tokens.
 
-    Its messages are a head of `lead` system messages, whose digest is `system`, and a history, whose digest is
-    `history`. `matched` is the turn whose conversation the request extends, even where its ids could not be kept;
-    `quoted` are the positions and reasoning digests (None: it had none) of assistant messages that were
-    rendered, not sampled; `tools` is the digest of the request's tools, empty where it had none;
-    `conversation` is 0 for the session's first one and counts those that began independently of it, or with other
-    tools or another system prompt. `splice` says how a prompt that has another's history was put together, `fork` why
-    and from which turn it forked, where the tools or the system prompt changed. `thinking` is None where the prompt
-    ends as the family's do, else whether its end has the model think.
+    The request had `message_count` messages: a head of `system_count` system messages (`system_digest`), then a history
+    (`history_digest`). `tools_digest` is empty without tools; `prefix_digest` covers tools and all messages.
+
+    matched: the turn whose conversation the request extends, also where its ids could not be kept.
+    rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages among the ids
+        that were rendered and not sampled.
+    splice: how the prompt was put together, if its history's ids were recorded behind another head.
+    thinking: whether its end switches the model's reasoning on or off; None where it ends as the family's prompts do.
+    conversation: 0 for the session's first conversation; those that began independently of it count up.
+    fork: why and from which turn it forked, if the tools or the system prompt changed.
+    first_turn: the first turn that was sampled from it.
+
+    `__slots__` instead of a struct, because a session keeps one per turn and bytes per turn are measured
+    (tests/tokens/test_cost.py).
     """
 
     __slots__ = (
@@ -33,18 +39,18 @@ class PromptNode:
         "delta",
         "first_turn",
         "fork",
-        "history",
-        "lead",
+        "history_digest",
         "length",
         "matched",
-        "messages",
+        "message_count",
         "parent",
-        "path",
-        "quoted",
+        "prefix_digest",
+        "rendered_replies",
         "splice",
-        "system",
+        "system_count",
+        "system_digest",
         "thinking",
-        "tools",
+        "tools_digest",
     )
 
     def __init__(
@@ -53,13 +59,13 @@ class PromptNode:
         delta: bytes,
         *,
         matched: TurnNode | None,
-        path: bytes,
-        quoted: tuple[tuple[int, bytes | None], ...],
-        messages: int,
-        tools: bytes,
-        lead: int,
-        system: bytes,
-        history: bytes,
+        prefix_digest: bytes,
+        rendered_replies: tuple[tuple[int, bytes | None], ...],
+        message_count: int,
+        tools_digest: bytes,
+        system_count: int,
+        system_digest: bytes,
+        history_digest: bytes,
         splice: Splice | None = None,
         thinking: bool | None = None,
     ) -> None:
@@ -67,18 +73,18 @@ class PromptNode:
         self.delta = delta
         self.length: int = (parent.length if parent else 0) + len(delta) // 4
         self.matched = matched
-        self.path = path
-        self.quoted = quoted
-        self.messages = messages
-        self.tools = tools
-        self.lead = lead
-        self.system = system
-        self.history = history
+        self.prefix_digest = prefix_digest
+        self.rendered_replies = rendered_replies
+        self.message_count = message_count
+        self.tools_digest = tools_digest
+        self.system_count = system_count
+        self.system_digest = system_digest
+        self.history_digest = history_digest
         self.splice = splice
-        self.fork: tuple[ForkCause, int] | None = None
         self.thinking = thinking
-        self.first_turn: int | None = None
         self.conversation = 0
+        self.fork: tuple[ForkCause, int] | None = None
+        self.first_turn: int | None = None
 
     def ids(self) -> Ids:
         """The whole prompt, int32 of shape (length,)."""
@@ -94,77 +100,78 @@ class PromptNode:
         parts.reverse()
         return unpack_ids(b"".join(parts))
 
-    def tail(self, start_of: Renderer) -> list[int]:
-        """The end of the prompt that bridging and parsing need to see."""
+    def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
+        """The end of the prompt that bridging and parsing need to see; `tail_start` is the renderer's."""
         own: list[int] = unpack_ids(self.delta).tolist()
-        if self.parent is None:
-            return own[start_of.tail_start(own) :]
-        start = start_of.tail_start(own)
-        whole: list[int] = own if start > 0 else self.ids().tolist()
-        return whole[start_of.tail_start(whole) :]
+        start = tail_start(own)
+        # Start 0 may mean that the tail begins before this node's own ids, so all ids are looked at.
+        if start > 0 or self.parent is None:
+            return own[start:]
+        whole: list[int] = self.ids().tolist()
+        return whole[tail_start(whole) :]
 
 
 class TurnNode:
-    """One sampled reply: `output` is packed int32; `said`, `reasoning` and `call_ids` are digests of its message, its
-    reasoning and its calls' ids."""
+    """A sampled reply. `output` is packed int32, `length` the tokens of prompt and output. The digests are of the reply
+    as the client was given it, of its reasoning and of the ids of its calls; all are None if the client got none."""
 
-    __slots__ = ("call_ids", "children", "index", "length", "output", "prompt", "reasoning", "said")
+    __slots__ = ("call_ids", "children", "index", "length", "output", "prompt", "reasoning", "reply_digest")
 
-    def __init__(self, index: int, prompt: PromptNode, output: bytes, key: MessageKey | None) -> None:
+    def __init__(self, index: int, prompt: PromptNode, output: bytes, reply: MessageKey | None) -> None:
         self.index = index
         self.prompt = prompt
         self.output = output
         self.length = prompt.length + len(output) // 4
-        self.said = key.body if key else None
-        self.reasoning = key.reasoning if key else None
-        self.call_ids = key.call_ids if key else None
+        self.reply_digest = reply.body if reply else None
+        self.reasoning = reply.reasoning if reply else None
+        self.call_ids = reply.call_ids if reply else None
         self.children = 0
 
 
 class Splice(msgspec.Struct, frozen=True):
-    """A prompt whose first `head` ids were rendered, and whose others are a history's that was recorded behind another
-    head. `rendered` is the prompt with which that history began: it was rendered whole."""
+    """How a prompt was put together whose history was recorded behind another head: its first `head` ids were rendered,
+    the others were taken from the record. `origin` is the prompt with which that history began, rendered whole."""
 
     head: int
-    rendered: PromptNode
+    origin: PromptNode
 
 
 def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
-    """Of the assistant messages up to the turn's own: their positions, and the digests of their reasoning."""
+    """The positions of the assistant messages up to the turn's own reply, and the digests of their reasoning."""
     found: list[tuple[int, bytes | None]] = []
     node: TurnNode | None = turn
     while node is not None:
-        found += [(node.prompt.messages, node.reasoning), *node.prompt.quoted]
+        found += [(node.prompt.message_count, node.reasoning), *node.prompt.rendered_replies]
         node = node.prompt.parent
     return found
 
 
-def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], known: PromptNode | None) -> bool:
-    """Whether every recorded reply on the way to `turn` has the reasoning that the client sends back, or the
-    client sends none. On the way to `known` that is so."""
+def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
+    """Whether the client sends back every reply on the path to `turn` with its recorded reasoning, or with none. The
+    path to the prompt `checked` is known to agree."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
-        if not keys[prompt.messages].thinks(node.reasoning):
+        if not keys[prompt.message_count].may_echo_reasoning(node.reasoning):
             return False
-        if prompt is known:
+        if prompt is checked:
             return True
-        if prompt.quoted and not quotes_agree(prompt, keys):
+        if prompt.rendered_replies and not rendered_replies_agree(prompt, keys):
             return False
         node = prompt.parent
     return True
 
 
-def quotes_agree(prompt: PromptNode, keys: Sequence[MessageKey]) -> bool:
+def rendered_replies_agree(prompt: PromptNode, keys: Sequence[MessageKey]) -> bool:
     """The same for the assistant messages that the prompt itself rendered."""
-    return all(keys[index].thinks(recorded) for index, recorded in prompt.quoted)
+    return all(keys[index].may_echo_reasoning(recorded) for index, recorded in prompt.rendered_replies)
 
 
 def call_ids_agree(turn: TurnNode, keys: Sequence[MessageKey]) -> bool:
-    """Whether the request has the ids of every recorded call on the way to `turn`."""
+    """Whether the request has the ids of every recorded call on the path to `turn`."""
     node: TurnNode | None = turn
     while node is not None:
-        if keys[node.prompt.messages].call_ids != node.call_ids:
+        if keys[node.prompt.message_count].call_ids != node.call_ids:
             return False
         node = node.prompt.parent
     return True

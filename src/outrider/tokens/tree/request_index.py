@@ -1,9 +1,11 @@
-"""A request as the token tree sees it: digests of its messages, and of each beginning of its history.
+"""Indexes requests for the token tree: a digest of each message and of each prefix of the conversation.
 
-Pure. A message is read once: its bytes are known when they come again. So is the history of a long conversation: of
-the newest requests it is kept what their first messages came to, and a request that begins with the same bytes gets
-that, so that reading it costs what is new and one pass over its bytes. Invariant: how a request is read depends on the
-request alone, never on what was read before.
+A message is parsed once; when its bytes come again, its digests are looked up. Of the newest long requests the digests
+of their first messages are remembered, too, so that a request that begins with the same bytes costs its new messages
+and one hash over the old ones.
+
+It knows no token ids. Invariant: how a request is indexed depends on the request alone, never on what was indexed
+before.
 """
 
 from __future__ import annotations
@@ -15,260 +17,267 @@ import msgspec
 from outrider.concurrency.offload import PIECE_BYTES, Steps
 from outrider.errors import RequestError, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
-from outrider.tokens.rendering.renderer import Opening
-from outrider.tokens.tree.canonical import MessageKey, Shown, digest, extend, message_key, tools_key
-from outrider.tokens.tree.nodes import PromptNode, Splice, TurnNode, call_ids_agree, quotes_agree, reasoning_agrees
+from outrider.tokens.rendering.renderer import ThinkingSwitch
+from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, extend, message_key, tools_key
+from outrider.tokens.tree.nodes import PromptNode, Splice, TurnNode, rendered_replies_agree
 from outrider.trajectory import pack_ids
 
-LONG = 16
-"""Histories of fewer messages are read anew: that is as fast."""
-MARGIN = 4
-"""The newest messages of a request may come again with other bytes: clients move their cache markers."""
-STRIDE = 8
-"""So many more messages are read anew before what was kept of a history is brought up to date."""
-KEPT = 4
-"""Of how many histories the beginning is kept: agents that run side by side."""
+MIN_REMEMBERED = 16
+"""Messages from which on a prefix is remembered. Shorter requests are as fast to index anew."""
+UNSTABLE_TAIL = 4
+"""Newest messages that are not remembered: clients move their cache markers, which changes the bytes of these."""
+REMEMBER_EVERY = 8
+"""New messages after which the remembered prefix is replaced by a longer one; copying it for every request would cost
+more than indexing these again."""
+MAX_REMEMBERED = 4
+"""Remembered prefixes, one for each of a few agents that run side by side."""
+MAX_MESSAGE_KEYS = 1 << 14
+"""Messages whose digests are kept by their bytes. When there are more, all are dropped and parsed again."""
 MAX_TOOL_VALUES = 1 << 17
-"""Lists, objects and commas of a request's tools. A chat template writes them as JSON: 25 ms for so many, during which
-the interpreter does nothing else."""
-KEPT_KEYS = 1 << 14
-"""Of how many messages the digests are kept. A session that sends more of them is read anew."""
+"""Lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one call that blocks all
+threads: 25 ms for this many."""
 
 
 def parse_messages(messages: WireMessages) -> Steps[tuple[Message, ...]]:
     """Parse all messages. Raises RequestError for one that cannot be read."""
-    found: list[Message] = []
+    parsed: list[Message] = []
     piece = 0
     for index in range(len(messages)):
         piece += messages.size(index)
         if piece > PIECE_BYTES:
             yield piece
             piece = 0
-        found.append(messages.parse(index))
-    return tuple(found)
+        parsed.append(messages.parse(index))
+    return tuple(parsed)
 
 
-class Request(msgspec.Struct, kw_only=True):
-    """`paths[i]` is the digest of the tools and the first `i` messages. `matched` is the turn whose whole conversation
-    is the longest recorded prefix, and accounts for `covered` messages; up to the prompt `known` the reasoning sent
-    back was found to agree with what is recorded. The first `recalled` messages were not read anew; `fresh` are those
-    of the others that had to be parsed, by their positions, and `sizes` are the bytes of the recalled ones together and
-    of each other one. `opening` is how its prompt is to end, where that is not as usual: a history may go on with
-    thinking switched."""
+class IndexedRequest(msgspec.Struct, kw_only=True):
+    """A request with its digests, and where the tree found its conversation recorded.
+
+    prefixes: `prefixes[i]` is the digest of the tools and the first `i` messages.
+    keys: the digests of each message.
+    recalled: how many of the first messages came from a remembered prefix.
+    parsed: by position, the messages that had to be parsed so far.
+    sizes: bytes of the recalled messages together, then of each other message.
+    checked: a prompt up to which the reasoning that the client sends back is known to agree with the record.
+    matched: the turn whose whole conversation is the longest recorded prefix; it covers `covered` messages.
+    switch: how the prompt has to end, where that is not as usual: a history may go on with thinking switched.
+    """
 
     messages: WireMessages
     tools: Sequence[ToolSpec]
-    paths: list[bytes]
+    prefixes: list[bytes]
     keys: list[MessageKey]
     recalled: int
-    known: PromptNode | None
-    fresh: dict[int, Message]
+    parsed: dict[int, Message]
     sizes: list[int]
+    checked: PromptNode | None
     matched: TurnNode | None = None
     covered: int = 0
-    opening: Opening | None = None
-
-    def match(self, turns: dict[bytes, list[TurnNode]]) -> None:
-        """Find `matched` in the turns by their paths. Of several that read alike it is the newest whose call ids the
-        request has, else the newest."""
-        for covered in range(len(self.keys), 0, -1):
-            ending = reversed(turns.get(self.paths[covered], ()))
-            found = [turn for turn in ending if reasoning_agrees(turn, self.keys, self.known)]
-            if found:
-                same = found if len(found) == 1 else [turn for turn in found if call_ids_agree(turn, self.keys)]
-                self.matched, self.covered = (same or found)[0], covered
-                return
-
-    def repeats(self, prompt: PromptNode) -> bool:
-        """Whether it is the request of a prompt that has its path."""
-        return prompt.thinking == self.thinking and self.shares_messages(prompt)
-
-    def shares_messages(self, prompt: PromptNode) -> bool:
-        """The same, thinking aside."""
-        return prompt.matched is self.matched and quotes_agree(prompt, self.keys)
+    switch: ThinkingSwitch | None = None
 
     @property
     def thinking(self) -> bool | None:
-        return None if self.opening is None else self.opening.thinking
-
-    def opened(self, added: list[int]) -> list[int]:
-        """The ids of a prompt's end with the opening that is asked for. Raises RequestError where they have another
-        end than the family's prompts."""
-        if self.opening is None:
-            return added
-        kept = len(added) - len(self.opening.before)
-        if kept < 0 or added[kept:] != self.opening.before:
-            raise RequestError("thinking cannot be switched here: the prompt does not end as the family's prompts do")
-        return added[:kept] + self.opening.after
+        return None if self.switch is None else self.switch.thinking
 
     @property
-    def rewritten(self) -> bool:
-        """Whether assistant messages follow the history that was recorded."""
+    def is_rewritten(self) -> bool:
+        """Whether assistant messages that are not recorded follow the matched conversation."""
         return any(key.role is Role.ASSISTANT for key in self.keys[self.covered :])
 
     @property
-    def lead(self) -> int:
+    def system_count(self) -> int:
         """The number of system messages at the beginning."""
         return next((at for at, key in enumerate(self.keys) if key.role is not Role.SYSTEM), len(self.keys))
 
     @property
+    def system_digest(self) -> bytes:
+        return _extend_all(b"", self.keys[: self.system_count])
+
+    @property
     def tools_digest(self) -> bytes:
         """Empty without tools."""
-        return self.paths[0] if self.tools else b""
+        return self.prefixes[0] if self.tools else b""
 
-    def parsed(self, start: int) -> list[Message]:
+    def repeats(self, prompt: PromptNode) -> bool:
+        """Whether this is the request of a prompt that has the same prefix digest."""
+        return prompt.thinking == self.thinking and self.has_messages_of(prompt)
+
+    def has_messages_of(self, prompt: PromptNode) -> bool:
+        """The same, whatever the thinking of both."""
+        return prompt.matched is self.matched and rendered_replies_agree(prompt, self.keys)
+
+    def parse_from(self, start: int) -> list[Message]:
+        """The messages from position `start` on. Raises RequestError for one that cannot be read."""
         for index in range(start, len(self.messages)):
-            if index not in self.fresh:
-                self.fresh[index] = self.messages.parse(index)
-        return [self.fresh[index] for index in range(start, len(self.messages))]
+            if index not in self.parsed:
+                self.parsed[index] = self.messages.parse(index)
+        return [self.parsed[index] for index in range(start, len(self.messages))]
 
-    def size(self, start: int) -> int:
-        """Bytes of the messages from `start` on, at least."""
+    def size_from(self, start: int) -> int:
+        """Bytes of the messages from position `start` on; more, if that is among the recalled ones."""
         return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
-    def prompt(
+    def with_switch(self, added: list[int]) -> list[int]:
+        """The ids of a prompt's end, with thinking switched as asked. Raises RequestError if they do not end as the
+        family's prompts do."""
+        if self.switch is None:
+            return added
+        kept = len(added) - len(self.switch.usual_end)
+        if kept < 0 or added[kept:] != self.switch.usual_end:
+            raise RequestError("thinking cannot be switched here: the prompt does not end as the family's prompts do")
+        return added[:kept] + self.switch.switched_end
+
+    def make_prompt(
         self,
         parent: TurnNode | None,
         added: list[int],
         *,
         splice: Splice | None = None,
-        known: Sequence[tuple[int, bytes | None]] = (),
+        sampled: Sequence[tuple[int, bytes | None]] = (),
     ) -> PromptNode:
-        """Its prompt: the ids of the parent, then those that are added. `known` is the reasoning of the assistant
-        messages among these that were sampled."""
+        """The request's prompt: the ids of the parent, then `added`. `sampled` are the positions of assistant messages
+        among these whose ids were sampled, with the digests of their recorded reasoning."""
         first = self.covered if parent is not None else 0
-        assistants = {
-            at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT
-        }
-        assistants |= {at: reasoning for at, reasoning in known if at >= first}
-        lead = self.lead if parent is None else parent.prompt.lead
-        before = parent.prompt.history if parent is not None else b""
+        replies = {at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT}
+        replies |= {at: reasoning for at, reasoning in sampled if at >= first}
+        if parent is None:
+            system_count, system_digest = self.system_count, self.system_digest
+            history, history_start = b"", system_count
+        else:
+            before = parent.prompt
+            system_count, system_digest = before.system_count, before.system_digest
+            history, history_start = before.history_digest, before.message_count
         return PromptNode(
             parent,
-            pack_ids(self.opened(added)),
+            pack_ids(self.with_switch(added)),
             matched=self.matched,
-            path=self.paths[-1],
-            quoted=tuple(assistants.items()),
-            messages=len(self.messages),
-            tools=self.tools_digest,
-            lead=lead,
-            system=self.system() if parent is None else parent.prompt.system,
-            history=_path(before, self.keys[lead if parent is None else parent.prompt.messages :]),
+            prefix_digest=self.prefixes[-1],
+            rendered_replies=tuple(replies.items()),
+            message_count=len(self.messages),
+            tools_digest=self.tools_digest,
+            system_count=system_count,
+            system_digest=system_digest,
+            history_digest=_extend_all(history, self.keys[history_start:]),
             splice=splice,
             thinking=self.thinking,
         )
 
-    def system(self) -> bytes:
-        """The digest of the system messages at the beginning."""
-        return _path(b"", self.keys[: self.lead])
 
-
-def _path(path: bytes, keys: Sequence[MessageKey]) -> bytes:
+def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
     for key in keys:
-        path = extend(path, key.body)
-    return path
+        prefix = extend(prefix, key.body)
+    return prefix
 
 
-class _History(msgspec.Struct, frozen=True):
-    """What the first messages of a request came to. `last` is the digest of the newest of them, `head` of all; `size`
-    is how many bytes they have."""
+class _RememberedPrefix(msgspec.Struct, frozen=True):
+    """The first messages of an earlier request. `last` is the digest of the newest one's bytes, `head` of all their
+    bytes; `size` is how many bytes these are."""
 
     last: bytes
     head: bytes
-    paths: list[bytes]
+    prefixes: list[bytes]
     keys: list[MessageKey]
-    known: PromptNode | None
+    checked: PromptNode | None
     size: int
 
     def begins(self, messages: WireMessages) -> bool:
         count = len(self.keys)
         return (
             count <= len(messages)
+            # One message is quicker to compare than all, and mostly tells other agents' requests apart.
             and self.last == digest(messages.raw(count - 1))
             and self.head == digest(messages.head(count))
         )
 
 
-class RequestReader:
-    """Reads a session's requests: `read` one, and `remember` it once it has its prompt."""
+class RequestIndexer:
+    """Indexes the requests of a session: call `index`, and `remember` once the request has its prompt."""
 
-    def __init__(self, shown: Shown) -> None:
-        self._shown = shown
+    def __init__(self, printed: PrintedFields) -> None:
+        self._printed = printed
         self._keys: dict[bytes, MessageKey] = {}
         self._tools: dict[bytes, bytes] = {}
-        self._histories: list[_History] = []
+        self._remembered: list[_RememberedPrefix] = []
+        self._newest: list[bytes] = []
 
-    def read(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[Request]:
-        """Raises RequestError for a message that cannot be read."""
-        start = yield from self._start(tools, tools_raw)
-        history = self._recall(messages, start)
-        paths = history.paths.copy() if history else [start]
-        keys = history.keys.copy() if history else []
+    def index(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[IndexedRequest]:
+        """Raises RequestError for a message that cannot be read, and TooLarge for too many tools."""
+        start = yield from self._tools_prefix(tools, tools_raw)
+        before = self._recall(messages, start)
+        prefixes = before.prefixes.copy() if before else [start]
+        keys = before.keys.copy() if before else []
+        sizes = [before.size if before else 0]
         recalled, piece = len(keys), 0
-        fresh: dict[int, Message] = {}
-        sizes = [history.size if history else 0]
+        parsed: dict[int, Message] = {}
         for index in range(recalled, len(messages)):
             sizes.append(messages.size(index))
             piece += sizes[-1]
             if piece > PIECE_BYTES:
                 yield piece
                 piece = 0
-            short = digest(messages.raw(index))
-            key = self._keys.get(short)
+            raw_digest = digest(messages.raw(index))
+            key = self._keys.get(raw_digest)
             if key is None:
-                fresh[index] = messages.parse(index)
-                key = self._key(short, fresh[index])
+                parsed[index] = messages.parse(index)
+                if len(self._keys) >= MAX_MESSAGE_KEYS:
+                    self._keys.clear()
+                key = self._keys[raw_digest] = message_key(parsed[index], self._printed)
             keys.append(key)
-            paths.append(extend(paths[-1], key.body))
-        return Request(
+            prefix = extend(prefixes[-1], key.body)
+            # The tree keeps digests for good. Taking the newest request's objects, where they are equal, keeps one of
+            # each instead of two: 120 bytes a call.
+            if len(prefixes) < len(self._newest) and self._newest[len(prefixes)] == prefix:
+                prefix = self._newest[len(prefixes)]
+            prefixes.append(prefix)
+        self._newest = prefixes
+        return IndexedRequest(
             messages=messages,
             tools=tools,
-            paths=paths,
+            prefixes=prefixes,
             keys=keys,
             recalled=recalled,
-            known=history.known if history else None,
-            fresh=fresh,
+            parsed=parsed,
             sizes=sizes,
+            checked=before.checked if before else None,
         )
 
-    def remember(self, request: Request, prompt: PromptNode) -> None:
-        """That `prompt` is the request's."""
-        count = len(request.keys) - MARGIN
-        if count < max(LONG, request.recalled + STRIDE):
+    def remember(self, request: IndexedRequest, prompt: PromptNode) -> None:
+        """Keep the digests of the request's first messages, if it is long enough; `prompt` is the request's."""
+        count = len(request.keys) - UNSTABLE_TAIL
+        if count < max(MIN_REMEMBERED, request.recalled + REMEMBER_EVERY):
             return
-        known: PromptNode | None = prompt
-        while known is not None and known.messages > count:
-            known = known.parent.prompt if known.parent else None
-        messages, paths = request.messages, request.paths
-        head, last = digest(messages.head(count)), digest(messages.raw(count - 1))
-        size = sum(request.sizes[: count - request.recalled + 1])
-        history = _History(last, head, paths[: count + 1], request.keys[:count], known, size)
-        longer = [one for one in self._histories if one.paths[-1] not in paths]
-        self._histories = [history, *longer[: KEPT - 1]]
+        checked: PromptNode | None = prompt
+        while checked is not None and checked.message_count > count:
+            checked = checked.parent.prompt if checked.parent else None
+        messages = request.messages
+        prefix = _RememberedPrefix(
+            last=digest(messages.raw(count - 1)),
+            head=digest(messages.head(count)),
+            prefixes=request.prefixes[: count + 1],
+            keys=request.keys[:count],
+            checked=checked,
+            size=sum(request.sizes[: count - request.recalled + 1]),
+        )
+        others = [one for one in self._remembered if one.prefixes[-1] not in request.prefixes]
+        self._remembered = [prefix, *others[: MAX_REMEMBERED - 1]]
 
-    def _recall(self, messages: WireMessages, start: bytes) -> _History | None:
-        """The newest history that the messages begin with."""
-        for place, history in enumerate(self._histories):
-            if history.paths[0] == start and history.begins(messages):
-                self._histories.insert(0, self._histories.pop(place))
-                return history
+    def _recall(self, messages: WireMessages, start: bytes) -> _RememberedPrefix | None:
+        """The newest remembered prefix with which the messages begin; it becomes the newest one."""
+        for place, prefix in enumerate(self._remembered):
+            if prefix.prefixes[0] == start and prefix.begins(messages):
+                self._remembered.insert(0, self._remembered.pop(place))
+                return prefix
         return None
 
-    def _key(self, short: bytes, message: Message) -> MessageKey:
-        """The key of a message whose bytes have the digest `short`."""
-        if len(self._keys) >= KEPT_KEYS:
-            self._keys.clear()
-        key = self._keys[short] = message_key(message, self._shown)
-        return key
-
-    def _start(self, tools: Sequence[ToolSpec], raw: bytes) -> Steps[bytes]:
-        """The path of no message."""
-        short = digest(raw)
-        path = self._tools.get(short)
-        if path is None:
+    def _tools_prefix(self, tools: Sequence[ToolSpec], raw: bytes) -> Steps[bytes]:
+        """The digest of the tools, which is the prefix of no message."""
+        raw_digest = digest(raw)
+        prefix = self._tools.get(raw_digest)
+        if prefix is None:
             if len(raw) > PIECE_BYTES:
                 yield len(raw)
             if len(raw) > MAX_TOOL_VALUES and sum(map(raw.count, (b"[", b"{", b","))) > MAX_TOOL_VALUES:
                 raise TooLarge(f"the tools have more than {MAX_TOOL_VALUES} JSON values", field="tools")
-            path = self._tools[short] = tools_key(list(tools))
-        return path
+            prefix = self._tools[raw_digest] = tools_key(list(tools))
+        return prefix

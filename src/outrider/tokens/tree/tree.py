@@ -1,8 +1,25 @@
-"""The token tree of one session: every id the engine was given or gave, once, and where each request joins it.
+"""The token tree of a session: stores each token id once and decides where each request joins what is recorded.
 
-Pure: it awaits nothing and reads no clock. A request whose history is a recorded one plus new messages gets the
-recorded ids verbatim, sampled ones included, and only the new messages are rendered: a turn costs its own tokens.
-Invariant: a node's ids never change, and a prompt that has a parent begins with all of its parent's ids.
+A request whose history is recorded gets the recorded ids verbatim, sampled ones included, and only its new messages are
+rendered, so that a turn costs its own tokens. These rules apply, the first that fits:
+
+1. The request was there before (same tools, messages and thinking): it gets that prompt again (`retry`), so that all
+   answers to it were sampled from the same ids.
+2. Its history, a reply included, is recorded behind another head (the tools and the system messages at the beginning),
+   and more of it than behind its own head: the new head is rendered and the recorded history ids follow it (`fork`:
+   `tools_changed`, `system_changed` or both). The model goes on from what it sampled, not from another spelling of it.
+   This needs proof that the family lays out the history alike behind both heads; otherwise rules 3 and 4 give the ids,
+   and the cause stays, because it is still the same conversation.
+3. Part of its conversation is recorded: the turn with the longest such part is the parent, if the renderer can append
+   the other messages to its ids without changing any. That is an `append`, unless the turn has another continuation
+   already (`fork`: `sibling`) or the other messages contain replies that are not recorded (`fork`:
+   `history_rewritten`).
+4. Everything else is rendered whole. It is a `root` if it shares no more than system messages with earlier requests,
+   because many agents have the same ones; else a `fork` whose cause says why the recorded ids could not be kept.
+
+The tree knows no engine and no store. It awaits nothing; long work comes in steps (`concurrency/offload.py`), so that a
+session with a long history does not hold up the others. Invariant: a node's ids never change, and a prompt that has a
+parent begins with all of its parent's ids.
 """
 
 from __future__ import annotations
@@ -15,24 +32,32 @@ from outrider.concurrency.offload import Steps
 from outrider.errors import ContextOverflow, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
-from outrider.tokens.tree.canonical import extend, message_key
-from outrider.tokens.tree.heads import Elsewhere, Histories, history_begin
-from outrider.tokens.tree.nodes import PromptNode, Splice, TurnNode, recorded_reasoning
-from outrider.tokens.tree.request_index import Request, RequestReader
+from outrider.tokens.tree.canonical import MessageKey, extend, message_key
+from outrider.tokens.tree.nodes import (
+    PromptNode,
+    Splice,
+    TurnNode,
+    call_ids_agree,
+    reasoning_agrees,
+    recorded_reasoning,
+)
+from outrider.tokens.tree.request_index import IndexedRequest, RequestIndexer
 from outrider.trajectory import ForkCause, JoinKind, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
-"""Characters. A longer text is measured in parts before it is encoded whole."""
-SEAM = 16
-SEEN_PATHS = 1 << 16
-"""Beginnings of histories that are kept, 10 MB of them. A session that has sent more messages begins anew to tell what
-its requests share."""
+"""Characters from which on a text is first measured in parts. Encoding a text of many megabytes in one piece takes
+seconds and a hundred times its memory, for a prompt that will not fit the context anyway."""
+SEAM_TOKENS = 16
+"""Tokens by which the parts of a text may exceed the whole, where two of them meet."""
+MAX_SEEN_PREFIXES = 1 << 16
+"""Prefixes of requests that are kept, 10 MB. When there are more, all are dropped; later requests then share no history
+with earlier ones, but their recorded ids are still found."""
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """Where a request joined. `forked_from` is the turn whose request shares the longest history with it; where the
-    tools or the system prompt changed, the turn whose history it goes on from. `added` are the messages that it has
-    beyond the conversation of its prompt's parent, all of them where there is none."""
+    """Where a request joined. `added` are its messages beyond the conversation of its prompt's parent, all of them
+    without a parent. `forked_from` is the turn whose request shares the longest history with it; where the tools or the
+    system prompt changed, the turn whose history it goes on from."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -41,30 +66,42 @@ class Joined(msgspec.Struct, frozen=True):
     added: tuple[Message, ...] = ()
 
 
-class _LaidOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's ids: those of `parent`, then `added`. `elsewhere` is where its history was recorded, if that was
-    behind another head; `splice` says how the recorded ids were put behind the new one, where they were."""
+class _HistoryMatch(msgspec.Struct, frozen=True):
+    """A turn behind another head whose whole history the request quotes, its reply included. `covered` are the messages
+    of the request up to that reply, its own head included."""
+
+    turn: TurnNode
+    covered: int
+    cause: ForkCause
+
+
+class _Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's ids: those of `parent`, then `added`. `match` is set if its history was recorded behind another head;
+    `splice` too, if that history's ids are among these, and `sampled` are then the positions of the replies in it with
+    the digests of their reasoning."""
 
     parent: TurnNode | None
     added: list[int]
-    elsewhere: Elsewhere | None = None
+    match: _HistoryMatch | None = None
     splice: Splice | None = None
+    sampled: Sequence[tuple[int, bytes | None]] = ()
 
 
 class TokenTree:
-    """One session attempt's tree. `join` a request, generate, then `commit` what was sampled."""
+    """The tree of one session attempt. `join` a request, generate, then `commit` what was sampled."""
 
     def __init__(self, renderer: Renderer, history: History) -> None:
+        self.forks: dict[ForkCause, int] = {}
         self._renderer = renderer
         self._history: History = history
-        self._reader = RequestReader(renderer.shown)
-        self._turns: dict[bytes, list[TurnNode]] = {}
-        self._histories = Histories()
-        self._prompts: dict[bytes, list[PromptNode]] = {}
-        self._seen: dict[bytes, PromptNode] = {}
-        self._next = 0
+        self._indexer = RequestIndexer(renderer.printed)
+        # Tuples, because nearly all have one element and a list takes 70 bytes more, for every turn of a session.
+        self._prompts: dict[bytes, tuple[PromptNode, ...]] = {}
+        self._turns: dict[bytes, tuple[TurnNode, ...]] = {}
+        self._histories = _HistoryIndex()
+        self._first_with_prefix: dict[bytes, PromptNode] = {}
+        self._next_turn = 0
         self._conversations = 0
-        self.forks: dict[ForkCause, int] = {}
 
     def join(
         self,
@@ -78,204 +115,266 @@ class TokenTree:
         """Find or make the request's prompt. `thinking` switches the model's reasoning for this turn alone.
 
         Raises RequestError for a message that cannot be read or rendered, TooLarge for a text that cannot be encoded,
-        and ContextOverflow for a prompt that leaves no room in `context` tokens; the tree is then unchanged."""
-        request = yield from self._read(messages, tools, tools_raw, thinking)
-        known = self._known(request)
-        if known is None:
+        and ContextOverflow for a prompt that leaves no room in `context` tokens; the tree is then unchanged.
+        """
+        request = yield from self._index(messages, tools, tools_raw, thinking)
+        repeated = self._repeated(request)
+        if repeated is None:
             yield from self._check_long_texts(request, context)
             joined = yield from self._place(request)
         else:
-            joined = _again(known)
-            yield request.size(0)  # to parse what it added, which the tree has not kept
+            yield request.size_from(0)  # its added messages are parsed again: the tree does not keep them
+            if repeated.first_turn is None and repeated.fork is not None:
+                # Its first call failed, so no turn says yet that it forked.
+                joined = Joined(JoinKind.FORK, repeated.fork[0], repeated, repeated.fork[1])
+            else:
+                joined = Joined(JoinKind.RETRY, None, repeated, repeated.first_turn)
         prompt = joined.prompt
         if context is not None and prompt.length >= context:
             raise ContextOverflow(f"the prompt has {prompt.length} tokens; the model's context is {context}")
-        start = prompt.parent.prompt.messages + 1 if prompt.parent is not None else 0
-        joined = msgspec.structs.replace(joined, added=tuple(request.parsed(start)))
-        if known is None:
-            self._add(request, joined)
+        start = prompt.parent.prompt.message_count + 1 if prompt.parent is not None else 0
+        joined = msgspec.structs.replace(joined, added=tuple(request.parse_from(start)))
+        # From here on nothing fails, so a request that is refused leaves no trace.
+        if repeated is None:
+            self._record(request, joined)
         return joined
 
     def measure(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
     ) -> Steps[int]:
         """The length in tokens of the prompt that `join` would give; nothing is recorded. Raises as `join` does."""
-        request = yield from self._read(messages, tools, tools_raw, thinking)
-        if (known := self._known(request)) is not None:
-            return known.length
+        request = yield from self._index(messages, tools, tools_raw, thinking)
+        if (repeated := self._repeated(request)) is not None:
+            return repeated.length
         yield from self._check_long_texts(request, None)
-        laid_out = yield from self._lay_out(request)
-        return (laid_out.parent.length if laid_out.parent is not None else 0) + len(request.opened(laid_out.added))
+        layout = yield from self._lay_out(request)
+        return (layout.parent.length if layout.parent is not None else 0) + len(request.with_switch(layout.added))
 
     def commit(self, prompt: PromptNode, output: Sequence[int], reply: Message | None) -> TurnNode:
-        """Record a turn's sampled ids. `reply` is the message the client was given: None when it was given
-        none (it hung up), and the turn can then have no continuation."""
-        key = message_key(reply, self._renderer.shown) if reply is not None else None
-        turn = TurnNode(self._next, prompt, pack_ids(output), key)
-        self._next += 1
+        """Record a turn's sampled ids. `reply` is the message that the client was given; None if it hung up before,
+        and then no request can continue the turn."""
+        key = message_key(reply, self._renderer.printed) if reply is not None else None
+        turn = TurnNode(self._next_turn, prompt, pack_ids(output), key)
+        self._next_turn += 1
         if prompt.first_turn is None:
             prompt.first_turn = turn.index
         if key is not None:
-            self._turns.setdefault(extend(prompt.path, key.body), []).append(turn)
+            prefix = extend(prompt.prefix_digest, key.body)
+            self._turns[prefix] = (*self._turns.get(prefix, ()), turn)
             self._histories.add(turn)
         return turn
 
-    def _read(
+    def _index(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, thinking: bool | None
-    ) -> Steps[Request]:
-        request = yield from self._reader.read(messages, tools, tools_raw)
-        request.opening = self._renderer.opening(thinking)
-        request.match(self._turns)
+    ) -> Steps[IndexedRequest]:
+        """Index the request and find the turn whose conversation is its longest recorded prefix."""
+        request = yield from self._indexer.index(messages, tools, tools_raw)
+        request.switch = self._renderer.thinking_switch(thinking)
+        for covered in range(len(request.keys), 0, -1):
+            turns = self._turns.get(request.prefixes[covered])
+            if turns is not None and (turn := _newest_agreeing(turns, request, request.checked)) is not None:
+                request.matched, request.covered = turn, covered
+                break
         return request
 
-    def _add(self, request: Request, joined: Joined) -> None:
-        """Record the prompt of a request that was not there before."""
+    def _repeated(self, request: IndexedRequest) -> PromptNode | None:
+        """The prompt of an earlier request that was the same."""
+        prompts = self._prompts.get(request.prefixes[-1], ())
+        return next((prompt for prompt in prompts if request.repeats(prompt)), None)
+
+    def _check_long_texts(self, request: IndexedRequest, context: int | None) -> Steps[None]:
+        """Raises ContextOverflow if the new texts alone do not fit, and TooLarge for a text that cannot be encoded."""
+        tokens = 0
+        for message in request.parsed.values():
+            for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
+                if not self._renderer.tokenizer.can_encode(text):
+                    raise TooLarge(f"a text of {len(text)} characters is too long to be encoded", field="messages")
+                for start in range(0, len(text) if len(text) > LONG_TEXT else 0, LONG_TEXT):
+                    yield LONG_TEXT
+                    tokens += len(self._renderer.tokenizer.encode(text[start : start + LONG_TEXT])) - SEAM_TOKENS
+                    if context is not None and tokens > context:
+                        raise ContextOverflow(f"the prompt has over {tokens} tokens; the model's context is {context}")
+
+    def _place(self, request: IndexedRequest) -> Steps[Joined]:
+        """Make the request's prompt, and say where it joined and why it could not simply append."""
+        layout = yield from self._lay_out(request)
+        parent, match = layout.parent, layout.match
+        prompt = request.make_prompt(parent, layout.added, splice=layout.splice, sampled=layout.sampled)
+        if parent is not None and not request.is_rewritten:
+            prompt.conversation = parent.prompt.conversation
+            if parent.children:
+                return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
+            return Joined(JoinKind.APPEND, None, prompt, None)
+        shared = self._first_sharing(request)
+        before = parent.prompt if parent is not None else shared
+        prompt.conversation = before.conversation if before is not None else self._conversations
+        if match is not None:
+            prompt.fork = match.cause, match.turn.index
+            return Joined(JoinKind.FORK, match.cause, prompt, match.turn.index)
+        if before is None:
+            return Joined(JoinKind.ROOT, None, prompt, None)
+        forked_from = shared.first_turn if shared is not None else None
+        if parent is None:
+            return Joined(JoinKind.FORK, self._cause(request), prompt, forked_from)
+        forked_from = parent.index if forked_from is None else forked_from
+        return Joined(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, forked_from)
+
+    def _lay_out(self, request: IndexedRequest) -> Steps[_Layout]:
+        """The request's ids: rules 2 to 4."""
+        match = self._histories.find(request)
+        if match is not None:
+            yield request.size_from(0)
+            if (spliced := self._spliced(request, match)) is not None:
+                return spliced
+        if request.matched is not None:
+            yield request.size_from(0 if request.is_rewritten else request.covered)
+            parent = request.matched
+            added = self._continued(
+                parent.prompt.tail(self._renderer.tail_start), parent.output, request, request.covered
+            )
+            if added is not None:
+                return _Layout(parent=parent, added=added, match=match)
+        yield request.size_from(0)
+        return _Layout(parent=None, added=self._renderer.render(request.parse_from(0), request.tools), match=match)
+
+    def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
+        """The request's own head, then the ids of the history that was recorded behind another head. None unless the
+        messages with which that history began are laid out alike behind both heads."""
+        turn = match.turn
+        origin = turn.prompt
+        while origin.parent is not None:
+            origin = origin.parent.prompt
+        recorded_head = None
+        if origin.splice is not None:  # that history was itself taken from behind another head
+            recorded_head, origin = origin.splice.head, origin.splice.origin
+        first_messages = range(request.system_count + origin.message_count - origin.system_count)
+        split = self._renderer.render_split([request.messages.parse(at) for at in first_messages], request.tools)
+        if split is None or not origin.delta.endswith(pack_ids(split.history)):
+            return None
+        if recorded_head is None:
+            recorded_head = len(origin.delta) // 4 - len(split.history)
+        prompt = [*split.head, *turn.prompt.ids()[recorded_head:].tolist()]
+        tail = prompt[self._renderer.tail_start(prompt) :]
+        added = self._continued(tail, turn.output, request, match.covered)
+        if added is None:
+            return None
+        ids = [*prompt, *unpack_ids(turn.output).tolist(), *added]
+        shift = request.system_count - turn.prompt.system_count
+        layout = _Layout(
+            parent=None,
+            added=ids,
+            match=match,
+            splice=Splice(len(split.head), origin),
+            sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
+        )
+        # An agent that takes over again continues its own last turn: its ids are then one append-only row.
+        own = request.matched
+        if own is not None and ids[: own.length] == [*own.prompt.ids().tolist(), *unpack_ids(own.output).tolist()]:
+            return msgspec.structs.replace(layout, parent=own, added=ids[own.length :])
+        return layout
+
+    def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
+        """The ids that show the messages from position `covered` on, after a prompt that ends with `tail` and the
+        packed `output` that show the others. None when the renderer cannot prove that they only append."""
+        sampled: list[int] = unpack_ids(output).tolist()
+        if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
+            messages = request.parse_from(0)
+            return self._renderer.bridge_rewritten(tail, sampled, messages, covered, request.tools, self._history)
+        return self._renderer.bridge(tail, sampled, request.parse_from(covered), request.tools, self._history)
+
+    def _cause(self, request: IndexedRequest) -> ForkCause:
+        """Why a request that shares a history is rendered whole."""
+        if any(request.has_messages_of(prompt) for prompt in self._prompts.get(request.prefixes[-1], ())):
+            return ForkCause.SIBLING  # the same messages with thinking switched
+        new_roles = {key.role for key in request.keys[request.covered :]}
+        if request.matched is None or request.is_rewritten or not new_roles:
+            return ForkCause.HISTORY_REWRITTEN
+        if self._history == "template" and new_roles & {Role.USER, Role.SYSTEM}:
+            return ForkCause.TEMPLATE_HISTORY
+        return ForkCause.BRIDGE_REFUSED
+
+    def _first_sharing(self, request: IndexedRequest) -> PromptNode | None:
+        """The first prompt of those that share the longest prefix with the request; None if only system messages are
+        shared: then the request begins a conversation of its own."""
+        found: PromptNode | None = None
+        shared = 0
+        for prefix in request.prefixes[1:]:
+            prompt = self._first_with_prefix.get(prefix)
+            if prompt is None:
+                break
+            found, shared = prompt, shared + 1
+        return found if shared > request.system_count else None
+
+    def _record(self, request: IndexedRequest, joined: Joined) -> None:
+        """Add a new prompt to the tree."""
         prompt = joined.prompt
         self._conversations = max(self._conversations, prompt.conversation + 1)
-        self._reader.remember(request, prompt)
-        self._prompts.setdefault(request.paths[-1], []).append(prompt)
-        if len(self._seen) > SEEN_PATHS:
-            self._seen.clear()
-        for path in reversed(request.paths):  # a path was seen with all that lead to it
-            if self._seen.setdefault(path, prompt) is not prompt:
+        self._indexer.remember(request, prompt)
+        whole = request.prefixes[-1]
+        self._prompts[whole] = (*self._prompts.get(whole, ()), prompt)
+        if len(self._first_with_prefix) > MAX_SEEN_PREFIXES:
+            self._first_with_prefix.clear()
+        for prefix in reversed(request.prefixes):
+            # A prefix that is there was recorded with all shorter ones, so a long history costs nothing.
+            if self._first_with_prefix.setdefault(prefix, prompt) is not prompt:
                 break
         if prompt.parent is not None:
             prompt.parent.children += 1
         if joined.cause is not None:
             self.forks[joined.cause] = self.forks.get(joined.cause, 0) + 1
 
-    def _check_long_texts(self, request: Request, context: int | None) -> Steps[None]:
-        """Raises ContextOverflow where the new texts alone do not fit, and TooLarge for one that cannot be encoded. To
-        encode a text of many megabytes in one piece takes seconds and a hundred times its memory."""
-        tokens = 0
-        for message in request.fresh.values():
-            for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
-                if not self._renderer.tokenizer.takes(text):
-                    raise TooLarge(f"a text of {len(text)} characters is too long to be encoded", field="messages")
-                for start in range(0, len(text) if len(text) > LONG_TEXT else 0, LONG_TEXT):
-                    yield LONG_TEXT
-                    # The whole may have a few tokens less than its parts, where they meet.
-                    tokens += len(self._renderer.tokenizer.encode(text[start : start + LONG_TEXT])) - SEAM
-                    if context is not None and tokens > context:
-                        raise ContextOverflow(f"the prompt has over {tokens} tokens; the model's context is {context}")
 
-    def _known(self, request: Request) -> PromptNode | None:
-        """The prompt of an earlier request that was the same."""
-        prompts = self._prompts.get(request.paths[-1], ())
-        return next((prompt for prompt in prompts if request.repeats(prompt)), None)
+class _HistoryIndex:
+    """A session's turns by the digest of their history and reply, whatever their heads."""
 
-    def _place(self, request: Request) -> Steps[Joined]:
-        """Make its prompt, and say where it joined and why it could not simply append."""
-        laid_out = yield from self._lay_out(request)
-        parent, elsewhere = laid_out.parent, laid_out.elsewhere
-        prompt = self._prompt(request, laid_out)
-        if parent is not None and not request.rewritten:
-            prompt.conversation = parent.prompt.conversation
-            if parent.children:
-                return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
-            return Joined(JoinKind.APPEND, None, prompt, None)
-        shared = self._shared(request)
-        before = parent.prompt if parent is not None else shared
-        prompt.conversation = before.conversation if before is not None else self._conversations
-        if elsewhere is not None:
-            prompt.fork = elsewhere.cause, elsewhere.turn.index
-            return Joined(JoinKind.FORK, elsewhere.cause, prompt, elsewhere.turn.index)
-        if before is None:
-            return Joined(JoinKind.ROOT, None, prompt, None)
-        away = shared.first_turn if shared is not None else None
-        if parent is not None:
-            return Joined(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, parent.index if away is None else away)
-        return Joined(JoinKind.FORK, self._cause(request), prompt, away)
+    def __init__(self) -> None:
+        self._turns: dict[bytes, list[TurnNode]] = {}
+        self._unindexed: list[TurnNode] = []
 
-    def _lay_out(self, request: Request) -> Steps[_LaidOut]:
-        """Keep the recorded ids where the renderer can prove that the rest only appends; otherwise render
-        everything."""
-        matched, elsewhere = request.matched, self._histories.find(request)
-        if elsewhere is not None:
-            yield request.size(0)
-            if (spliced := self._spliced(request, elsewhere)) is not None:
-                return spliced
-        if matched is not None:
-            yield request.size(0 if request.rewritten else request.covered)
-            if (added := self._appended(matched, request)) is not None:
-                return _LaidOut(parent=matched, added=added, elsewhere=elsewhere)
-        yield request.size(0)
-        rendered = self._renderer.render(request.parsed(0), request.tools)
-        return _LaidOut(parent=None, added=rendered, elsewhere=elsewhere)
+    def add(self, turn: TurnNode) -> None:
+        if turn.prompt.message_count > turn.prompt.system_count:
+            self._unindexed.append(turn)
 
-    def _spliced(self, request: Request, elsewhere: Elsewhere) -> _LaidOut | None:
-        """The request's own head, then the ids of the history that was recorded behind another. None unless the
-        messages with which that history began are laid out alike behind both heads."""
-        turn = elsewhere.turn
-        begin, head = history_begin(turn)
-        messages = [request.messages.parse(at) for at in range(request.lead + begin.messages - begin.lead)]
-        halves = self._renderer.halves(messages, request.tools)
-        if halves is None or not begin.delta.endswith(pack_ids(halves.history)):
+    def find(self, request: IndexedRequest) -> _HistoryMatch | None:
+        """The turn with the longest history that the request's begins with, if that is longer than what is recorded
+        behind the request's own head."""
+        if not request.is_rewritten:
             return None
-        if head is None:
-            head = len(begin.delta) // 4 - len(halves.history)
-        prompt = [*halves.head, *turn.prompt.ids()[head:].tolist()]
-        output = unpack_ids(turn.output).tolist()
-        tail = prompt[self._renderer.tail_start(prompt) :]
-        added = self._continued(tail, output, request, elsewhere.covered)
-        if added is None:
-            return None
-        ids = [*prompt, *output, *added]
-        splice = Splice(len(halves.head), begin)
-        own = request.matched
-        if own is not None and ids[: own.length] == [*own.prompt.ids().tolist(), *unpack_ids(own.output).tolist()]:
-            return _LaidOut(parent=own, added=ids[own.length :], elsewhere=elsewhere, splice=splice)
-        return _LaidOut(parent=None, added=ids, elsewhere=elsewhere, splice=splice)
-
-    def _prompt(self, request: Request, laid_out: _LaidOut) -> PromptNode:
-        known: list[tuple[int, bytes | None]] = []
-        elsewhere, splice = laid_out.elsewhere, laid_out.splice
-        if elsewhere is not None and splice is not None:
-            shift = request.lead - elsewhere.turn.prompt.lead
-            known = [(at + shift, reasoning) for at, reasoning in recorded_reasoning(elsewhere.turn)]
-        return request.prompt(laid_out.parent, laid_out.added, splice=splice, known=known)
-
-    def _appended(self, parent: TurnNode, request: Request) -> list[int] | None:
-        """The ids that show, behind those of `parent`, what the request has beyond its conversation."""
-        output = unpack_ids(parent.output).tolist()
-        tail = parent.prompt.tail(self._renderer)
-        return self._continued(tail, output, request, request.covered)
-
-    def _continued(
-        self, prompt: Sequence[int], output: Sequence[int], request: Request, covered: int
-    ) -> list[int] | None:
-        """The ids that show the messages behind the first `covered`, after a prompt and an output that show these."""
-        if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
-            return self._renderer.rejoin(prompt, output, request.parsed(0), covered, request.tools, self._history)
-        return self._renderer.bridge(prompt, output, request.parsed(covered), request.tools, self._history)
-
-    def _cause(self, request: Request) -> ForkCause:
-        if any(request.shares_messages(prompt) for prompt in self._prompts.get(request.paths[-1], ())):
-            return ForkCause.SIBLING  # the same messages with thinking switched
-        roles = {key.role for key in request.keys[request.covered :]}
-        if request.matched is None or request.rewritten or not roles:
-            return ForkCause.HISTORY_REWRITTEN
-        if self._history == "template" and roles & {Role.USER, Role.SYSTEM}:
-            return ForkCause.TEMPLATE_HISTORY
-        return ForkCause.BRIDGE_REFUSED
-
-    def _shared(self, request: Request) -> PromptNode | None:
-        """The first prompt that had the longest shared history. None when nothing but system messages is
-        shared: then the request begins a conversation of its own."""
-        found: PromptNode | None = None
-        shared = 0
-        for path in request.paths[1:]:
-            node = self._seen.get(path)
-            if node is None:
-                break
-            found, shared = node, shared + 1
-        if found is None or all(key.role is Role.SYSTEM for key in request.keys[:shared]):
-            return None
-        return found
+        # Indexed as late as here: most sessions have no request that quotes what is not recorded as its own.
+        for turn in self._unindexed:
+            assert turn.reply_digest is not None
+            self._turns.setdefault(extend(turn.prompt.history_digest, turn.reply_digest), []).append(turn)
+        self._unindexed.clear()
+        system_count = request.system_count
+        digest, ends = b"", []
+        for at, key in enumerate(request.keys[system_count:], system_count):
+            digest = extend(digest, key.body)
+            if at >= request.covered and key.role is Role.ASSISTANT and digest in self._turns:
+                ends.append((at + 1, digest))
+        for covered, digest in reversed(ends):
+            found = _newest_agreeing(self._turns[digest], request, None)
+            if found is not None:
+                if found.prompt.system_digest == request.system_digest:
+                    return _HistoryMatch(found, covered, ForkCause.TOOLS_CHANGED)
+                same_tools = found.prompt.tools_digest == request.tools_digest
+                cause = ForkCause.SYSTEM_CHANGED if same_tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
+                return _HistoryMatch(found, covered, cause)
+        return None
 
 
-def _again(known: PromptNode) -> Joined:
-    """Where a request joins that was there before."""
-    if known.first_turn is None and known.fork is not None:  # the first call of it failed
-        return Joined(JoinKind.FORK, known.fork[0], known, known.fork[1])
-    return Joined(JoinKind.RETRY, None, known, known.first_turn)
+def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
+    """Of turns whose conversations read alike, those count whose recorded reasoning may be what the client sends back.
+    The newest of them whose call ids the request has; else the newest, for clients may replace call ids."""
+    agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
+    for turn in reversed(turns):
+        keys, system_count = request.keys, turn.prompt.system_count
+        if system_count != request.system_count:
+            # Behind another number of system messages: the history is moved to the turn's positions.
+            keys = [*(keys[:1] * system_count), *keys[request.system_count :]]
+        if reasoning_agrees(turn, keys, checked):
+            agreeing.append((turn, keys))
+    if len(agreeing) > 1:
+        for turn, keys in agreeing:
+            if call_ids_agree(turn, keys):
+                return turn
+    return agreeing[0][0] if agreeing else None

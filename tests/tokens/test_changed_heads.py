@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
+from outrider.tokens.rendering.chat_template import ChatTemplate
 from outrider.tokens.rendering.renderer import FamilyRenderer
-from outrider.tokens.rendering.template import ChatTemplate
 from outrider.tokens.tree.tree import Joined
 from outrider.trajectory import ForkCause, JoinKind
 from support.steps import run_inline
@@ -164,7 +164,7 @@ def test_a_template_that_shows_tools_among_the_messages_is_rendered_whole() -> N
     """The renderer cannot tell where its tools end, so nothing is spliced; it is the same conversation all the same."""
     source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ tools }}{% endfor %}"
     renderer = FamilyRenderer(small_tokenizer(), "qwen3", template=ChatTemplate(source, special={}))
-    assert renderer.halves([TRIAGE, QUESTION], TOOLS) is None
+    assert renderer.render_split([TRIAGE, QUESTION], TOOLS) is None
     rollout = Rollout(renderer)
     reply = rollout.answer(rollout.join([TRIAGE, QUESTION], TOOLS), spelled("Yes."), tools=TOOLS)
     messages = ParsedMessages([EXPERT, QUESTION, reply, AGAIN])
@@ -174,7 +174,7 @@ def test_a_template_that_shows_tools_among_the_messages_is_rendered_whole() -> N
 
 
 def test_a_prompt_of_system_messages_alone_has_no_history() -> None:
-    assert family_renderer("qwen3").halves([TRIAGE], TOOLS) is None
+    assert family_renderer("qwen3").render_split([TRIAGE], TOOLS) is None
     rollout = Rollout(family_renderer("qwen3"))
     reply = rollout.answer(rollout.join([TRIAGE]), spelled("Yes."))
     assert rollout.join([EXPERT, reply, AGAIN]).kind is JoinKind.ROOT

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role
-from outrider.tokens.rendering.stream import ReplyStream
+from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree import request_index as reading
-from outrider.tokens.tree.canonical import EVERYTHING
-from outrider.tokens.tree.request_index import MARGIN, STRIDE, RequestReader
+from outrider.tokens.tree.canonical import ALL_PRINTED
+from outrider.tokens.tree.request_index import REMEMBER_EVERY, UNSTABLE_TAIL, RequestIndexer
 from outrider.tokens.tree.tree import TokenTree
 from support.steps import run_inline
 
@@ -61,7 +61,7 @@ def said(rng: Random, number: int) -> list[Message]:
 def test_a_reader_with_a_memory_reads_as_one_without(seed: int) -> None:
     rng = Random(seed)
     tree = TokenTree(family_renderer("qwen3"), "recorded")
-    known = RequestReader(EVERYTHING)
+    known = RequestIndexer(ALL_PRINTED)
     talks = [said(rng, rng.randrange(60)) for _ in range(3)]
     for _ in range(20):
         which = rng.randrange(len(talks))
@@ -72,9 +72,9 @@ def test_a_reader_with_a_memory_reads_as_one_without(seed: int) -> None:
         talks[which] = talk = talk[: rng.randrange(len(talk) + 1) if rng.random() < 0.1 else None]
         talk += said(rng, rng.randrange(1, 5))
         tools, raw = rng.choice([((), b""), (TOOLS, RAW)])
-        got = run_inline(known.read(Marked(talk), tools, raw))
-        anew = run_inline(RequestReader(EVERYTHING).read(Marked(talk), tools, raw))
-        assert (got.keys, got.paths) == (anew.keys, anew.paths)
+        got = run_inline(known.index(Marked(talk), tools, raw))
+        anew = run_inline(RequestIndexer(ALL_PRINTED).index(Marked(talk), tools, raw))
+        assert (got.keys, got.prefixes) == (anew.keys, anew.prefixes)
         known.remember(got, run_inline(tree.join(Marked(talk), tools, raw)).prompt)
 
 
@@ -85,7 +85,7 @@ def test_a_long_history_is_not_read_again() -> None:
         messages = Marked(talk)
         run_inline(tree.join(messages, (), b""))
         talk = [*talk, *said(Random(2), 2)]
-    assert messages.read <= 2 * MARGIN + STRIDE + 4
+    assert messages.read <= 2 * UNSTABLE_TAIL + REMEMBER_EVERY + 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**32)), min_size=8, max_size=40))
@@ -95,8 +95,8 @@ def test_a_tree_with_a_memory_joins_as_one_without(moves: list[tuple[int, int]])
     assert others == [asked] * len(others)
 
 
-NONE = {"LONG": 10**9}
-SHORT = {"LONG": 1, "MARGIN": 1, "STRIDE": 1}
+NONE = {"MIN_REMEMBERED": 10**9}
+SHORT = {"MIN_REMEMBERED": 1, "UNSTABLE_TAIL": 1, "REMEMBER_EVERY": 1}
 
 
 def _joins(moves: list[tuple[int, int]], **limits: int) -> list[object]:
@@ -121,7 +121,7 @@ def _session(moves: list[tuple[int, int]]) -> list[object]:
         found.append((joined.kind, joined.cause, joined.forked_from, prompt.ids().tolist(), prompt.conversation))
         ids = sampled(rng)
         stream = ReplyStream(
-            renderer, prompt_tail=prompt.tail(renderer), tools=TOOLS, stop=(), call_id=f"c{len(found)}"
+            renderer, prompt_tail=prompt.tail(renderer.tail_start), tools=TOOLS, stop=(), call_id=f"c{len(found)}"
         )
         stream.push(ids)
         reply = stream.finish().message

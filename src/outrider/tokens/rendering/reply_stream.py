@@ -1,7 +1,8 @@
-"""One reply as it is sampled: ids in, visible text and reasoning out, the whole message at the end.
+"""Turns sampled ids into a reply as they come: visible text and reasoning first, the whole message at the end.
 
-Text is held back only while it may still be part of a tool call, a stop string or a marker. The reply's text
-is by construction the concatenation of what was streamed, so a client that echoes it is recognised.
+Text is held back only while it may still be part of a tool call, a stop string or a marker. It knows no engine and no
+dialect. Invariant: the reply's text and reasoning are the concatenation of what was streamed, so that a client that
+sends the reply back, as it put it together, is recognised.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from outrider.tokens.rendering.renderer import ParsedCalls, Renderer
 
 
 class _State(Enum):
-    LEADING = auto()  # before anything visible: a reasoning opener may follow
+    LEADING = auto()  # before anything visible: the marker that opens reasoning may follow
     REASONING = auto()
     CONTENT = auto()
-    HELD = auto()  # inside a tool call, or what may be one
-    STOPPED = auto()  # past a stop string
+    HELD = auto()  # behind the marker of a tool call: everything waits until the turn is parsed
+    STOPPED = auto()  # behind a stop string
 
 
 class ReplyPart(msgspec.Struct, frozen=True):
@@ -29,7 +30,8 @@ class ReplyPart(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A finished reply, and how many malformed tool calls were given back as text."""
+    """A finished reply. `malformed` counts the tool calls that could not be parsed and were given as text; `rest` is
+    the part of it that no `push` has returned."""
 
     message: Message
     malformed: int
@@ -37,11 +39,11 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class ReplyStream:
-    """Reads one turn. `push` the ids as they come, then `finish` once.
+    """Reads one turn: `push` the ids as they come, then `finish` once.
 
-    The turn is over at its first stop id, the family's or one of `stop_ids`. Without tools in the request, tool-call
-    markup is plain text; with them, whatever is not a well-formed call comes back as text. `call_id` names the calls of
-    formats that carry no id of their own.
+    The reply ends before its first stop id (the family's or one of `stop_ids`) and before the first of the `stop`
+    strings. Without tools in the request, tool-call markup is plain text; with them, whatever is not a well-formed call
+    is given as text. `call_id` is part of the ids of calls in formats that carry no id of their own.
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class ReplyStream:
         self._decoder = renderer.tokenizer.stream()
         self._stops = frozenset((*renderer.stop_ids, *stop_ids))
         self._ids: list[int] = []
-        self._spoken: int | None = None
-        self._pending = ""
+        self._end: int | None = None  # the position of the first stop id
+        self._pending = ""  # decoded text that was not emitted yet
         self._held_from = _State.CONTENT
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -74,60 +76,53 @@ class ReplyStream:
             self._think_open, self._think_close = markup.think_open, markup.think_close
             self._call_open = markup.call_open if tools else None
             self._state = _State.LEADING
-            self._first = _State.REASONING if renderer.thinking(prompt_tail) else _State.CONTENT
+            self._first = _State.REASONING if renderer.opens_reasoning(prompt_tail) else _State.CONTENT
             self._content_ends = dict.fromkeys(self._stop, _State.STOPPED)
             if self._call_open is not None:
                 self._content_ends[self._call_open] = _State.HELD
             self._reasoning_ends = {self._think_close: _State.CONTENT, **self._content_ends}
 
     def push(self, ids: Sequence[int]) -> ReplyPart:
-        """What becomes visible with these ids."""
+        """The text and reasoning that these ids make visible."""
         known = len(self._ids)
         self._ids.extend(ids)
-        if self._spoken is None:
+        if self._end is None:
             stop = next((at for at, token in enumerate(ids) if token in self._stops), None)
             if stop is not None:
-                self._spoken = known + stop
+                self._end = known + stop
             self._pending += self._decoder.push(ids[:stop])
         return self._drain(final=False)
 
     def finish(self) -> Reply:
-        """The whole reply. `rest` is what `push` had still held back."""
         self._pending += self._decoder.finish()
         if self._renderer.markup is None:
             return self._finish_unstreamed()
-        first = self._drain(final=True)
-        calls, malformed, extra = self._tool_calls()
-        flushed = self._emit(self._held_from, self._cut(extra), final=True)
-        text, reasoning = first.text + flushed.text, first.reasoning + flushed.reasoning
-        whole_reasoning = "".join(self._reasoning)
+        drained = self._drain(final=True)
+        calls: tuple[ToolCall, ...] = ()
+        malformed, left = 0, ""
+        if self._state is _State.HELD:
+            left, self._pending = self._pending, ""
+            parsed = self._renderer.parse(self._tail, self._ids, self._tools)
+            malformed = len(parsed.malformed)
+            if parsed.calls or parsed.malformed:
+                self._held_from = _State.CONTENT
+            if parsed.calls:
+                calls, left = self._split(left, parsed)
+        flushed = self._emit(self._held_from, self._cut(left), final=True)
         message = Message(
             role=Role.ASSISTANT,
             content="".join(self._text),
-            reasoning=whole_reasoning or None,
+            reasoning="".join(self._reasoning) or None,
             tool_calls=calls,
         )
-        return Reply(message, malformed, ReplyPart(text, reasoning))
-
-    def _tool_calls(self) -> tuple[tuple[ToolCall, ...], int, str]:
-        """The calls, the number of malformed ones, and the held text that is no call."""
-        if self._state is not _State.HELD:
-            return (), 0, ""
-        held, self._pending = self._pending, ""
-        parsed = self._renderer.parse(self._tail, self._ids, self._tools)
-        if not parsed.calls:
-            if parsed.malformed:
-                self._held_from = _State.CONTENT
-            return (), len(parsed.malformed), held
-        self._held_from = _State.CONTENT
-        calls, left = self._split(held, parsed)
-        return calls, len(parsed.malformed), left
+        rest = ReplyPart(drained.text + flushed.text, drained.reasoning + flushed.reasoning)
+        return Reply(message, malformed, rest)
 
     def _split(self, held: str, parsed: ParsedCalls) -> tuple[tuple[ToolCall, ...], str]:
-        """The calls within the held text, and the text around them. A call that began before it was shown as
-        text (the family's parser reads markers by id, this stream by their text) stays text."""
+        """The calls within the held text, and the text around them. A call whose beginning was shown as text already
+        stays text: the family's parser finds markers by their ids, this stream by their text, so they can differ."""
         decode = self._renderer.tokenizer.decode
-        spoken = self._ids[: self._spoken]
+        spoken = self._ids[: self._end]
         pieces: list[tuple[str, ToolCall | None]] = []
         at = 0
         for call, (start, end) in zip(self._named(parsed.calls), parsed.spans, strict=True):
@@ -146,11 +141,13 @@ class ReplyStream:
         return tuple(calls), "".join(left)
 
     def _cut(self, text: str) -> str:
+        """The text before the first stop string."""
         for stop in self._stop:
             text = text.partition(stop)[0]
         return text
 
     def _finish_unstreamed(self) -> Reply:
+        """The reply of a family without markup, as its parser reads it."""
         parsed = self._renderer.parse(self._tail, self._ids, self._tools)
         unasked = () if self._tools else parsed.spans
         markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)
@@ -170,43 +167,40 @@ class ReplyStream:
         )
 
     def _drain(self, *, final: bool) -> ReplyPart:
-        """Walk the pending text through the states, emitting what can no longer change its meaning."""
+        """Move the pending text through the states and emit what can no longer change its meaning. With `final`, no
+        more text comes."""
         text: list[str] = []
         reasoning: list[str] = []
         while True:
             before = self._state
-            part = self._step(final=final)
-            if part is not None:
-                text.append(part.text)
-                reasoning.append(part.reasoning)
+            part = ReplyPart("", "")
+            match before:
+                case _State.LEADING:
+                    self._skip_opener(final=final)
+                case _State.REASONING:
+                    part = self._emit_to_marker(self._reasoning_ends, final=final)
+                case _State.CONTENT:
+                    part = self._emit_to_marker(self._content_ends, final=final)
+                case _State.HELD:
+                    part = self._emit_held_reasoning()
+                case _State.STOPPED:
+                    self._pending = ""
+            text.append(part.text)
+            reasoning.append(part.reasoning)
             if self._state is before:  # a step that stays in its state has done all it can with this text
                 return ReplyPart("".join(text), "".join(reasoning))
 
-    def _step(self, *, final: bool) -> ReplyPart | None:
-        match self._state:
-            case _State.LEADING:
-                return self._leading(final=final)
-            case _State.REASONING:
-                return self._visible(self._reasoning_ends, final=final)
-            case _State.CONTENT:
-                return self._visible(self._content_ends, final=final)
-            case _State.HELD:
-                return self._held()
-            case _State.STOPPED:
-                self._pending = ""
-                return None
-
-    def _leading(self, *, final: bool) -> ReplyPart | None:
+    def _skip_opener(self, *, final: bool) -> None:
+        """Leave LEADING as soon as the text shows whether the model opens its reasoning itself."""
         stripped = self._pending.lstrip()
         if stripped.startswith(self._think_open):
             self._pending = stripped[len(self._think_open) :]
             self._state = _State.REASONING
         elif final or (stripped and not self._think_open.startswith(stripped)):
             self._state = self._first
-        return None
 
-    def _visible(self, markers: dict[str, _State], *, final: bool) -> ReplyPart | None:
-        """Emit up to the first marker, or up to what may become one."""
+    def _emit_to_marker(self, markers: dict[str, _State], *, final: bool) -> ReplyPart:
+        """Emit up to the first marker and enter its state; without one, up to what may still become one."""
         found = [(at, marker) for marker in markers if (at := self._pending.find(marker)) >= 0]
         state = self._state
         if found:
@@ -223,17 +217,18 @@ class ReplyStream:
         )
         return self._emit(state, shown, final=final)
 
-    def _held(self) -> ReplyPart | None:
-        """Reasoning that mentions a call stays reasoning if it is closed properly after all."""
+    def _emit_held_reasoning(self) -> ReplyPart:
+        """Reasoning that mentions a tool call is reasoning after all if its closing marker follows."""
         if self._held_from is _State.REASONING and self._renderer.markup is not None:
             shown, close, rest = self._pending.partition(self._think_close)
             if close:
                 self._state, self._pending = _State.CONTENT, rest
                 return self._emit(_State.REASONING, shown, final=True)
-        return None
+        return ReplyPart("", "")
 
     def _emit(self, state: _State, shown: str, *, final: bool) -> ReplyPart:
-        """Add to the channel. White space at its start is dropped; at its end it waits for what follows."""
+        """Append to the text or the reasoning. White space at its beginning is dropped; white space at its end waits
+        for what follows."""
         channel = self._reasoning if state is _State.REASONING else self._text
         if not channel:
             shown = shown.lstrip()
@@ -249,7 +244,7 @@ class ReplyStream:
 
 
 def _overlap(text: str, markers: dict[str, _State]) -> int:
-    """Length of the longest end of `text` that a marker could begin with."""
+    """The length of the longest end of `text` with which a marker begins."""
     longest = 0
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), longest, -1):

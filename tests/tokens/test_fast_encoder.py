@@ -11,8 +11,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.tokens.rendering.fast_encoder import fast_encoder
-from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.tokens.rendering.tokenizer import Tokenizer, fast_encoder
 from support.tokenizer import SPECIAL_TOKENS, make_tokenizer
 
 BACKEND = make_tokenizer()
@@ -132,7 +131,7 @@ def test_it_is_not_used_where_it_is_seen_to_differ(monkeypatch: pytest.MonkeyPat
         def encode(self, text: str) -> Wrong:
             return self
 
-    monkeypatch.setattr("outrider.tokens.rendering.fast_encoder.fastokens.Tokenizer", Wrong)
+    monkeypatch.setattr("outrider.tokens.rendering.tokenizer.fastokens.Tokenizer", Wrong)
     another = tokenizers.Tokenizer.from_str(BACKEND.to_str())
     another.add_tokens(["of no tokenizer that has an encoder"])
     assert fast_encoder(another) is None

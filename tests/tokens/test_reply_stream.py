@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolSpec
-from outrider.tokens.rendering.stream import Reply, ReplyPart, ReplyStream
+from outrider.tokens.rendering.reply_stream import Reply, ReplyPart, ReplyStream
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
 from .strategies import TOOLS, bad_calls, byte_id, hermes_call, plain, replies, solid, spellings, xml_call
@@ -123,7 +123,7 @@ def test_any_ids_at_all_make_a_reply(ids: list[int], family: str, offered: bool)
 def test_streamed_text_is_the_decoded_text(ids: list[int]) -> None:
     text = TOKENIZER.stream()
     assert "".join(text.push([token]) for token in ids) + text.finish() == TOKENIZER.decode(ids)
-    assert b"".join(map(TOKENIZER.piece, ids)).decode(errors="replace") == TOKENIZER.decode(ids)
+    assert b"".join(map(TOKENIZER.token_bytes, ids)).decode(errors="replace") == TOKENIZER.decode(ids)
 
 
 @given(st.data())
@@ -168,8 +168,8 @@ def test_a_prefilled_opener_begins_in_reasoning() -> None:
 
 def test_a_question_that_ends_in_an_opener_opens_no_reasoning() -> None:
     renderer = family_renderer("qwen3")
-    assert not renderer.thinking(renderer.render([Message(role=Role.USER, content="What is <think>")], ()))
-    assert not renderer.thinking(renderer.render([Message(role=Role.USER, content="<think>\n")], ()))
+    assert not renderer.opens_reasoning(renderer.render([Message(role=Role.USER, content="What is <think>")], ()))
+    assert not renderer.opens_reasoning(renderer.render([Message(role=Role.USER, content="<think>\n")], ()))
 
 
 def test_text_around_and_after_calls_is_kept() -> None:

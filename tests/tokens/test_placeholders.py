@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.rendering import renderer as renderers
-from outrider.tokens.rendering.renderer import FamilyRenderer
-from outrider.tokens.rendering.skeleton import Skeleton
+from outrider.tokens.rendering.renderer import FamilyRenderer, PlaceholderTokenizer
 from outrider.tokens.rendering.tokenizer import SHORT_TEXT
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
@@ -40,9 +39,9 @@ systems = st.none() | st.builds(Message, role=st.just(Role.SYSTEM), content=long
 def plain_family(family: str) -> FamilyRenderer:
     """The same renderer without the layout step."""
     made = FamilyRenderer(small_tokenizer(), family)
-    made._layout = None
-    made._keeping = renderers._create(small_tokenizer(), family, retention="all")
-    made._following = renderers._create(small_tokenizer(), family, retention=None)
+    made._placeholders = None
+    made._recorded_family = renderers._create(small_tokenizer(), family, retention="all")
+    made._template_family = renderers._create(small_tokenizer(), family, retention=None)
     return made
 
 
@@ -67,8 +66,8 @@ def test_bridges_are_the_same(family: str, new: list[Message]) -> None:
 
 
 def test_a_layout_that_failed_leaves_the_next_one_alone() -> None:
-    skeleton = Skeleton(small_tokenizer())
-    skeleton.encode("left over " * SHORT_TEXT)
-    laid_out = [5, *skeleton.encode(LONG), *skeleton.encode("short"), *skeleton.encode(LONG * 2)]
+    placeholders = PlaceholderTokenizer(small_tokenizer())
+    placeholders.encode("left over " * SHORT_TEXT)
+    laid_out = [5, *placeholders.encode(LONG), *placeholders.encode("short"), *placeholders.encode(LONG * 2)]
     encode = small_tokenizer().encode
-    assert skeleton.fill(laid_out) == [5, *encode(LONG), *encode("short"), *encode(LONG * 2)]
+    assert placeholders.fill([laid_out])[0] == [5, *encode(LONG), *encode("short"), *encode(LONG * 2)]

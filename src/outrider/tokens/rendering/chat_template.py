@@ -1,0 +1,138 @@
+"""Conversations as chat templates take them: message dictionaries, and a model's own template (Jinja).
+
+It knows no family, only whether system messages are allowed behind others. Invariant: a message that is not at the
+beginning becomes the same dictionary whether it is given within a whole conversation or as a new message; otherwise a
+bridged prompt would differ from one that is rendered whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from outrider.errors import InvalidField, RequestError
+from outrider.messages import Message, Role
+from outrider.tokens.rendering.tokenizer import read_settings
+from outrider.tokens.tree.canonical import is_parsed_as_json
+
+MessageDict = dict[str, Any]
+
+
+def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
+    """A whole conversation. Without `late_system`, several system messages at the beginning become one, and later ones
+    become a user's. Raises RequestError for an image."""
+    if late_system:
+        return [message_dict(message) for message in messages]
+    leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
+    later = new_message_dicts(messages[leading:], late_system=False)
+    if leading == 0:
+        return later
+    first, *others = [message_dict(message) for message in messages[:leading]]
+    first["content"] = "\n\n".join(system["content"] for system in (first, *others) if system["content"])
+    return [first, *later]
+
+
+def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
+    """Messages that follow others. Raises RequestError for an image."""
+    dicts = [message_dict(message) for message in messages]
+    for message in dicts if not late_system else ():
+        if message["role"] == Role.SYSTEM.value:
+            message["role"] = Role.USER.value
+    return dicts
+
+
+def message_dict(message: Message) -> MessageDict:
+    """One message, with the arguments of its calls as objects if they are JSON objects. Raises RequestError for an
+    image."""
+    if message.parts:
+        raise RequestError(
+            "this model is given text only: its engine takes token ids, and images have none",
+            field="messages",
+            hint="leave the image out, or serve the model through an engine of kind 'openai'",
+        )
+    found: MessageDict = {"role": message.role.value, "content": message.content}
+    if message.reasoning is not None:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _object_or_text(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        found["name"] = message.name
+    return found
+
+
+def _object_or_text(arguments: str) -> Any:
+    if not is_parsed_as_json(arguments):
+        return arguments
+    try:
+        value = json.loads(arguments)
+        if isinstance(value, dict):
+            # JSON escapes can spell lone surrogates, which no template can print: this raises for them.
+            json.dumps(value, ensure_ascii=False).encode()
+            return value
+    except (ValueError, RecursionError):
+        pass
+    return arguments
+
+
+class ChatTemplate:
+    """A model's own chat template, rendered as its training did. Only whole conversations: later turns are bridged by
+    the family's renderer. `render` raises ValueError when the template refuses the conversation."""
+
+    def __init__(self, source: str, *, special: dict[str, str]) -> None:
+        # The settings, filters and functions of `transformers`, which published templates are written for.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        self._template = environment.from_string(source)
+        self._special = special
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate:
+        """From chat_template.jinja or tokenizer_config.json. Raises InvalidField when there is neither, or it is not a
+        template."""
+        settings = read_settings(folder)
+        file = folder / "chat_template.jinja"
+        source = file.read_text() if file.exists() else settings.get("chat_template")
+        if not isinstance(source, str):
+            raise InvalidField(f"{folder} holds no chat template", field="model.renderer")
+        special = {
+            name: str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+            for name, value in settings.items()
+            if name.endswith("_token")
+        }
+        try:
+            return cls(source, special=special)
+        except jinja2.TemplateError as error:
+            raise InvalidField(f"cannot read the chat template of {folder}: {error}", field="model.renderer") from error
+
+    def render(self, messages: list[MessageDict], tools: list[dict[str, Any]]) -> str:
+        try:
+            return self._template.render(
+                messages=messages, tools=tools or None, add_generation_prompt=True, **self._special
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(str(error)) from error
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
