@@ -27,7 +27,7 @@ import uvloop
 from bench.corpus import Corpus
 from bench.floors import Proxy, Receive, RoundTrip, Scope, Send, relay, round_trips
 from bench.parked import CONTEXT_TOKENS, parked
-from outrider.cli.event_loop import calm_interpreter
+from outrider.cli.event_loop import shorten_pauses
 from outrider.engines.base import EngineOptions
 from outrider.spec import EngineSpec
 from outrider.testing.engine_servers.app import engine_app, serving
@@ -145,7 +145,7 @@ async def _serve_upstream(folder: str, reply_tokens: str) -> None:
 
 async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
     async with parked(Path(folder), EngineSpec(kind="vllm", url=url), sessions=int(sessions)) as parking:
-        calm_interpreter()
+        shorten_pauses()
         await _until_told(parking.base_urls)
 
 

@@ -83,11 +83,11 @@ async def test_images_are_written_beside_the_samples_each_once(cli: Cli, tmp_pat
     assert [shown["url"] for shown in lines[0]["images"]] == [None, None, ADDRESS]
     assert read_parquet(out / "table") == lines
     assert printed.out.splitlines() == (out / "rows").read_text().splitlines()
-    assert "1 images stay in the service" in printed.err
+    assert "1 images are kept by the service" in printed.err
 
 
 def test_parquet_and_json_need_a_file(cli: Cli) -> None:
     for words in (["--format", "parquet"], ["--json"]):
         ran = cli.run("export", *words)
         assert ran.code == 2
-        assert "hint: name one: -o FILE" in ran.err
+        assert "hint: add -o FILE" in ran.err

@@ -13,7 +13,8 @@ from rich.console import Console
 from cli.world import Cli
 from outrider.certify.judge import RowVerdict
 from outrider.certify.run import Certificate
-from outrider.cli.harness_check import progress, show
+from outrider.cli.harness_check import print_certificate
+from outrider.cli.progress import row_progress
 from outrider.cli.terminal import Terminal
 
 AGENT = Path(__file__).parent.parent / "certify" / "agent.py"
@@ -95,7 +96,7 @@ def test_the_certificate_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFix
     terminal = Terminal()
     terminal.out = Console(width=80, highlight=False, markup=False, emoji=False)
     made = Certificate(harness="h" * 60, dialect=None, runtime="namespace", ok=False, rows=rows, seconds=1.0)
-    show(terminal, made)
+    print_certificate(terminal, made)
     written = capsys.readouterr().out
     assert max(map(len, written.splitlines())) <= 80
     assert written.count("x") >= 300
@@ -108,7 +109,7 @@ def test_the_certificate_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFix
 def test_progress_is_shown_on_a_terminal_and_verdicts_anywhere(on_a_terminal: bool) -> None:
     terminal, written = Terminal(), StringIO()
     terminal.err = Console(file=written, width=80, force_terminal=on_a_terminal)
-    with progress(terminal, 3) as watch:
+    with row_progress(terminal, 3) as watch:
         watch(RowVerdict(row="three-turns", what="w", verdict="holds"))
     assert "three-turns: holds" in written.getvalue()
     assert ("1/3" in written.getvalue()) is on_a_terminal

@@ -1,4 +1,4 @@
-"""`outrider artifacts`: the files that a session's agent left, listed, or one of them fetched."""
+"""`outrider artifacts`: lists the files kept from a session's sandbox, or fetches one of them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ def artifacts(
     session: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
     path: Annotated[
         str | None,
-        typer.Argument(metavar="[PATH]", help="A file of it, by its path in the sandbox.", show_default="all"),
+        typer.Argument(metavar="[PATH]", help="One file, by its path in the sandbox.", show_default="list all"),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to.", show_default="standard output")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
     ] = None,
     attempt: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of this attempt.", show_default="the newest")
+        int | None, typer.Option(min=1, metavar="N", help="Attempt of the session.", show_default="the newest")
     ] = None,
     url: Url = None,
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """List the files that a session's agent left and its task wanted kept, or get one.
+    """List the files kept from a session's sandbox, or get one of them.
+
+    A task names the files to keep in `artifacts`.
 
     Examples:
 
@@ -51,28 +54,14 @@ def artifacts(
     """
     terminal = terminal_of(ctx)
     if path is None and output is not None:
-        raise InvalidField("-o is for one file", field="output", hint="name its PATH too")
+        raise InvalidField("-o is for one file", field="output", hint="give the PATH of the file too")
     if path is not None and output is None and json:
-        raise InvalidField("--json needs a file to write to", field="output", hint="name one: -o FILE")
+        raise InvalidField("--json needs a file to write to", field="output", hint="add -o FILE")
     with client(url, token) as service:
         if path is None:
-            _list(terminal, service.artifacts(session, attempt=attempt))
-        else:
-            _give(terminal, path, service.artifact(session, path, attempt=attempt), output)
-
-
-def _list(terminal: Terminal, listed: ArtifactList) -> None:
-    if terminal.json:
-        terminal.write_json(listed)
-        return
-    rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
-    terminal.out.print(table(("bytes>", "sha256", "path"), rows))
-    if listed.left_out:
-        left_out = [(printable(each.path), printable(each.reason)) for each in listed.left_out]
-        terminal.out.print(table(("left out", "reason"), left_out))
-
-
-def _give(terminal: Terminal, path: str, data: bytes, output: Path | None) -> None:
+            _print_list(terminal, service.artifacts(session, attempt=attempt))
+            return
+        data = service.artifact(session, path, attempt=attempt)
     if output is None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
@@ -85,3 +74,14 @@ def _give(terminal: Terminal, path: str, data: bytes, output: Path | None) -> No
         terminal.write_json(Fetched(path, len(data), str(output)))
     else:
         terminal.note(f"{path}: {len(data):,} bytes in {output}")
+
+
+def _print_list(terminal: Terminal, listed: ArtifactList) -> None:
+    if terminal.json:
+        terminal.write_json(listed)
+        return
+    rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
+    terminal.out.print(table(("bytes>", "sha256", "path"), rows))
+    if listed.left_out:
+        left_out = [(printable(each.path), printable(each.reason)) for each in listed.left_out]
+        terminal.out.print(table(("left out", "reason"), left_out))

@@ -1,4 +1,4 @@
-"""`outrider demo`: everything at once on this machine, with a tiny real model."""
+"""`outrider demo`: a whole service on this machine, with a tiny real model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from outrider.cli.event_loop import run_service
 from outrider.cli.options import Json
-from outrider.cli.progress import progress_bar
+from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
 from outrider.cli.tables import number, table
 from outrider.cli.terminal import Terminal, terminal_of
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 def demo(
     ctx: typer.Context,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the samples go.")] = Path("outrider-demo"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the samples.")] = Path("outrider-demo"),
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep the service's data there.", show_default="thrown away")
+        Path | None, typer.Option(metavar="DIR", help="Keep the service's database here.", show_default="deleted")
     ] = None,
     json: Json = False,
 ) -> None:
     """Run 32 sandboxed sessions with a tiny model.
 
-    Takes some seconds, and needs no engine, no network and no root. Ends with 1 when a session failed or a token
-    drifted.
+    It takes some seconds and needs no engine, no network and no root.
+
+    Exit code 1: a session failed, or a recorded token differs from the engine's.
 
     Examples:
 
@@ -39,7 +40,7 @@ def demo(
 
         outrider demo --json | jq .mean_reward
     """
-    # Late, because only this command and `serve` need the server's libraries.
+    # Imported here because most commands do not need the server's libraries.
     from outrider.demo.check import faults
     from outrider.demo.dialogue import POLICY
     from outrider.demo.run import choose_runtime, run_demo
@@ -52,7 +53,7 @@ def demo(
         terminal.note(f"sessions run as plain processes, because namespaces do not work here: {can.detail}")
         if can.hint:
             terminal.note(can.hint)
-    with progress_bar(terminal) as watch:
+    with session_progress(terminal) as watch:
         rollouts = run_service(run_demo(runtime, watch, data=keep))
     found = faults(rollouts, Tokenizer.load(POLICY))
     summary = write_files(rollouts, out, runtime=runtime, faults=found)

@@ -1,4 +1,4 @@
-"""`outrider doctor`: what this machine can do, and what to do about what it cannot."""
+"""`outrider doctor`: prints what works on this machine, and what to do about the rest."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from outrider.doctor import Diagnosis, Finding, diagnose
 
 
 def doctor(ctx: typer.Context, json: Json = False) -> None:
-    """Say what this machine can use, and what is missing.
+    """Show what works on this machine, and how to get what does not.
 
-    Runtimes, harnesses, engines, file formats, the service's port, and open files.
-    Ends with 1 when no sandbox can be made here.
+    Looks at runtimes, harnesses, engines, file formats, the service's port
+    and the limit of open files.
+
+    Exit code 1: no sandbox can be made here.
 
     Examples:
 
@@ -27,11 +29,11 @@ def doctor(ctx: typer.Context, json: Json = False) -> None:
     if terminal.json:
         terminal.write_json(diagnosis)
     else:
-        _show(terminal, diagnosis)
+        _print(terminal, diagnosis)
     raise typer.Exit(0 if diagnosis.ok else 1)
 
 
-def _show(terminal: Terminal, diagnosis: Diagnosis) -> None:
+def _print(terminal: Terminal, diagnosis: Diagnosis) -> None:
     versions = [f"{name} {found or '-'}" for name, found in diagnosis.versions.items()]
     terminal.out.print(", ".join(versions), soft_wrap=True)
     parts: tuple[tuple[str, tuple[Finding, ...]], ...] = (

@@ -1,4 +1,4 @@
-"""`outrider engines`: the pool of a running service. Also how an engine is named on the command line."""
+"""`outrider engines`: the engines of a running service; and how an engine is written on the command line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outrider.schemas import EngineList, EngineStatus
 
 KIND = "KIND=WHERE"
 KIND_HELP = (
-    "vllm=URL, sglang=URL, openai=URL, embedded=FOLDER (of the model) or scripted=FILE.json (its options: replies)."
+    "vllm=URL, sglang=URL, openai=URL, embedded=FOLDER (a model's folder) or scripted=FILE.json (fixed replies)."
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The engine's name.")]
 
 
 def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
-    """An engine spec from KIND=WHERE, as plain values. Raises InvalidField."""
+    """The fields of an engine spec from KIND=WHERE. Raises InvalidField."""
     kind, given, where = text.partition("=")
     if not (kind and given and where):
         raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")
@@ -47,7 +47,14 @@ def engine_commands() -> typer.Typer:
 
 
 def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, json: Json = False) -> None:
-    """List the engines with their load."""
+    """List the engines with their load.
+
+    Requests in flight, sessions, and tokens generated since the service began.
+
+    Example:
+
+        outrider engines list --json
+    """
     with client(url, token) as service:
         _show(terminal_of(ctx), service.engines())
 
@@ -55,15 +62,17 @@ def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, json:
 def add(
     ctx: typer.Context,
     engine: Annotated[str, typer.Argument(metavar=KIND, help=KIND_HELP)],
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="What to call it.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the engine; by default its kind and a number.")
+    ] = None,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model's name on its server.")] = None,
     url: Url = None,
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Attach an engine.
+    """Add an engine to the pool.
 
-    It must answer, and serve the model family of the service's tokenizer.
+    It must answer, and its tokenizer must be the service's own.
 
     Examples:
 
@@ -77,7 +86,9 @@ def add(
 
 
 def drain(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, json: Json = False) -> None:
-    """Give an engine no new sessions; those it has stay until they end.
+    """Give an engine no new sessions.
+
+    Its present sessions stay with it until they end.
 
     Example:
 
@@ -88,7 +99,9 @@ def drain(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, 
 
 
 def remove(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, json: Json = False) -> None:
-    """Detach an engine; its sessions go on elsewhere.
+    """Remove an engine from the pool.
+
+    Its sessions continue on other engines.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Runs a service's coroutine on the fastest event loop there is, in an interpreter that does not hold it up."""
+"""The event loop that a service runs on, and interpreter settings that keep its pauses short."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 def run_service(work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, on uvloop where it is installed."""
+    """`asyncio.run`, on uvloop where it is installed."""
     factory = importlib.import_module("uvloop").new_event_loop if importlib.util.find_spec("uvloop") else None
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(work)
 
 
-def calm_interpreter() -> None:
-    """Keep the garbage collector and other threads from holding the event loop. To be called once all is loaded."""
-    # What is there now stays: the collector would look at it again and again, for 60 ms and more each time. It is not
-    # asked to collect first, which takes 100 ms; what little garbage loading has made stays, too.
+def shorten_pauses() -> None:
+    """Keep the garbage collector and other threads from delaying the event loop. Call it when all is imported."""
+    # Objects that exist now stay for good. Without this every full collection looks at them again, for 60 ms and more.
+    # A collection before the freeze would take 100 ms, which the little garbage of importing is not worth.
     gc.freeze()
-    # A pass over the second generation looks at 80,000 objects at most, which takes 10 ms; one over all is rare.
+    # A collection of the second generation then looks at 80,000 objects at most (10 ms); a full one is rare.
     gc.set_threshold(20_000, 4, 200)
-    # A thread that works lets the event loop have the interpreter after so long; the default is five times that.
+    # A busy thread gives the interpreter back to the event loop after 1 ms; the default is 5 ms.
     sys.setswitchinterval(0.001)

@@ -1,5 +1,5 @@
-"""`outrider export`: the samples of done groups as a file with their images beside it, or as JSON lines on standard
-output."""
+"""`outrider export`: writes the samples of done groups to a file with their images beside it, or as JSON lines to
+standard output."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from outrider.schemas import GroupView
 from outrider.trajectory import Sample
 
 PAGE = 20
+"""Groups asked for at once."""
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """What `outrider export --json` writes. `cursor` is where the next export begins (`--after`). The samples show so
-    many `images` that the service keeps; they are in the folder `image_files`."""
+    """What `outrider export --json` writes. `cursor` is where the next export begins (`--after`). `images` is the
+    number of images in the samples that the service keeps; `image_files` is the folder that they were written to."""
 
     samples: int
     groups: int
@@ -38,11 +39,14 @@ class Exported(msgspec.Struct, frozen=True):
 
 def export(
     ctx: typer.Context,
-    format: Annotated[SampleFormat, typer.Option("--format", help="What to write.")] = SampleFormat.JSONL,
-    after: Annotated[int, typer.Option(min=0, metavar="CURSOR", help="Only groups that finished after this.")] = 0,
+    format: Annotated[SampleFormat, typer.Option("--format", help="Format of the file.")] = SampleFormat.JSONL,
+    after: Annotated[
+        int, typer.Option(min=0, metavar="CURSOR", help="Only groups that finished after this cursor.")
+    ] = 0,
     group: Annotated[str | None, typer.Option(metavar="GROUP", help="Only this group.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to.", show_default="standard output")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
     ] = None,
     url: Url = None,
     token: Token = None,
@@ -50,8 +54,8 @@ def export(
 ) -> None:
     """Write the training samples of done groups.
 
-    One row a sample, in the order in which the groups finished. The images that they show go into the folder images
-    beside the file.
+    One row for each sample, in the order in which the groups finished.
+    Their images are written to a folder `images` beside the file.
 
     Examples:
 
@@ -62,7 +66,7 @@ def export(
     terminal = terminal_of(ctx)
     if output is None and (json or format is SampleFormat.PARQUET):
         asked = "--json" if json else "parquet"
-        raise InvalidField(f"{asked} needs a file to write to", field="output", hint="name one: -o FILE")
+        raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
     samples, groups, cursor = 0, 0, after
     images = _Images(output.parent / "images" if output else None)
     with client(url, token) as service, _writer(output, format) as writer:
@@ -77,14 +81,14 @@ def export(
     if json:
         terminal.write_json(exported)
         return
-    terminal.note(f"{samples} samples of {groups} groups; what finishes next: --after {cursor}")
+    terminal.note(f"{samples} samples of {groups} groups; for later groups: --after {cursor}")
     if images.shown:
-        left = "stay in the service: name a file with -o to have them beside it"
+        left = "are kept by the service; with -o FILE they are written beside the file"
         terminal.note(f"{len(images.shown)} images {f'in {images.where}' if images.where else left}")
 
 
 class _Images:
-    """The images of exported samples: counted, and where there is a folder, in it."""
+    """The images of exported samples: counts them, and downloads them where there is a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = ImageFolder(folder) if folder else None
@@ -92,7 +96,7 @@ class _Images:
 
     @property
     def where(self) -> str | None:
-        """The folder, if any image is in it."""
+        """The folder, None while it has no image."""
         return str(self._folder.path) if self._folder and self.shown else None
 
     def take(self, samples: Sequence[Sample], service: Client) -> None:

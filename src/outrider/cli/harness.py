@@ -1,4 +1,4 @@
-"""`outrider harness`: the agent programs of this machine."""
+"""`outrider harness`: lists, installs and checks the agent programs of this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from outrider.cli.terminal import terminal_of
 from outrider.harnesses.install import install, installed
 from outrider.harnesses.presets import load_preset, preset_names
 
-Preset = Annotated[str, typer.Argument(metavar="PRESET", help="One that `outrider harness list` names.")]
+PRESET_HELP = "A preset's name: see `outrider harness list`."
+Preset = Annotated[str, typer.Argument(metavar="PRESET", help=PRESET_HELP)]
 
 
 class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A preset. `version` is the program's pinned version, None when it brings no program; `path` is where it is
+    """A preset. `version` is the pinned version of its program, None where it has none; `path` is where the program is
     installed."""
 
     name: str
@@ -29,6 +30,8 @@ class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Harnesses(msgspec.Struct, frozen=True):
+    """What `outrider harness list --json` writes."""
+
     harnesses: tuple[HarnessRow, ...]
 
 
@@ -42,7 +45,14 @@ def harness_commands() -> typer.Typer:
 
 
 def list_harnesses(ctx: typer.Context, json: Json = False) -> None:
-    """List the presets, and whether their programs are installed."""
+    """List the presets and whether their programs are installed here.
+
+    A preset says how one agent program is installed, started and pointed at its model.
+
+    Example:
+
+        outrider harness list --json
+    """
     terminal = terminal_of(ctx)
     rows = [_row(name) for name in preset_names()]
     if terminal.json:
@@ -56,7 +66,8 @@ def list_harnesses(ctx: typer.Context, json: Json = False) -> None:
 def install_harness(ctx: typer.Context, name: Preset, json: Json = False) -> None:
     """Install a preset's program for this user.
 
-    It comes from the package registry and gets a folder of its own.
+    The program comes from PyPI or npm, in the version that the preset pins.
+    It gets a folder of its own below ~/.cache/outrider (or $OUTRIDER_HOME).
 
     Example:
 
@@ -72,34 +83,36 @@ def install_harness(ctx: typer.Context, name: Preset, json: Json = False) -> Non
 
 def check_harness(
     ctx: typer.Context,
-    name: Annotated[
-        str | None, typer.Argument(metavar="[PRESET]", help="One that `outrider harness list` names.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[PRESET]", help=PRESET_HELP)] = None,
     command: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="A program of your own instead, as in a task's `command`.")
+        str | None, typer.Option(metavar="COMMAND", help="Check this program instead, written as a task's `command`.")
     ] = None,
     venv: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The virtual environment that COMMAND runs in.")
+        Path | None, typer.Option(metavar="DIR", help="The virtual environment in which COMMAND runs.")
     ] = None,
     task: Annotated[
         Path | None,
-        typer.Option(metavar="TASK.toml", help="The harness and the runtime of this task instead, with all they say."),
+        typer.Option(metavar="TASK.toml", help="Check the harness of this task instead, in the task's own runtime."),
     ] = None,
     dialect: Annotated[
-        str | None, typer.Option(metavar="DIALECT", help="What it is to speak: chat, messages, responses or gemini.")
+        str | None,
+        typer.Option(metavar="DIALECT", help="The API it must speak: chat, messages, responses or gemini."),
     ] = None,
     runtime: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Where it runs.", show_default="namespace, else process")
+        str | None, typer.Option(metavar="KIND", help="The kind of sandbox.", show_default="namespace, else process")
     ] = None,
-    row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="Only this row; may be given again.")] = None,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="The most that one row's run may take.")] = 180,
+    row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="Try only this row. May be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one row.")] = 180,
     json: Json = False,
 ) -> None:
-    """Certify a harness against this build, with a verdict a row.
+    """Certify that a harness works with this version of Outrider.
 
-    A scripted model has the program do small tasks, with all that makes clients rewrite a history. Every token that
-    comes back is held against what the model was given and said. Ends with 0 when it holds, and with 1 when a row does
-    not hold or, of those that every harness needs, could not be tried.
+    A scripted model makes the program do small tasks, one for each row. They
+    cover everything that makes clients rewrite a conversation. Every token
+    that is recorded is compared with what the model was given and said.
+
+    Exit code 0: the harness holds. 1: a row does not hold, or a row that
+    every harness needs could not be tried.
 
     Examples:
 
@@ -111,20 +124,11 @@ def check_harness(
 
         outrider harness check --task my-task.toml
     """
-    # Late, because it needs the server's libraries.
-    from outrider.cli.harness_check import Asked, certify_and_show
+    # Imported here because the other commands of this group do not need the server's libraries.
+    from outrider.cli.harness_check import check_and_print, find_subject
 
-    asked = Asked(
-        name=name,
-        command=command,
-        venv=venv,
-        task=task,
-        dialect=dialect,
-        runtime=runtime,
-        rows=tuple(row or ()),
-        seconds=seconds,
-    )
-    raise typer.Exit(certify_and_show(terminal_of(ctx), asked))
+    subject = find_subject(preset=name, command=command, venv=venv, task=task, dialect=dialect, runtime=runtime)
+    raise typer.Exit(check_and_print(terminal_of(ctx), subject, names=tuple(row or ()), seconds=seconds))
 
 
 def _row(name: str) -> HarnessRow:

@@ -1,4 +1,4 @@
-"""`outrider image`: the root file systems that sandboxes of this machine can have."""
+"""`outrider image`: makes, lists and removes the root file systems of sandboxes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from outrider.rootfs.pull import pull
 from outrider.rootfs.store import Image, ImageStore
 
 MEGABYTE = 1_000_000
-Name = Annotated[str, typer.Argument(metavar="NAME", help="What tasks call it in `runtime.image`.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name in a task's `runtime.image`.")]
 
 
 class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An image by one of its names; `path` is its root folder."""
+    """An image under one of its names; `path` is its root folder."""
 
     name: str
     path: str
@@ -31,6 +31,8 @@ class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Images(msgspec.Struct, frozen=True):
+    """What `outrider image list --json` writes."""
+
     images: tuple[ImageRow, ...]
 
 
@@ -52,9 +54,10 @@ def import_image(
     name: Name,
     json: Json = False,
 ) -> None:
-    """Make an image of an archive.
+    """Make an image from an archive.
 
-    SOURCE is what `docker save` or `podman save` writes, an OCI layout, a SIF, or a tar of a root file system.
+    SOURCE is a file of `docker save` or `podman save`, an OCI layout, a SIF,
+    or a tar of a root file system.
 
     Example:
 
@@ -66,11 +69,13 @@ def import_image(
 
 def pull_image(
     ctx: typer.Context,
-    reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="Such as docker.io/library/python:3.12.")],
+    reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
     name: Name,
     json: Json = False,
 ) -> None:
-    """Get an image from a registry, with skopeo.
+    """Get an image from a container registry.
+
+    Needs the program skopeo.
 
     Example:
 
@@ -83,14 +88,17 @@ def pull_image(
 
 def build_image(
     ctx: typer.Context,
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML file: docs/images.md says what is in it.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML file, as docs/images.md describes it.")],
     name: Name,
     reuse: Annotated[
-        Reuse, typer.Option(help="When an earlier build will do: never, for the same recipe, for the same packages.")
+        Reuse, typer.Option(help="Reuse an earlier build: never, of the same recipe, or with the same packages.")
     ] = Reuse.VERSIONED,
     json: Json = False,
 ) -> None:
-    """Build an image with Apptainer: a base, packages, files and commands on it.
+    """Build an image from a recipe.
+
+    A recipe names a base image, packages, files and commands. Needs the
+    program apptainer.
 
     Example:
 
@@ -106,11 +114,13 @@ def bootstrap_image(
     ctx: typer.Context,
     name: Name,
     suite: Annotated[str, typer.Option(help="The Debian suite.")] = "stable",
-    include: Annotated[str, typer.Option(metavar="PACKAGES", help="Further packages, with commas between.")] = "",
-    mirror: Annotated[str | None, typer.Option(help="Where the packages are taken from, if not Debian's own.")] = None,
+    include: Annotated[str, typer.Option(metavar="PACKAGES", help="More packages, separated by commas.")] = "",
+    mirror: Annotated[str | None, typer.Option(help="URL of the mirror.", show_default="Debian's own")] = None,
     json: Json = False,
 ) -> None:
-    """Make a Debian root file system from a mirror, with mmdebstrap.
+    """Make a Debian root file system.
+
+    Needs the program mmdebstrap, and a mirror of Debian.
 
     Example:
 
@@ -124,7 +134,14 @@ def bootstrap_image(
 
 
 def list_images(ctx: typer.Context, json: Json = False) -> None:
-    """List the images of this user."""
+    """List the images of this user.
+
+    They are kept below ~/.cache/outrider (or $OUTRIDER_HOME).
+
+    Example:
+
+        outrider image list --json
+    """
     terminal, store = terminal_of(ctx), ImageStore()
     rows = [ImageRow(name=name, image=image, path=str(store.root(image))) for name, image in store.images().items()]
     if terminal.json:
@@ -143,7 +160,9 @@ def list_images(ctx: typer.Context, json: Json = False) -> None:
 
 
 def remove_image(ctx: typer.Context, name: Name, json: Json = False) -> None:
-    """Remove a name, and its image if it has no other.
+    """Remove a name of an image.
+
+    The image is deleted with its last name.
 
     Example:
 

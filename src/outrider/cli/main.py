@@ -1,7 +1,7 @@
-"""All commands, and what becomes of the errors they raise.
+"""The program `outrider`: its commands, and how their errors are shown.
 
-It does none of their work. Invariant: an error raised on purpose is shown in one line, never as a traceback; the
-exit code is 0 for success, 2 for a request that cannot be right, 130 for Ctrl-C and 1 for every other failure.
+It does none of their work. Invariant: an OutriderError is shown in one line, never as a traceback. The exit code is 0
+for success, 2 for a request that cannot be right, 130 for Ctrl-C and 1 for every other failure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. `argv` without the program's name, default: the process's own."""
+    """Run one command; its exit code. `argv` lacks the program's name; by default it is the process's own."""
     terminal = Terminal()
     command = typer.main.get_command(commands())
     try:
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _failed(terminal, first)
     except UsageError as error:
-        if message := _message(error):
+        # click raises one with no message when it has shown the help instead
+        if message := str(getattr(error, "format_message", error.__str__)()).removesuffix("."):
             context = getattr(error, "ctx", None)
             hint = f"{context.command_path if context else 'outrider'} --help"
             terminal.error(RequestError(message, hint=hint).record())
@@ -100,14 +101,10 @@ def _failed(terminal: Terminal, error: OutriderError) -> int:
 
 
 def _first_of(failures: BaseExceptionGroup[BaseException]) -> OutriderError | None:
-    """The first error raised on purpose, of several tasks that failed together; None when one of them is a bug."""
+    """The first OutriderError of several tasks that failed together; None when one of them raised anything
+    else, which is a bug and needs its traceback."""
     matched, others = failures.split(OutriderError)
     error: BaseException | None = matched if others is None else None
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error if isinstance(error, OutriderError) else None
-
-
-def _message(error: Exception) -> str:
-    """What the parser complains of; nothing when it has shown the help instead."""
-    return str(getattr(error, "format_message", error.__str__)()).removesuffix(".")

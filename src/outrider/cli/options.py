@@ -1,4 +1,4 @@
-"""Options that several commands share, and the client they lead to."""
+"""Options that several commands share, and the client made from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Url = Annotated[
 ]
 Token = Annotated[
     str | None,
-    typer.Option("--token", metavar="TOKEN", help="The service's token.", show_default="$OUTRIDER_TOKEN"),
+    typer.Option("--token", metavar="TOKEN", help="The service's access token.", show_default="$OUTRIDER_TOKEN"),
 ]
 Json = Annotated[
     bool, typer.Option("--json", callback=_json, is_eager=True, help="Write one JSON document to standard output.")
@@ -32,12 +32,12 @@ Json = Annotated[
 
 
 def client(url: str | None, token: str | None) -> Client:
-    """The client of the service that the options or the environment name."""
+    """A client of the service that the options name, or else the environment."""
     return Client(_url(url), token=token or environment("OUTRIDER_TOKEN"))
 
 
 def async_client(url: str | None, token: str | None) -> AsyncClient:
-    """As `client`, for commands that await."""
+    """As `client`, for asynchronous commands."""
     return AsyncClient(_url(url), token=token or environment("OUTRIDER_TOKEN"))
 
 

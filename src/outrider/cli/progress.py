@@ -1,10 +1,11 @@
-"""One progress bar over the sessions of any number of groups."""
+"""Progress bars on standard error. Where that is not a terminal nothing is drawn."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -13,12 +14,14 @@ from outrider.client import Watch
 from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView
 
+if TYPE_CHECKING:
+    from outrider.certify.judge import RowVerdict
+
 
 @contextmanager
-def progress_bar(terminal: Terminal) -> Iterator[Watch]:
-    """A bar on standard error while the block lasts; nothing where that is not a terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=terminal.err, disable=not terminal.err.is_terminal) as progress:
+def session_progress(terminal: Terminal) -> Iterator[Watch]:
+    """One bar over the sessions of any number of groups, with the number of sessions in each state."""
+    with _progress(terminal, transient=False) as progress:
         bar = progress.add_task("starting", total=None)
 
         def watch(groups: Sequence[GroupView]) -> None:
@@ -28,3 +31,21 @@ def progress_bar(terminal: Terminal) -> Iterator[Watch]:
             progress.update(bar, total=len(sessions), completed=counts[SessionState.DONE], description=states)
 
         yield watch
+
+
+@contextmanager
+def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict], None]]:
+    """One bar over the rows of a certificate. Each verdict is also written as a line, on a terminal or not."""
+    with _progress(terminal, transient=True) as progress:
+        bar = progress.add_task("starting a service", total=rows)
+
+        def watch(verdict: RowVerdict) -> None:
+            terminal.note(f"{verdict.row}: {verdict.verdict}")
+            progress.update(bar, advance=1, description="rows")
+
+        yield watch
+
+
+def _progress(terminal: Terminal, *, transient: bool) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=terminal.err, disable=not terminal.err.is_terminal, transient=transient)

@@ -1,4 +1,4 @@
-"""`outrider run`: submit a task, follow its sessions, print how they ended."""
+"""`outrider run`: submits a task, follows its sessions, prints how they ended."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from outrider.cli.options import Json, Token, Url, async_client
-from outrider.cli.progress import progress_bar
+from outrider.cli.progress import session_progress
 from outrider.cli.tables import session_table
 from outrider.cli.task_file import load_group
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import AsyncClient
 from outrider.lifecycle import StopReason
-from outrider.schemas import GroupView, SessionView
+from outrider.schemas import GroupView
 from outrider.spec import GroupSpec
 
 FAILED = 1
@@ -24,17 +24,19 @@ INTERRUPTED = 130
 
 def run(
     ctx: typer.Context,
-    task: Annotated[Path, typer.Argument(metavar="TASK.toml", help="The task: the `task` object of POST /v1/groups.")],
-    n: Annotated[int, typer.Option("-n", metavar="N", help="How many sessions of it.")] = 1,
-    priority: Annotated[int, typer.Option(help="Higher ones first, from -1000 to 1000.")] = 0,
+    task: Annotated[Path, typer.Argument(metavar="TASK.toml", help="The task, as docs/tasks.md describes it.")],
+    n: Annotated[int, typer.Option("-n", metavar="N", help="Number of sessions.")] = 1,
+    priority: Annotated[int, typer.Option(metavar="P", help="From -1000 to 1000; higher ones run first.")] = 0,
     url: Url = None,
     token: Token = None,
     json: Json = False,
 ) -> None:
     """Run a task and wait for it.
 
-    Files beside TASK.toml that its `upload` steps name are sent along. Ends with 0 when every session ended without
-    an error, else with 1. Ctrl-C cancels the group.
+    Files beside TASK.toml that its `upload` steps name are sent with it.
+    Ctrl-C cancels the sessions.
+
+    Exit code 0: every session ended without an error. 1: one did not.
 
     Examples:
 
@@ -52,35 +54,28 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
         group = await client.submit(spec)
         terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
         group, interrupted = await _finished(terminal, client, group)
-    _report(terminal, group)
+    failed = [each.id for each in group.sessions if each.result and each.result.stop_reason is StopReason.ERROR]
+    if terminal.json:
+        terminal.write_json(group)
+    else:
+        terminal.out.print(session_table(group))
+        if failed:
+            terminal.note(f"what went wrong: outrider show {failed[0]}")
     if interrupted:
         return INTERRUPTED
-    return FAILED if _failed(group) else 0
+    return FAILED if failed else 0
 
 
 async def _finished(terminal: Terminal, client: AsyncClient, group: GroupView) -> tuple[GroupView, bool]:
-    """The group once it is done, and whether Ctrl-C cancelled it. A second Ctrl-C leaves at once."""
+    """Wait until the group is done; the group, and whether Ctrl-C cancelled it. A second Ctrl-C ends the command."""
     task = asyncio.current_task()
     assert task is not None
-    with progress_bar(terminal) as watch:
+    with session_progress(terminal) as watch:
         try:
             return (await client.wait([group.id], watch))[0], False
         except asyncio.CancelledError:
-            # asyncio.run makes a cancellation of the first Ctrl-C, and a KeyboardInterrupt of the second.
+            # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
             task.uncancel()
             terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
             await client.cancel(group.id)
             return (await client.wait([group.id], watch))[0], True
-
-
-def _report(terminal: Terminal, group: GroupView) -> None:
-    if terminal.json:
-        terminal.write_json(group)
-        return
-    terminal.out.print(session_table(group))
-    if failed := _failed(group):
-        terminal.note(f"what went wrong: outrider show {failed[0].id}")
-
-
-def _failed(group: GroupView) -> list[SessionView]:
-    return [session for session in group.sessions if session.result and session.result.stop_reason is StopReason.ERROR]

@@ -1,4 +1,4 @@
-"""`outrider serve`: the service, until a signal ends it. The only place that configures logging."""
+"""`outrider serve`: runs the service until a signal ends it. The only place that configures logging."""
 
 from __future__ import annotations
 
@@ -12,52 +12,65 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.engines import KIND, KIND_HELP, parse_engine
-from outrider.cli.event_loop import calm_interpreter, run_service
+from outrider.cli.event_loop import run_service, shorten_pauses
 from outrider.cli.terminal import Terminal, terminal_of
+from outrider.client import DEFAULT_URL
 from outrider.config import Config, load_config
 
-LANES = "Settings of the lanes"
-SANDBOXES = "What sandboxes may have"
-MODEL = "The policy"
+LANES = "Lanes"
+SANDBOXES = "Sandboxes"
+MODEL = "Model"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
     ctx: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags and OUTRIDER_* win over it.")
+        Path | None, typer.Option(metavar="FILE", help="Settings as TOML. Flags and OUTRIDER_* variables win over it.")
     ] = None,
-    host: Annotated[str | None, typer.Option(metavar="ADDRESS", show_default="127.0.0.1")] = None,
-    port: Annotated[int | None, typer.Option(metavar="PORT", help="0 for any free one.", show_default="8700")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on.", show_default="127.0.0.1")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port to listen on; 0 takes any free one.", show_default="8700")
+    ] = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where groups and results are kept.", show_default=".outrider")
+        Path | None, typer.Option(metavar="DIR", help="Folder for groups and results.", show_default=".outrider")
     ] = None,
     files: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where `upload` steps find their files.", show_default=".")
+        Path | None, typer.Option(metavar="DIR", help="Folder of the files that `upload` steps name.", show_default=".")
     ] = None,
     token: Annotated[
-        str | None, typer.Option(metavar="TOKEN", help="What clients must show. Better: OUTRIDER_TOKEN.")
+        str | None, typer.Option(metavar="TOKEN", help="Token that clients must send. Safer: OUTRIDER_TOKEN.")
     ] = None,
     engine: Annotated[list[str] | None, typer.Option(metavar=KIND, help=f"{KIND_HELP} May be repeated.")] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="The model's folder, with tokenizer.json.",
+            help="The model's folder, which has its tokenizer.json.",
             show_default="the first embedded engine's",
             rich_help_panel=MODEL,
         ),
     ] = None,
     renderer: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Its renderer.", show_default="by the model's name", rich_help_panel=MODEL),
+        typer.Option(
+            metavar="NAME",
+            help="Renderer of its chat format.",
+            show_default="by the model's name",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     model_name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What harnesses call it.", show_default="policy", rich_help_panel=MODEL),
+        typer.Option(
+            metavar="NAME", help="The name that harnesses use for it.", show_default="policy", rich_help_panel=MODEL
+        ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Its context length.", rich_help_panel=MODEL)
+        int | None,
+        typer.Option(metavar="TOKENS", help="Its context length.", show_default="the engines'", rich_help_panel=MODEL),
     ] = None,
     init_lane: Annotated[
         int | None,
@@ -81,7 +94,7 @@ def serve(
         float | None,
         typer.Option(
             metavar="N",
-            help="Processors they may set aside in all.",
+            help="Processors that all tasks together may reserve.",
             show_default="the machine's",
             rich_help_panel=SANDBOXES,
         ),
@@ -90,7 +103,7 @@ def serve(
         int | None,
         typer.Option(
             metavar="MIB",
-            help="Memory they may set aside in all.",
+            help="Memory that all tasks together may reserve.",
             show_default="the machine's",
             rich_help_panel=SANDBOXES,
         ),
@@ -99,7 +112,7 @@ def serve(
         int | None,
         typer.Option(
             metavar="N",
-            help="How many of each kind wanted lately to make ahead.",
+            help="Sandboxes to start ahead, of each kind used lately.",
             show_default="0",
             rich_help_panel=SANDBOXES,
         ),
@@ -107,14 +120,18 @@ def serve(
     warm_memory_mb: Annotated[
         int | None,
         typer.Option(
-            metavar="MIB", help="Memory that all of these may take.", show_default="4096", rich_help_panel=SANDBOXES
+            metavar="MIB",
+            help="Memory that sandboxes started ahead may take.",
+            show_default="4096",
+            rich_help_panel=SANDBOXES,
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Serve rollouts until Ctrl-C or SIGTERM.
 
-    What is running then is taken up again by the next service on the same data.
+    Sessions that run at that time are started again by the next service on
+    the same data folder.
 
     Examples:
 
@@ -149,7 +166,7 @@ def serve(
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:
-    # Late, because only this command needs the server's libraries.
+    # Imported here because most commands do not need the server's libraries.
     from outrider.api.server import check_address, serving
     from outrider.service.service import Service
 
@@ -157,9 +174,11 @@ async def _serve(terminal: Terminal, config: Config) -> None:
     stopped = _cancel_on_signal()
     try:
         async with Service(config) as service, serving(service) as url:
-            calm_interpreter()
+            shorten_pauses()
             terminal.out.print(f"outrider is ready at {url}")
-            terminal.out.print(_how_to_submit(url, config))
+            flags = "" if url == DEFAULT_URL else f" --url {url}"
+            token = " --token TOKEN" if config.token else ""
+            terminal.out.print(f"submit a task: outrider run TASK.toml -n 8{flags}{token}")
             await asyncio.get_running_loop().create_future()
     except asyncio.CancelledError:
         if not stopped():
@@ -167,13 +186,9 @@ async def _serve(terminal: Terminal, config: Config) -> None:
         terminal.note("stopped")
 
 
-def _how_to_submit(url: str, config: Config) -> str:
-    flags = "" if url == "http://127.0.0.1:8700" else f" --url {url}"
-    return f"submit a task: outrider run TASK.toml -n 8{flags}{' --token TOKEN' if config.token else ''}"
-
-
 def _cancel_on_signal() -> Callable[[], bool]:
-    """The first SIGINT or SIGTERM cancels the calling task, a second one kills as usual; whether one has come."""
+    """Make the first SIGINT or SIGTERM cancel the calling task, and a second one end the process as usual. The function
+    returned says whether a signal has come."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -191,7 +206,7 @@ def _cancel_on_signal() -> Callable[[], bool]:
 
 
 def _with_tokenizer(config: Config) -> Config:
-    """Without a tokenizer of its own, the policy has that of the first embedded engine."""
+    """The configuration with a tokenizer: where none is named, that of the first embedded engine."""
     if config.model.tokenizer is not None:
         return config
     folder = next((engine.model for engine in config.engines if engine.kind == "embedded"), None)

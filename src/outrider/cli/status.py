@@ -1,4 +1,4 @@
-"""`outrider status` and `outrider cancel`: how the service and its groups stand."""
+"""`outrider status` and `outrider cancel`: the state of the service and its groups."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from outrider.cli.terminal import Terminal, terminal_of
 from outrider.schemas import GroupSummary, GroupView, ServiceStatus
 
 RECENT = 10
+"""Groups that `outrider status` shows."""
 
 
 class Overview(msgspec.Struct, frozen=True):
@@ -24,12 +25,15 @@ class Overview(msgspec.Struct, frozen=True):
 
 def status(
     ctx: typer.Context,
-    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="A group's id, to see its sessions.")] = None,
+    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="A group's id: show its sessions.")] = None,
     url: Url = None,
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Show how the service or one group stands.
+    """Show the state of the service, or of one group.
+
+    For the service: its lanes, engines and newest groups.
+    For a group: its sessions.
 
     Examples:
 
@@ -45,8 +49,15 @@ def status(
         overview = Overview(service.status(), service.groups(limit=RECENT))
     if terminal.json:
         terminal.write_json(overview)
-    else:
-        _show_overview(terminal, overview)
+        return
+    running = overview.service
+    states = ", ".join(f"{count} {state}" for state, count in running.sessions.items() if count)
+    terminal.out.print(f"outrider {running.version} · model {running.model} · sessions: {states or 'none'}")
+    for node in running.nodes:
+        terminal.out.print(node_table(node))
+    terminal.out.print(engine_table(running.engines))
+    if overview.groups:
+        terminal.out.print(group_table(overview.groups))
 
 
 def cancel(
@@ -58,7 +69,7 @@ def cancel(
 ) -> None:
     """Cancel a group.
 
-    Its sessions end, whatever they are doing; those that had ended keep their results.
+    Its running sessions end; sessions that have ended keep their results.
 
     Example:
 
@@ -75,14 +86,3 @@ def _show_group(terminal: Terminal, group: GroupView) -> None:
     state = "cancelled, " if group.cancelled else ""
     terminal.out.print(f"group {group.id}: {state}{group.state.value}")
     terminal.out.print(session_table(group))
-
-
-def _show_overview(terminal: Terminal, overview: Overview) -> None:
-    service = overview.service
-    states = ", ".join(f"{count} {state}" for state, count in service.sessions.items() if count)
-    terminal.out.print(f"outrider {service.version} · model {service.model} · sessions: {states or 'none'}")
-    for node in service.nodes:
-        terminal.out.print(node_table(node))
-    terminal.out.print(engine_table(service.engines))
-    if overview.groups:
-        terminal.out.print(group_table(overview.groups))

@@ -1,4 +1,4 @@
-"""The tables of the command line: sessions, groups, engines, lanes. They know shapes of wire.py, and no client."""
+"""The tables of the command line: sessions, groups, engines, lanes. They know the types of schemas.py and no client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from outrider.lifecycle import StopReason
 from outrider.schemas import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, RoomStats, SessionView
 from outrider.trajectory import StageSeconds
 
-SHOWN_OF_AN_ERROR = 72
+MAX_ERROR = 72
+"""Characters of an error shown in a table."""
 
 STYLES = {
     StopReason.COMPLETED.value: "green",
@@ -33,7 +34,7 @@ STYLES = {
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str | None = None) -> Table:
-    """A table without frame. A column whose name ends in ">" is flushed right."""
+    """A table without a frame. A column whose name ends in ">" is aligned to the right."""
     made = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, show_edge=False
     )
@@ -45,7 +46,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title
 
 
 def word(text: str) -> Text:
-    """A state or an answer, in its colour."""
+    """A state or an answer in its colour."""
     return Text(text, style=STYLES.get(text, ""))
 
 
@@ -54,26 +55,26 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def session_table(group: GroupView) -> RenderableType:
-    """One row a session: how it stands or ended, reward, turns, sampled tokens, seconds a stage, error."""
+    """One row for each session: state or how it ended, reward, turns, sampled tokens, seconds of each stage, error."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *_STAGES, "error")
     return table(columns, [_session_row(session) for session in group.sessions])
 
 
 def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
-    """One row a group."""
+    """One row for each group."""
     columns = ("group", "state", "sessions>", "done>", "errors>", "reward>", "age>", "labels")
     return table(columns, [_group_row(group) for group in groups], title="groups")
 
 
 def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
-    """One row an engine."""
+    """One row for each engine."""
     columns = ("engine", "kind", "up", "mode", "in flight>", "sessions>", "generated>", "version>", "address", "detail")
     return table(columns, [_engine_row(engine) for engine in engines], title="engines")
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """One row a lane of a node, one for what is set aside on it, one for sandboxes made ahead, if it makes any, and one
-    for the times that its event loop stood still, if it did. `waited` is the mean over all that have passed."""
+    """One row for each lane of a node and one for the resources that tasks have reserved; where there were any, one for
+    warm sandboxes and one for stalls of the event loop. `waited` is the mean over everything served so far."""
     rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     room = node.room
     memory = f"{room.memory_mb_set_aside:,}/{room.memory_mb:,} MiB"
@@ -88,13 +89,13 @@ def node_table(node: NodeStats) -> RenderableType:
 
 
 def _passage(stats: LaneStats | RoomStats) -> tuple[str, str, str]:
-    """How many wait, how many have been served, and how long these waited."""
+    """Number waiting, number served, and the mean wait of those served."""
     mean = stats.waited_seconds / stats.served if stats.served else 0.0
     return str(stats.waiting), str(stats.served), f"{mean:.2f} s"
 
 
 def stage_seconds(seconds: StageSeconds) -> tuple[str, str, str, str]:
-    """Seconds of waiting (in all), preparing, running and grading."""
+    """Seconds spent waiting (all waits together), preparing, running and grading."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
     return number(waited), number(seconds.init), number(seconds.run), number(seconds.eval)
 
@@ -110,8 +111,8 @@ def _session_row(session: SessionView) -> tuple[str | Text, ...]:
         shown = f"exit code {result.harness_exit.code}"
     elif result is not None and result.stop_reason is StopReason.AGENT_EXCESS and result.verdict is not None:
         shown = result.verdict.reason or ""
-    if len(shown) > SHOWN_OF_AN_ERROR:
-        shown = shown[: SHOWN_OF_AN_ERROR - 3] + "..."
+    if len(shown) > MAX_ERROR:
+        shown = shown[: MAX_ERROR - 3] + "..."
     shown = printable(shown).replace("\n", " ")
     if result is None:
         return (session.id, word(session.state.value), "-", "-", "-", "-", "-", "-", "-", shown)

@@ -1,7 +1,7 @@
-"""A task as a TOML file: the `task` object of `POST /v1/groups`, with the files beside it taken along.
+"""Reads a task from a TOML file: the `task` object of `POST /v1/groups`, with the files beside it included.
 
-It knows no service. Invariant: an `upload` step of a file that lies beside the task becomes `write` steps that put
-the same bytes in the same place, so that the service needs no copy of it.
+It knows no service. Invariant: an `upload` step of a file or folder beside the task becomes `write` steps that put the
+same bytes in the same place, so that the service needs no copy of it.
 """
 
 from __future__ import annotations
@@ -21,39 +21,36 @@ Step = dict[str, Any]
 
 
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
-    """`n` sessions of the task in file `path`. Raises InvalidField naming the field, TooLarge for files that are
-    too big to take along."""
-    task = _read(path)
-    runtime = task.get("runtime")
-    if isinstance(runtime, dict) and isinstance(steps := runtime.get("prepare"), list):
-        runtime["prepare"] = [taken for number, step in enumerate(steps) for taken in _taken(step, number, path.parent)]
-    return validate_group({"task": task, "n": n, "priority": priority})
-
-
-def _read(path: Path) -> dict[str, Any]:
+    """A group of `n` sessions of the task in file `path`. Raises InvalidField that names the field, TooLarge for files
+    that are too big to send with the task."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        task = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidField(f"cannot read {path}: {error.strerror}", field="task") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidField(f"{path} is not a TOML file: {error}", field="task") from error
+    runtime = task.get("runtime")
+    if isinstance(runtime, dict) and isinstance(steps := runtime.get("prepare"), list):
+        runtime["prepare"] = [sent for number, step in enumerate(steps) for sent in _inlined(step, number, path.parent)]
+    return validate_group({"task": task, "n": n, "priority": priority})
 
 
-def _taken(step: Any, number: int, folder: Path) -> Iterator[Step]:
-    """The steps that stand for one step: itself, unless it uploads what lies in `folder`."""
-    source = _beside(step, folder)
+def _inlined(step: Any, number: int, folder: Path) -> Iterator[Step]:
+    """The steps to send for one step: `write` steps where it uploads something in `folder`, else the step itself."""
+    source = _local_source(step, folder)
     if source is None:
         yield step
         return
     field = f"task.runtime.prepare.{number}.upload"
     if source.is_file():
-        yield _write(source, step["to"], folder, field)
+        yield _write_file(source, step["to"], folder, field)
         return
-    yield from _folder(source, step["to"], folder, field)
+    yield from _write_folder(source, step["to"], folder, field)
 
 
-def _beside(step: Any, folder: Path) -> Path | None:
-    """The local file or folder that a step uploads; a path that leaves `folder` is left for the service to refuse."""
+def _local_source(step: Any, folder: Path) -> Path | None:
+    """The local file or folder that a step uploads, None if it uploads none. A path that leaves `folder` is left for
+    the service to refuse."""
     if not isinstance(step, dict) or not all(isinstance(step.get(key), str) for key in ("upload", "to")):
         return None
     if step.keys() != {"upload", "to"} or Path(step["upload"]).is_absolute() or ".." in Path(step["upload"]).parts:
@@ -62,21 +59,21 @@ def _beside(step: Any, folder: Path) -> Path | None:
     return source if source.exists() else None
 
 
-def _folder(source: Path, target: str, root: Path, field: str) -> Iterator[Step]:
+def _write_folder(source: Path, target: str, root: Path, field: str) -> Iterator[Step]:
     entries = sorted(source.rglob("*"))
     for entry in entries:
         place = f"{target.rstrip('/')}/{entry.relative_to(source).as_posix()}"
         if entry.is_file():
-            yield _write(entry, place, root, field)
+            yield _write_file(entry, place, root, field)
         elif not entry.is_dir() or entry.is_symlink():
-            raise InvalidField(f"{entry} is no file or folder: it cannot be sent with the task", field=field)
+            raise InvalidField(f"{entry} is neither a file nor a folder, and cannot be sent with the task", field=field)
         elif not any(entry.iterdir()):
             yield {"run": f"mkdir -p {shlex.quote(place)}"}
     if not entries:
         yield {"run": f"mkdir -p {shlex.quote(target)}"}
 
 
-def _write(source: Path, target: str, root: Path, field: str) -> Step:
+def _write_file(source: Path, target: str, root: Path, field: str) -> Step:
     if not source.resolve().is_relative_to(root.resolve()):
         raise InvalidField(f"{source} is a link that leaves the task's folder", field=field)
     try:

@@ -1,7 +1,7 @@
-"""What the command line writes: text for people, one JSON document for programs, and errors in one line each.
+"""What the command line writes: text for people, one JSON document for programs, and each error in one line.
 
-It knows no service. Invariant: with `json` set, standard output holds exactly one JSON document; whatever else there
-is to say goes to standard error.
+It knows no service. Invariant: with `json` set, standard output holds exactly one JSON document; everything else goes
+to standard error.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rich.text import Text
 from outrider.errors import ErrorRecord
 
 WIDTH_OF_A_FILE = 240
-"""Columns when nobody looks: wide enough that no table is cut."""
+"""Columns where the output is not a terminal: wide enough that no table is cut."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Terminal:
-    """`out` is standard output, `err` standard error; colours only where they are terminals."""
+    """`out` is standard output, `err` standard error. Colours are used only on terminals."""
 
     def __init__(self) -> None:
         self.json = False
@@ -32,16 +32,16 @@ class Terminal:
         self.err = _console(sys.stderr, stderr=True)
 
     def note(self, text: str) -> None:
-        """Something for people to know on the way."""
+        """Write a line for people to standard error."""
         self.err.print(Text(printable(text)), soft_wrap=True)
 
     def write_json(self, value: Any) -> None:
-        """The one JSON document (any value that msgspec can encode)."""
+        """Write the one JSON document: any value that msgspec can encode."""
         self.out.file.write(msgspec.json.encode(value).decode() + "\n")
         self.out.file.flush()
 
     def error(self, record: ErrorRecord) -> None:
-        """One line `error: ...`, naming the field, and one line `hint: ...`; also a JSON document if asked for."""
+        """Write a line `error: ...` that names the field, a line `hint: ...`, and with --json a JSON document."""
         named = f"{record.field}: " if record.field and record.field not in record.message else ""
         self._line("error", f"{named}{record.message}", "bold red")
         if record.hint:
@@ -57,15 +57,15 @@ class Terminal:
 
 
 def terminal_of(ctx: typer.Context) -> Terminal:
-    """The terminal that `main` made for this command."""
+    """The Terminal that `main` made for this command."""
     terminal = ctx.find_object(Terminal)
     assert terminal is not None
     return terminal
 
 
 def printable(text: str) -> str:
-    """The text with its control characters (all but tab and newline) spelt out: what a program in a sandbox printed
-    must not steer the terminal."""
+    """The text with its control characters, all but tab and newline, written as \\xNN. What a program in a sandbox
+    printed could otherwise control the user's terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
