@@ -24,7 +24,7 @@ from outrider.dialects.base import Completion, WireCall
 from outrider.dialects.chat.dialect import ChatDialect
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
-from outrider.sessions.calls.on_token_engine import Endpoint
+from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
 from outrider.testing.scripted_engine import ScriptedEngine
@@ -64,11 +64,11 @@ async def measure(plan: Plan) -> dict[str, Any]:
         engine = ScriptedEngine(EngineOptions(name="scripted", tokenizer=str(corpus.folder), options=options))
         async with EnginePool() as pool:
             await pool.add_engine(engine)
-            endpoint = Endpoint(renderer=make_renderer(corpus.tokenizer, "qwen3"), pool=pool, model="policy")
+            endpoint = ModelBackend(renderer=make_renderer(corpus.tokenizer, "qwen3"), pool=pool, model="policy")
             return await _measured(corpus, endpoint, engine, plan)
 
 
-async def _measured(corpus: Corpus, endpoint: Endpoint, engine: ScriptedEngine, plan: Plan) -> dict[str, Any]:
+async def _measured(corpus: Corpus, endpoint: ModelBackend, engine: ScriptedEngine, plan: Plan) -> dict[str, Any]:
     await _conversation(corpus, endpoint, calls=3, name="warm")
     engine.requests.clear()
     gc.collect()
@@ -95,7 +95,7 @@ async def _measured(corpus: Corpus, endpoint: Endpoint, engine: ScriptedEngine, 
     }
 
 
-async def _conversation(corpus: Corpus, endpoint: Endpoint, *, calls: int, name: str) -> Conversation:
+async def _conversation(corpus: Corpus, endpoint: ModelBackend, *, calls: int, name: str) -> Conversation:
     """A conversation that has had so many calls."""
     conversation = Conversation(
         endpoint,

@@ -15,7 +15,7 @@ from outrider.dialects import dialects
 from outrider.dialects.base import Action, Completion, Memory
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
-from outrider.sessions.calls.on_token_engine import Endpoint
+from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
 from outrider.testing.scripted_engine import ScriptedEngine
@@ -100,7 +100,7 @@ async def conversation(corpus: Corpus, turns: list[Turn]) -> AsyncIterator[Conve
     async with EnginePool() as pool:
         await pool.add_engine(engine)
         yield Conversation(
-            Endpoint(renderer=make_renderer(corpus.tokenizer, "qwen3"), pool=pool, model="policy"),
+            ModelBackend(renderer=make_renderer(corpus.tokenizer, "qwen3"), pool=pool, model="policy"),
             session_key="talk",
             limits=Limits(),
             sampling=Sampling(),

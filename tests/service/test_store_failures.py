@@ -19,7 +19,7 @@ from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import Scheduler
 from outrider.service.views import ViewReader
 from outrider.sessions.attempt import Attempt
-from outrider.sessions.calls.on_token_engine import Endpoint
+from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Amount, Room
 from outrider.sessions.slots import Lanes
@@ -114,11 +114,11 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
     with a_stage() as stage:
         async with FailingStore(turns=1000) as store, EnginePool() as pool:
             await pool.add_engine(engine_of(tokenizer, [SAY]))
-            endpoint = Endpoint(renderer=renderer, pool=pool, model="policy")
+            endpoint = ModelBackend(renderer=renderer, pool=pool, model="policy")
             lanes = Lanes(init=1, run=1, evaluate=1, room=Room(Amount(cpus=2.0, memory_mb=1024)))
             kept = ArtifactStore(tmp_path)
             async with LocalNode(
-                "node", endpoint=endpoint, store=store, artifacts=kept, lanes=lanes, files=tmp_path
+                "node", backend=endpoint, store=store, artifacts=kept, lanes=lanes, files=tmp_path
             ) as node:
                 await put(store, "g", "s")
                 await store.start_attempt("s", node="node", lease_until=1e12)

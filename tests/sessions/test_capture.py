@@ -15,8 +15,8 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.errors import RequestError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role, images_in
+from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.on_message_engine import CaptureRecord
-from outrider.sessions.calls.on_token_engine import Endpoint
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
 from outrider.tokens.rendering.renderer import make_renderer
@@ -89,7 +89,7 @@ async def told(
     async with EnginePool(patience=1.0) as pool:
         await pool.add_engine(engine or Told(ids))
         conversation = Conversation(
-            Endpoint(renderer=make_renderer(Tokenizer.load(folder), "qwen3"), pool=pool, model="policy"),
+            ModelBackend(renderer=make_renderer(Tokenizer.load(folder), "qwen3"), pool=pool, model="policy"),
             session_key="s-1-1",
             limits=Limits(),
             sampling=Sampling(),

@@ -216,10 +216,10 @@ async def test_the_transcript_is_the_main_conversation_with_its_last_reply(tmp_p
 async def test_a_prompt_is_counted_without_an_engine(tmp_path: Path) -> None:
     async with a_world(tmp_path, ["one<|im_end|>"]) as world:
         counted = await world.conversation.count(chat_request(USER))
-        assert world.conversation.endpoint.pool.status()[0].sessions == 0
+        assert world.conversation.backend.pool.status()[0].sessions == 0
         await world.ask(USER)
         assert counted == world.turns[0].prompt_length
-        await world.conversation.endpoint.pool.remove("scripted")
+        await world.conversation.backend.pool.remove("scripted")
         assert await world.conversation.count(chat_request(USER)) == counted
 
 
@@ -230,7 +230,7 @@ async def test_an_image_is_not_counted_where_the_model_is_given_text_only(tmp_pa
         await world.conversation.close()
         with pytest.raises(Ended):
             await world.conversation.count(chat_request(picture(b"one")))
-        assert world.conversation.endpoint.pool.status()[0].sessions == 0
+        assert world.conversation.backend.pool.status()[0].sessions == 0
 
 
 async def test_a_turn_that_cannot_be_stored_is_known_though_its_caller_has_left(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.errors import EngineUnavailable
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
-from outrider.sessions.calls.on_token_engine import PROMISED_TOKENS, Endpoint
+from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.calls.on_token_engine import PROMISED_TOKENS
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
@@ -234,7 +235,7 @@ async def test_captured_replies_keep_the_limit_too(tmp_path: Path) -> None:
     async with EnginePool(patience=1.0) as pool:
         await pool.add_engine(Captured())
         conversation = Conversation(
-            Endpoint(renderer=make_renderer(Tokenizer.load(tmp_path), "qwen3"), pool=pool, model="policy"),
+            ModelBackend(renderer=make_renderer(Tokenizer.load(tmp_path), "qwen3"), pool=pool, model="policy"),
             session_key="s-1-1",
             limits=Limits(response_tokens=45),
             sampling=Sampling(),

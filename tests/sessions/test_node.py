@@ -23,7 +23,7 @@ __all__ = ["temporary"]
 def a_node(files: Path) -> LocalNode:
     lanes = Lanes(init=1, run=1, evaluate=1, room=Room(Amount(cpus=1.0, memory_mb=64)))
     nothing = cast(Any, None)
-    return LocalNode("node", endpoint=nothing, store=nothing, artifacts=nothing, lanes=lanes, files=files)
+    return LocalNode("node", backend=nothing, store=nothing, artifacts=nothing, lanes=lanes, files=files)
 
 
 def traces() -> tuple[set[str], int]:

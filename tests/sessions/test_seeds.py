@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.sessions.calls.seeds import derived_seed
+from outrider.sessions.calls.request_settings import derived_seed
 from outrider.spec import Sampling
 
 from .world import a_world

@@ -17,7 +17,7 @@ from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta
-from outrider.sessions.calls.on_token_engine import Endpoint, Step
+from outrider.sessions.calls.call import ModelBackend, Step
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
 from outrider.testing.scripted_engine import ScriptedEngine
@@ -124,7 +124,7 @@ async def a_world(
     async with EnginePool(patience=patience, vocabulary=tokenizer.vocabulary) as pool:
         await pool.add_engine(engine)
         conversation = Conversation(
-            Endpoint(renderer=make_renderer(tokenizer, "qwen3"), pool=pool, model="policy"),
+            ModelBackend(renderer=make_renderer(tokenizer, "qwen3"), pool=pool, model="policy"),
             session_key="s-1-1",
             limits=limits or Limits(),
             sampling=sampling or Sampling(),

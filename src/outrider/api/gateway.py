@@ -109,7 +109,7 @@ class Gateway:
     ) -> None:
         dialect = routed.dialect
         if routed.action in (Action.MODELS, Action.MODEL):
-            names = [conversation.endpoint.model]
+            names = [conversation.backend.model]
             await reply.whole(200, dialect.models(call, names, await conversation.context_tokens()))
             return
         with conversation.bodies.next() as body:
@@ -147,7 +147,7 @@ class Gateway:
                     if isinstance(step, Completion):
                         await reply.whole(200, dialect.reply(request, step))
                 return
-            piece = conversation.endpoint.renderer.tokenizer.token_bytes
+            piece = conversation.backend.renderer.tokenizer.token_bytes
             try:
                 async for step in steps:
                     match step:

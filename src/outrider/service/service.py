@@ -32,7 +32,7 @@ from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokenizer_check import TokenizerCheck
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.calls.body_limits import LARGE, Capacity
-from outrider.sessions.calls.on_token_engine import Endpoint
+from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.machine_capacity import machine
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Amount, Room
@@ -73,7 +73,7 @@ class Service:
         )
         self.node = LocalNode(
             "local",
-            endpoint=Endpoint(
+            backend=ModelBackend(
                 renderer=renderer,
                 pool=self.pool,
                 model=config.model.name,
@@ -90,7 +90,7 @@ class Service:
             files=config.files,
             warm=WarmLimits(each=config.sandboxes.warm, memory_mb=config.sandboxes.warm_memory_mb),
         )
-        self._offload = self.node.endpoint.offload
+        self._offload = self.node.backend.offload
         self.reader = ViewReader(self.store, tokenizer, self._offload)
         self._deliverer = Deliverer(self.store, self.reader)
         self._scheduler = Scheduler(self.store, [self.node], on_done=self._on_group_done, pauses=pauses)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TypeVar
 
 import msgspec
 
@@ -23,10 +22,17 @@ from outrider.errors import ContextOverflow, EngineError, EngineRejected, Outrid
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
 from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, Capacity
+from outrider.sessions.calls.call import Call, ModelBackend, Step
 from outrider.sessions.calls.on_message_engine import CaptureCall, CaptureRecord
-from outrider.sessions.calls.on_token_engine import Call, Endpoint, Step, TokenCall
-from outrider.sessions.calls.request_settings import check_form, in_openais_words, rests_on_the_client
-from outrider.sessions.calls.seeds import derived_seed
+from outrider.sessions.calls.on_token_engine import TokenCall
+from outrider.sessions.calls.request_settings import (
+    check_form,
+    derived_seed,
+    first_of,
+    in_openais_words,
+    rests_on_the_client,
+    sampling_for,
+)
 from outrider.sessions.calls.token_allowance import Allowance, LimitReached
 from outrider.spec import Limits, Sampling
 from outrider.tokens.rendering.renderer import History
@@ -34,11 +40,6 @@ from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.request_index import parse_messages
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
-
-T = TypeVar("T")
-
-UNNAMED_TOKENS = 32_768
-"""How many tokens a call may sample that names no number, of a model whose context nobody knows."""
 
 
 class Ended(RequestError):
@@ -62,7 +63,7 @@ class Conversation:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        backend: ModelBackend,
         *,
         session_key: str,
         limits: Limits,
@@ -72,11 +73,11 @@ class Conversation:
         sample_index: int = 0,
         on_limit: Callable[[], None] | None = None,
     ) -> None:
-        self.endpoint = endpoint
+        self.backend = backend
         self.session_key = session_key
-        self.tree = TokenTree(endpoint.renderer, history)
+        self.tree = TokenTree(backend.renderer, history)
         self._captured = CaptureRecord()
-        self.bodies = Bodies(endpoint.intake)
+        self.bodies = Bodies(backend.intake)
         self.under_way = 0
         self.turns = 0
         self.replies = 0
@@ -103,7 +104,7 @@ class Conversation:
     async def capacity(self) -> Capacity:
         """What the body of a call may come to. Raises Ended and EngineError."""
         assigned = await self._assigned()
-        context = self.endpoint.context_tokens or assigned.context_tokens
+        context = self.backend.context_tokens or assigned.context_tokens
         return Capacity(context, images=assigned.mode is not TokenMode.TOKENS)
 
     async def read(self, body: Body, parts: AsyncIterator[bytes], dialect: Dialect, call: WireCall) -> ModelRequest:
@@ -114,7 +115,7 @@ class Conversation:
             received = await body.received(parts, self.capacity)
             capacity = await self.capacity() if len(received) > LARGE else None
             async with self._reading:
-                return await self._finish(_parsing(dialect, call, received, memory, capacity))
+                return await self.backend.offload.run_steps(_parsing(dialect, call, received, memory, capacity))
         except EngineError as error:
             self.failure = error
             raise
@@ -127,7 +128,7 @@ class Conversation:
         """
         try:
             async with self._reading:
-                return await self._finish(
+                return await self.backend.offload.run_steps(
                     self.tree.measure(
                         request.messages, request.tools, request.tools_raw, thinking=self._switched_thinking(request)
                     )
@@ -153,9 +154,26 @@ class Conversation:
         self._without_turn.add(task)
         self._idle.clear()
         try:
-            async with aclosing(self._run(request, dialect)) as steps:
-                async for step in steps:
-                    yield step
+            call = await self._begin(request, dialect)
+            try:
+                with await self._allowance.share(call.promised_tokens) as share:
+                    async with aclosing(call.start(share)) as chunks:
+                        async for chunk in chunks:
+                            for step in call.take(chunk):
+                                yield step
+                            if call.ended:
+                                break
+                    for step in call.finish():
+                        yield step
+            except BaseException:  # cancelled, too: what was sampled is recorded
+                if (aborted := call.abort()) is not None:
+                    await self._store(aborted)
+                raise
+            # Stored before the client gets the end of its reply: its next request may quote this turn.
+            await self._store(call.commit())
+            self.replies += 1
+            self.failure = self.broken
+            yield call.completion()
         except EngineRejected as error:
             if not rests_on_the_client(request.sampling):
                 self.failure = error
@@ -192,24 +210,24 @@ class Conversation:
         try:
             await self._idle.wait()
         finally:
-            self.endpoint.pool.release(self.session_key)
+            self.backend.pool.release(self.session_key)
 
     async def context_tokens(self) -> int | None:
         """The model's context length: as configured, else as the session's engine says. Raises Ended."""
-        if self.endpoint.context_tokens is not None:
-            return self.endpoint.context_tokens
+        if self.backend.context_tokens is not None:
+            return self.backend.context_tokens
         return (await self._assigned()).context_tokens
 
     async def _assigned(self) -> ServingEngine:
         """The session's engine, when none of its calls needs it. Raises Ended or EngineError."""
-        assigned = await self.endpoint.pool.select(self.session_key)
+        assigned = await self.backend.pool.select(self.session_key)
         if not self._open:
-            self.endpoint.pool.release(self.session_key)
+            self.backend.pool.release(self.session_key)
             raise Ended("this session's run is over")
         return assigned
 
     async def _shows_images(self, request: ModelRequest) -> bool:
-        return any(map(images_in, await self._finish(parse_messages(request.messages))))
+        return any(map(images_in, await self.backend.offload.run_steps(parse_messages(request.messages))))
 
     def _admit(self) -> None:
         if not self._open:
@@ -236,40 +254,24 @@ class Conversation:
             if tell is not None:
                 tell()
 
-    async def _run(self, request: ModelRequest, dialect: str) -> AsyncGenerator[Step, None]:
-        assigned = await self.endpoint.pool.select(self.session_key)
-        call = await self._begin(request, dialect, assigned)
-        try:
-            async with aclosing(call.steps()) as steps:
-                async for step in steps:
-                    yield step
-        except BaseException:  # cancelled, too: what was sampled is recorded
-            if (turn := call.abort()) is not None:
-                await self._store(turn)
-            raise
-        await self._store(call.commit())
-        self.replies += 1
-        self.failure = self.broken
-        yield call.completion()
-
-    async def _begin(self, request: ModelRequest, dialect: str, assigned: ServingEngine) -> Call:
-        context = self.endpoint.context_tokens or assigned.context_tokens
+    async def _begin(self, request: ModelRequest, dialect: str) -> Call:
+        assigned = await self.backend.pool.select(self.session_key)
+        context = self.backend.context_tokens or assigned.context_tokens
         Capacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         check_form(request, assigned)
         if assigned.mode is not TokenMode.TOKENS:
-            messages = await self._finish(parse_messages(request.messages))
+            messages = await self.backend.offload.run_steps(parse_messages(request.messages))
             wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             ignored: tuple[str, ...] = ()
             if assigned.mode is TokenMode.TEXT:
                 sampling, ignored = in_openais_words(sampling, wanted, request.sampling)
             return CaptureCall(
-                self.endpoint,
+                self.backend,
                 self._captured,
                 msgspec.structs.replace(request, ignored=request.ignored + ignored),
                 messages,
                 sampling,
-                self._allowance,
                 dialect=dialect,
                 session_key=self.session_key,
                 thinking=wanted,
@@ -277,7 +279,7 @@ class Conversation:
 
         thinking = self._switched_thinking(request)
         async with self._reading:
-            joined = await self._finish(
+            joined = await self.backend.offload.run_steps(
                 self.tree.join(request.messages, request.tools, request.tools_raw, thinking=thinking, context=context)
             )
         if self._wanted_thinking(request) not in (None, thinking):
@@ -286,12 +288,11 @@ class Conversation:
         if sampling.constraint is not None:
             self._check_thoughtless(joined.prompt)
         return TokenCall(
-            self.endpoint,
+            self.backend,
             self.tree,
             joined,
             request,
             sampling,
-            self._allowance,
             dialect=dialect,
             session_key=self.session_key,
             thinking=thinking,
@@ -299,18 +300,18 @@ class Conversation:
 
     def _wanted_thinking(self, request: ModelRequest) -> bool | None:
         """The task's choice, else the client's; None leaves it to the chat template."""
-        return _first(self._sampling.thinking, request.sampling.thinking, None)
+        return first_of(self._sampling.thinking, request.sampling.thinking, None)
 
     def _switched_thinking(self, request: ModelRequest) -> bool | None:
         """What the end of the prompt is to say: nothing where the family has no words for it. A reply that is held to a
         form does not think: reasoning is no part of any form."""
-        if not self.endpoint.renderer.switches_thinking:
+        if not self.backend.renderer.switches_thinking:
             return None
         return self._wanted_thinking(request) if request.sampling.constraint is None else False
 
     def _check_thoughtless(self, prompt: PromptNode) -> None:
         """Raises RequestError for a prompt that has the model think, before a reply that is held to a form."""
-        renderer = self.endpoint.renderer
+        renderer = self.backend.renderer
         if renderer.opens_reasoning(prompt.tail(renderer.tail_start)):
             raise RequestError(
                 "a reply cannot be held to a form here: the prompt begins the model's reasoning, and its chat template"
@@ -318,40 +319,26 @@ class Conversation:
                 hint="ask without structured output",
             )
 
-    async def _finish(self, steps: Steps[T]) -> T:
-        return await self.endpoint.offload.run_steps(steps)
-
-    def _sampling_for(self, asked: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
-        """The task's choice, else the client's, else neutral; `max_tokens` clamped to what is left. What no task can
-        choose is the client's."""
-        task = self._sampling
+    def _sampling_for(self, client: AskedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
+        """Raises ContextOverflow for a prompt that fills the context."""
         room = self._allowance.unsampled
         if context is not None:
             left = context - prompt_tokens
             if left < 1:
                 raise ContextOverflow(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
             room = min(room, left)
-        wanted = _first(task.max_tokens, asked.max_tokens, room if context is not None else UNNAMED_TOKENS)
-        return SamplingParams(
-            max_tokens=max(1, min(wanted, room)),
-            temperature=_first(task.temperature, asked.temperature, 1.0),
-            top_p=_first(task.top_p, asked.top_p, 1.0),
-            top_k=_first(task.top_k, asked.top_k, -1),
-            min_p=_first(task.min_p, asked.min_p, 0.0),
-            seed=self._seed_for(asked.seed),
-            stop=asked.stop,
-            stop_token_ids=tuple(dict.fromkeys((*self.endpoint.renderer.stop_ids, *asked.stop_token_ids))),
-            min_tokens=asked.min_tokens or 0,
-            repetition_penalty=_first(task.repetition_penalty, asked.repetition_penalty, 1.0),
-            presence_penalty=_first(task.presence_penalty, asked.presence_penalty, 0.0),
-            frequency_penalty=_first(task.frequency_penalty, asked.frequency_penalty, 0.0),
-            logit_bias=asked.logit_bias,
-            constraint=asked.constraint,
+        return sampling_for(
+            self._sampling,
+            client,
+            room=room,
+            context=context,
+            seed=self._seed_for(client.seed),
+            stop_ids=self.backend.renderer.stop_ids,
         )
 
     def _seed_for(self, asked: int | None) -> int | None:
-        """Of the task's seed every call of every sample has one of its own; of a client's, every sample, for the client
-        may want its calls to repeat. A session's later attempts have those of the first."""
+        """A task's seed gives every call of every sample one of its own; a client's gives every sample its own, for the
+        client may want its calls to repeat. A session's later attempts have the seeds of the first."""
         if self._sampling.seed is not None:
             self._seeded_calls += 1
             return derived_seed(self._sampling.seed, self._sample_index, self._seeded_calls)
@@ -388,10 +375,3 @@ def _parsing(
         yield from capacity.checking(body)
     yield len(body)
     return dialect.parse(call, body, memory)
-
-
-def _first(task: T | None, asked: T | None, otherwise: T) -> T:
-    """The task's choice, else the client's, else the default."""
-    if task is not None:
-        return task
-    return otherwise if asked is None else asked

@@ -30,7 +30,7 @@ class ConversationClient:
         stop: Sequence[str] = (),
     ) -> Message:
         request = ModelRequest(
-            model=self._conversation.endpoint.model,
+            model=self._conversation.backend.model,
             messages=ParsedMessages(tuple(messages)),
             tools=tuple(tools),
             tools_raw=msgspec.json.encode(list(tools)) if tools else b"",

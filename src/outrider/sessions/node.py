@@ -26,7 +26,7 @@ from outrider.sandboxes.warm_pool import Warm, WarmLimits
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import Collector
 from outrider.sessions.attempt import Attempt, session_result
-from outrider.sessions.calls.on_token_engine import Endpoint
+from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.rollout import NodeServices, Rollout
 from outrider.sessions.slots import Lanes
@@ -44,7 +44,7 @@ class LocalNode:
         self,
         name: str,
         *,
-        endpoint: Endpoint,
+        backend: ModelBackend,
         store: Store,
         artifacts: ArtifactStore,
         lanes: Lanes,
@@ -52,7 +52,7 @@ class LocalNode:
         warm: WarmLimits | None = None,
     ) -> None:
         self.name = name
-        self.endpoint = endpoint
+        self.backend = backend
         self._store = store
         self._collector = Collector(artifacts)
         self._lanes = lanes
@@ -80,7 +80,7 @@ class LocalNode:
             )
             self._warm = await held.enter_async_context(Warm(self._sandboxes, self._warm_limits))
             self._services = NodeServices(
-                model=self.endpoint,
+                model=self.backend,
                 store=self._store,
                 artifacts=self._collector,
                 lanes=self._lanes,

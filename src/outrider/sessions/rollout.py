@@ -28,7 +28,7 @@ from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import Warm
 from outrider.sessions.artifacts import Collector
 from outrider.sessions.attempt import Attempt, session_result
-from outrider.sessions.calls.on_token_engine import Endpoint
+from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation
@@ -52,7 +52,7 @@ ENDED_BADLY = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, S
 class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     """What all rollouts of a node share."""
 
-    model: Endpoint
+    model: ModelBackend
     store: Store
     artifacts: Collector
     lanes: Lanes

@@ -16,7 +16,7 @@ import msgspec
 from outrider.api.gateway import Gateway
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
 from outrider.engines.pool.pool import EnginePool
-from outrider.sessions.calls.on_token_engine import Endpoint
+from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
 from outrider.testing.scripted_engine import ScriptedEngine
@@ -124,7 +124,7 @@ async def a_stage(ground: Ground, dice: random.Random) -> AsyncIterator[Stage]:
     async with EnginePool(patience=1.0, vocabulary=ground.renderer.tokenizer.vocabulary) as pool:
         await pool.add_engine(engine)
         conversation = Conversation(
-            Endpoint(renderer=ground.renderer, pool=pool, model=MODEL),
+            ModelBackend(renderer=ground.renderer, pool=pool, model=MODEL),
             session_key="fuzz-1-1",
             limits=Limits(turns=9, response_tokens=500) if small else Limits(turns=10_000),
             sampling=Sampling(max_tokens=dice.choice((None, None, None, 12, 300))),

@@ -1,25 +1,24 @@
-"""One model call on an engine that takes messages: its ids are captured from the reply, where it tells any.
+"""One model call on an engine that takes messages: its ids are captured from the reply, where it reports any.
 
-The second-best way, and marked so in every turn: the engine renders the history anew each time, so a prompt may not
+This is second best, and every turn is marked so: the engine renders the history anew each time, so a prompt may not
 extend the previous turn's ids. Invariant: nothing is spliced; such a turn stands alone and its drift is counted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from uuid import uuid4
 
 import msgspec
 
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
-from outrider.engines.pool.member import ServingEngine
+from outrider.engines.pool.pool import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
-from outrider.sessions.calls.on_token_engine import Endpoint, clamped, count_differences, recorded
-from outrider.sessions.calls.token_allowance import Allowance
+from outrider.sessions.calls.call import ModelBackend, clamped, count_differences, recorded
+from outrider.sessions.calls.token_allowance import Share
 from outrider.tokens.tree.canonical import digest, extend, message_key
 from outrider.trajectory import (
     FinishReason,
@@ -43,64 +42,72 @@ class CaptureCall:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        backend: ModelBackend,
         record: CaptureRecord,
         request: ModelRequest,
         messages: tuple[Message, ...],
         sampling: SamplingParams,
-        allowance: Allowance,
         *,
         dialect: str,
         session_key: str,
         thinking: bool | None,
     ) -> None:
         self.id = uuid4().hex
-        self._endpoint = endpoint
+        # All of it is promised: text is passed on before its tokens are counted, and then it cannot be cut any more.
+        self.promised_tokens = sampling.max_tokens
+        self.ended = False
+        self._backend = backend
         self._record = record
         self._request = request
         self._messages = messages
         self._sampling = sampling
-        self._allowance = allowance
         self._thinking = thinking
         self._dialect = dialect
         self._session_key = session_key
         self._received = time.time()
         self._first_token: float | None = None
-        self._served: ServingEngine | None = None
+        self._share: Share
+        self._generation: PoolReply[ChatChunk]
         self._last: ChatChunk | None = None
 
-    async def steps(self) -> AsyncGenerator[Opening | Delta, None]:
-        # All of it is promised: where its tokens end is not known before the text is told, which can then not be cut.
-        async with self._allowance.share(self._sampling.max_tokens) as share:
-            self._sampling = clamped(self._sampling, self._allowance)
-            generation = self._endpoint.pool.chat(
-                ChatRequest(
-                    request_id=self.id,
-                    session_key=self._session_key,
-                    messages=self._messages,
-                    tools=self._request.tools,
-                    sampling=self._sampling,
-                    thinking=self._thinking,
-                )
+    def start(self, share: Share) -> PoolReply[ChatChunk]:
+        self._share = share
+        self._sampling = clamped(self._sampling, share)
+        self._generation = self._backend.pool.chat(
+            ChatRequest(
+                request_id=self.id,
+                session_key=self._session_key,
+                messages=self._messages,
+                tools=self._request.tools,
+                sampling=self._sampling,
+                thinking=self._thinking,
             )
-            async with aclosing(generation):
-                async for chunk in generation:
-                    self._served = generation.served
-                    if self._last is None:
-                        yield Opening(id=self.id, created=int(self._received), model=self._request.model)
-                    self._last = chunk
-                    if chunk.text or chunk.reasoning:
-                        self._first_token = self._first_token or time.time()
-                        yield Delta(text=chunk.text, reasoning=chunk.reasoning)
-            if self._last is None or self._last.finish is None or self._last.reply is None:
-                raise EngineUnavailable("the engine ended a stream without finishing it")
-            share.take(_sampled(self._last))
+        )
+        return self._generation
+
+    def take(self, chunk: ChatChunk) -> list[Opening | Delta]:
+        steps: list[Opening | Delta] = []
+        if self._last is None:
+            steps.append(Opening(id=self.id, created=int(self._received), model=self._request.model))
+        self._last = chunk
+        if chunk.text or chunk.reasoning:
+            self._first_token = self._first_token or time.time()
+            steps.append(Delta(text=chunk.text, reasoning=chunk.reasoning))
+        return steps
+
+    def finish(self) -> list[Delta]:
+        last = self._last
+        if last is None or last.finish is None or last.reply is None:
+            raise EngineUnavailable("the engine ended a stream without finishing it")
+        # Where the reply has no ids, the engine's own count of its tokens is believed.
+        reported = (last.usage or {}).get("completion_tokens", 0)
+        self._share.take(len(last.output_ids) if last.output_ids is not None else reported)
+        return []
 
     def commit(self) -> Turn:
-        last, served = self._last, self._served
+        last, served = self._last, self._generation.served
         assert last is not None
         assert last.reply is not None
-        assert served is not None
         captured = last.output_ids is not None and last.prompt_ids is not None
         output = last.output_ids or [] if captured else []
         prompt = last.prompt_ids or [] if captured else []
@@ -161,11 +168,6 @@ class CaptureCall:
             prompt_tokens=usage.get("prompt_tokens", len(last.prompt_ids or [])),
             completion_tokens=usage.get("completion_tokens", len(last.output_ids or [])),
         )
-
-
-def _sampled(last: ChatChunk) -> int:
-    """A reply's tokens; where it has no ids, as many as the engine says."""
-    return len(last.output_ids) if last.output_ids is not None else (last.usage or {}).get("completion_tokens", 0)
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,67 +1,31 @@
 """One model call in flight, from joined prompt to turn, on an engine that is given ids.
 
-A call knows neither limits nor the store. Invariant: the turn it makes holds every token the engine reported,
-whether the call ended well, failed half way or was given up.
+It knows neither limits nor the store. Invariant: the turn it makes holds every token the engine reported, whether the
+call ended well, failed half way or was given up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 
-from outrider.concurrency.offload import OffloadThread
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
-from outrider.engines.pool.member import ServingEngine
-from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.pool import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
-from outrider.sessions.calls.body_limits import Intake
-from outrider.sessions.calls.token_allowance import Allowance
-from outrider.tokens.rendering.renderer import Renderer
+from outrider.sessions.calls.call import ModelBackend, clamped, count_differences, recorded
+from outrider.sessions.calls.token_allowance import Share
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
-from outrider.trajectory import (
-    FinishReason,
-    Ids,
-    Turn,
-    TurnTimings,
-    VersionSpan,
-    pack_logprobs,
-)
-
-Step = Opening | Delta | Completion
+from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, VersionSpan, pack_logprobs
 
 PROMISED_TOKENS = 2048
-"""How many tokens of its session's a call can count on, if it asks for as many. Nearly all replies are shorter, and
-programs ask for far more: were all of it kept for them, their calls would wait for one another."""
-
-
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the conversations of a node share: the policy, how it is rendered, where it is served, the room for requests
-    that arrive, and the thread for long work on them."""
-
-    renderer: Renderer
-    pool: EnginePool
-    model: str
-    context_tokens: int | None = None
-    intake: Intake = msgspec.field(default_factory=Intake)
-    offload: OffloadThread = msgspec.field(default_factory=OffloadThread)
-
-
-class Call(Protocol):
-    """`steps` yields an Opening and Deltas; then either `commit` (it ran to its end) or `abort` once."""
-
-    def steps(self) -> AsyncGenerator[Opening | Delta, None]: ...
-    def commit(self) -> Turn: ...
-    def abort(self) -> Turn | None: ...
-    def completion(self) -> Completion: ...
+"""Tokens of its session's limit that a call can count on, if it asks for as many. Nearly all replies are shorter, and
+programs ask for far more: if all of it were kept for them, their calls would wait for one another."""
 
 
 class TokenCall:
@@ -69,24 +33,24 @@ class TokenCall:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        backend: ModelBackend,
         tree: TokenTree,
         joined: Joined,
         request: ModelRequest,
         sampling: SamplingParams,
-        allowance: Allowance,
         *,
         dialect: str,
         session_key: str,
         thinking: bool | None,
     ) -> None:
         self.id = uuid4().hex
-        self._endpoint = endpoint
+        self.promised_tokens = min(sampling.max_tokens, PROMISED_TOKENS)
+        self.ended = False
+        self._backend = backend
         self._tree = tree
         self._joined = joined
         self._request = request
         self._sampling = sampling
-        self._allowance = allowance
         self._thinking = thinking
         self._dialect = dialect
         self._session_key = session_key
@@ -97,51 +61,71 @@ class TokenCall:
         self._logprobs: list[float] = []
         self._last: Chunk | None = None
         self._drift = 0
-        self._served: ServingEngine | None = None
+        self._share: Share
+        self._generation: PoolReply[Chunk]
+        self._stream: ReplyStream
         self._reply = Message(role=Role.ASSISTANT)
         self._malformed = 0
 
-    async def steps(self) -> AsyncGenerator[Opening | Delta, None]:
-        async with self._allowance.share(min(self._sampling.max_tokens, PROMISED_TOKENS)) as share:
-            self._sampling = clamped(self._sampling, self._allowance)
-            stream = ReplyStream(
-                self._endpoint.renderer,
-                prompt_tail=self._joined.prompt.tail(self._endpoint.renderer.tail_start),
-                tools=self._request.tools,
-                stop=self._sampling.stop,
-                stop_ids=self._sampling.stop_token_ids,
-                call_id=self.id[:12],
+    def start(self, share: Share) -> PoolReply[Chunk]:
+        self._share = share
+        self._sampling = clamped(self._sampling, share)
+        renderer = self._backend.renderer
+        self._stream = ReplyStream(
+            renderer,
+            prompt_tail=self._joined.prompt.tail(renderer.tail_start),
+            tools=self._request.tools,
+            stop=self._sampling.stop,
+            stop_ids=self._sampling.stop_token_ids,
+            call_id=self.id[:12],
+        )
+        self._generation = self._backend.pool.generate(
+            GenerateRequest(
+                request_id=self.id,
+                session_key=self._session_key,
+                input_ids=self._prompt,
+                sampling=self._sampling,
             )
-            generation = self._endpoint.pool.generate(
-                GenerateRequest(
-                    request_id=self.id,
-                    session_key=self._session_key,
-                    input_ids=self._prompt,
-                    sampling=self._sampling,
-                )
+        )
+        return self._generation
+
+    def take(self, chunk: Chunk) -> list[Opening | Delta]:
+        steps: list[Opening | Delta] = []
+        if self._last is None:
+            steps.append(self._opening())
+        counted = self._share.take(len(chunk.ids))
+        if counted < len(chunk.ids):  # the session's tokens are used up: the reply ends here
+            self.ended = True
+            chunk = msgspec.structs.replace(
+                chunk,
+                ids=chunk.ids[:counted],
+                logprobs=chunk.logprobs[:counted],
+                finish=FinishReason.LENGTH,
+                stop_match=None,
+                versions=(),
             )
-            async with aclosing(generation):
-                async for chunk in generation:
-                    first = self._last is None
-                    counted = share.take(len(chunk.ids))
-                    ended = counted < len(chunk.ids)
-                    if ended:
-                        chunk = _cut(chunk, counted)
-                    self._take(chunk)
-                    if first:
-                        self._served = generation.served
-                        yield self._opening()
-                    part = stream.push(chunk.ids)
-                    if chunk.ids:
-                        yield Delta(text=part.text, reasoning=part.reasoning, ids=chunk.ids, logprobs=chunk.logprobs)
-                    if ended:
-                        break
+        self._last = chunk
+        if chunk.prompt_ids is not None:
+            self._drift = count_differences(self._prompt, chunk.prompt_ids)
+        elif chunk.prompt_tokens is not None:
+            self._drift = max(self._drift, abs(chunk.prompt_tokens - len(self._prompt)))
+        if chunk.ids:
+            if self._first_token is None:
+                self._first_token = time.time()
+            self._ids += chunk.ids
+            self._logprobs += chunk.logprobs
+            part = self._stream.push(chunk.ids)
+            steps.append(Delta(text=part.text, reasoning=part.reasoning, ids=chunk.ids, logprobs=chunk.logprobs))
+        return steps
+
+    def finish(self) -> list[Delta]:
         if self._last is None or self._last.finish is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
-        reply = stream.finish()
+        reply = self._stream.finish()
         self._reply, self._malformed = reply.message, reply.malformed
         if reply.rest.text or reply.rest.reasoning:
-            yield Delta(text=reply.rest.text, reasoning=reply.rest.reasoning)
+            return [Delta(text=reply.rest.text, reasoning=reply.rest.reasoning)]
+        return []
 
     def commit(self) -> Turn:
         assert self._last is not None
@@ -149,13 +133,12 @@ class TokenCall:
         return self._turn(self._last.finish, self._reply)
 
     def abort(self) -> Turn | None:
-        """The turn of a call that was cut off; None when nothing had been sampled."""
         return self._turn(FinishReason.ABORT, None) if self._ids else None
 
     def completion(self) -> Completion:
         assert self._last is not None
         wants_ids = self._request.return_token_ids
-        token_bytes = self._endpoint.renderer.tokenizer.token_bytes
+        token_bytes = self._backend.renderer.tokenizer.token_bytes
         return Completion(
             id=self.id,
             created=int(self._received),
@@ -181,20 +164,8 @@ class TokenCall:
             prompt_ids=self._prompt if self._request.return_token_ids else None,
         )
 
-    def _take(self, chunk: Chunk) -> None:
-        if chunk.ids and self._first_token is None:
-            self._first_token = time.time()
-        self._ids += chunk.ids
-        self._logprobs += chunk.logprobs
-        self._last = chunk
-        if chunk.prompt_ids is not None:
-            self._drift = count_differences(self._prompt, chunk.prompt_ids)
-        elif chunk.prompt_tokens is not None:
-            self._drift = max(self._drift, abs(chunk.prompt_tokens - len(self._prompt)))
-
     def _turn(self, finish: FinishReason, reply: Message | None) -> Turn:
-        prompt, served = self._joined.prompt, self._served
-        assert served is not None
+        prompt, served = self._joined.prompt, self._generation.served
         node = self._tree.commit(prompt, self._ids, reply)
         versions = self._last.versions if self._last else ()
         return Turn(
@@ -228,35 +199,3 @@ class TokenCall:
             malformed_calls=self._malformed,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
-
-
-def clamped(sampling: SamplingParams, allowance: Allowance) -> SamplingParams:
-    """The sampling of a call that begins now, after it may have waited for its share."""
-    if sampling.max_tokens <= allowance.unsampled:
-        return sampling
-    return msgspec.structs.replace(sampling, max_tokens=allowance.unsampled)
-
-
-def _cut(chunk: Chunk, tokens: int) -> Chunk:
-    """The chunk up to where its session's tokens are used up, which ends the reply."""
-    return msgspec.structs.replace(
-        chunk,
-        ids=chunk.ids[:tokens],
-        logprobs=chunk.logprobs[:tokens],
-        finish=FinishReason.LENGTH,
-        stop_match=None,
-        versions=(),
-    )
-
-
-def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
-    """What a turn keeps of how it was sampled."""
-    told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
-    return told | {"thinking": thinking}
-
-
-def count_differences(sent: Ids, reported: list[int]) -> int:
-    """Positions at which two id sequences differ, the difference of their lengths included."""
-    other = np.asarray(reported, dtype=np.int32)
-    shared = min(len(sent), len(other))
-    return int(np.count_nonzero(sent[:shared] != other[:shared])) + abs(len(sent) - len(other))

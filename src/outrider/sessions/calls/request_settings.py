@@ -1,10 +1,13 @@
-"""What a client asks for besides its messages, held against what the session's engine can do.
+"""The settings of one model call: what the task and the client ask for besides messages, and what an engine can do.
 
-Pure. It knows no dialect and no engine but by what they say of themselves. Invariant: nothing that is asked for is left
-out without a name for it, which the turn keeps.
+Pure. It knows no dialect, and of engines only what they say of themselves. Invariant: nothing that a client asks for is
+left out without its name being kept with the turn.
 """
 
 from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TypeVar
 
 import msgspec
 
@@ -12,7 +15,61 @@ from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.member import ServingEngine
 from outrider.errors import RequestError
+from outrider.spec import Sampling
 from outrider.trajectory import TokenMode
+
+T = TypeVar("T")
+
+MAX_SEED = (1 << 31) - 1
+"""Every engine takes 31 bits: llama.cpp's seeds have 32, those of vLLM 64 with a sign."""
+
+UNNAMED_TOKENS = 32_768
+"""Tokens a call may sample that names no number, of a model whose context length is not known."""
+
+
+def sampling_for(
+    task: Sampling,
+    client: AskedSampling,
+    *,
+    room: int,
+    context: int | None,
+    seed: int | None,
+    stop_ids: tuple[int, ...],
+) -> SamplingParams:
+    """For each setting the task's choice, else the client's, else the neutral value; settings that a task does not have
+    are the client's. `room` is how many tokens are left, in the session and in the `context`; `stop_ids` end every
+    reply."""
+    unnamed = room if context is not None else UNNAMED_TOKENS
+    return SamplingParams(
+        max_tokens=max(1, min(first_of(task.max_tokens, client.max_tokens, unnamed), room)),
+        temperature=first_of(task.temperature, client.temperature, 1.0),
+        top_p=first_of(task.top_p, client.top_p, 1.0),
+        top_k=first_of(task.top_k, client.top_k, -1),
+        min_p=first_of(task.min_p, client.min_p, 0.0),
+        seed=seed,
+        stop=client.stop,
+        stop_token_ids=tuple(dict.fromkeys((*stop_ids, *client.stop_token_ids))),
+        min_tokens=client.min_tokens or 0,
+        repetition_penalty=first_of(task.repetition_penalty, client.repetition_penalty, 1.0),
+        presence_penalty=first_of(task.presence_penalty, client.presence_penalty, 0.0),
+        frequency_penalty=first_of(task.frequency_penalty, client.frequency_penalty, 0.0),
+        logit_bias=client.logit_bias,
+        constraint=client.constraint,
+    )
+
+
+def first_of(task: T | None, asked: T | None, otherwise: T) -> T:
+    """The task's choice, else the client's, else the default."""
+    if task is not None:
+        return task
+    return otherwise if asked is None else asked
+
+
+def derived_seed(seed: int, *numbers: int) -> int:
+    """A seed from 0 to 2^31 - 1, different for different numbers and the same on any machine and in any version. With
+    one seed for all calls the samples of a group would be copies of each other."""
+    text = "/".join(map(str, (seed, *numbers)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
 
 
 def rests_on_the_client(asked: AskedSampling) -> bool:

@@ -1,15 +1,14 @@
 """The tokens that a session may still sample, shared by its calls, which may run side by side.
 
-A call is promised some of them before it begins, so that it ends as it would alone; while too few are free and others
-run, it waits for what they leave. It knows no call and no engine. Invariant: what is sampled, what is promised and what
-is free are the limit together.
+A call is promised some tokens before it begins, so that it ends as it would alone; while too few are free and others
+run, it waits for what they leave. It knows no call and no engine. Invariant: the tokens sampled, promised and free add
+up to the limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from typing import Self
 
 from outrider.errors import RequestError
 from outrider.lifecycle import StopReason
@@ -42,29 +41,17 @@ class Allowance:
         """How many tokens nobody has sampled yet, promised or not."""
         return self._limit - self.sampled
 
-    @asynccontextmanager
-    async def share(self, promised: int) -> AsyncIterator[Share]:
-        """The share of one call while it runs: so many tokens at the least, or all there are when nothing else runs.
-        Calls that wait get theirs in the order they came. Raises LimitReached when all are sampled."""
+    async def share(self, promised: int) -> Share:
+        """The share of one call, to be used in a `with` block: at least so many tokens, or all there are when nothing
+        else runs. Calls get theirs in the order they came. Raises LimitReached when all are sampled."""
         async with self._queue:
             while self._free < promised and self._running:
                 self._returned.clear()
                 await self._returned.wait()
             if not self._free:
                 raise LimitReached(StopReason.MAX_TOKENS)
-            share = Share(self, self._take_free(promised))
             self._running += 1
-        try:
-            yield share
-        finally:
-            self._running -= 1
-            self._free += share.promised
-            self._returned.set()
-
-    def _take_free(self, tokens: int) -> int:
-        taken = min(tokens, self._free)
-        self._free -= taken
-        return taken
+            return Share(self, self._take_free(promised))
 
     def draw(self, share: Share, tokens: int) -> int:
         """For a share: how many of these tokens it may have."""
@@ -74,6 +61,17 @@ class Allowance:
         self.sampled += taken
         return taken
 
+    def give_back(self, share: Share) -> None:
+        """For a share whose call has ended."""
+        self._running -= 1
+        self._free += share.promised
+        self._returned.set()
+
+    def _take_free(self, tokens: int) -> int:
+        taken = min(tokens, self._free)
+        self._free -= taken
+        return taken
+
 
 class Share:
     """`promised` is what is left of the promise."""
@@ -81,6 +79,17 @@ class Share:
     def __init__(self, allowance: Allowance, promised: int) -> None:
         self.promised = promised
         self._allowance = allowance
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._allowance.give_back(self)
+
+    @property
+    def unsampled(self) -> int:
+        """How many of the session's tokens nobody has sampled yet, promised or not."""
+        return self._allowance.unsampled
 
     def take(self, tokens: int) -> int:
         """So many more tokens were sampled: how many of them count. Beyond the promise it is what is free now."""
