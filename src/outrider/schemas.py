@@ -25,7 +25,7 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
     waited_seconds: float
 
 
-class RoomStats(msgspec.Struct, frozen=True, kw_only=True):
+class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a node has for its sandboxes, and what of it is set aside for those that ask: processors' worth of time and
     MiB of memory. `waiting` sessions ask for more than is left; `waited_seconds` and `served` are totals."""
 
@@ -65,7 +65,7 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     sessions: int
     capacity: int
     lanes: tuple[LaneStats, ...]
-    room: RoomStats
+    resources: ResourceStats
     warm: WarmStats = WarmStats()
     stalls: StallStats = StallStats()
 

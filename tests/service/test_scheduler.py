@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from outrider.concurrency.backoff import Backoff
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import GroupState, StopReason
-from outrider.schemas import NodeStats, RoomStats
+from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import Attempt
 from outrider.store.rows import SessionRow
@@ -24,7 +24,7 @@ from .world import put
 FAILURE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
 
 
-ROOM = RoomStats(cpus=2.0, memory_mb=1024)
+RESOURCES = ResourceStats(cpus=2.0, memory_mb=1024)
 AT_ONCE = Backoff(first=0.0, longest=0.0)
 
 
@@ -57,14 +57,14 @@ class Moments(Store):
 class FakeNode:
     """Ends every session at once, as `ending` says."""
 
-    def __init__(self, name: str = "fake", room: RoomStats = ROOM) -> None:
+    def __init__(self, name: str = "fake", resources: ResourceStats = RESOURCES) -> None:
         self.name = name
-        self.room = room
+        self.resources = resources
         self.ran: list[tuple[str, int]] = []
         self.error: ErrorRecord | None = None
 
     def stats(self) -> NodeStats:
-        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), room=self.room)
+        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), resources=self.resources)
 
     async def run(self, attempt: Attempt) -> SessionResult:
         self.ran.append((attempt.session.id, attempt.session.attempt))
@@ -159,9 +159,9 @@ async def test_a_failure_worth_it_is_tried_again_until_the_task_has_had_enough()
 
 async def test_a_session_goes_where_there_is_room_for_what_it_needs() -> None:
     nodes = [
-        FakeNode("small", RoomStats(cpus=2.0, memory_mb=1024)),
-        FakeNode("full", RoomStats(cpus=8.0, cpus_set_aside=8.0, memory_mb=1024)),
-        FakeNode("large", RoomStats(cpus=4.0, memory_mb=1024)),
+        FakeNode("small", ResourceStats(cpus=2.0, memory_mb=1024)),
+        FakeNode("full", ResourceStats(cpus=8.0, cpus_set_aside=8.0, memory_mb=1024)),
+        FakeNode("large", ResourceStats(cpus=4.0, memory_mb=1024)),
     ]
     done = asyncio.Event()
     async with asyncio.timeout(10), Moments() as store, asyncio.TaskGroup() as tasks:

@@ -14,14 +14,14 @@ from outrider.concurrency.offload import OffloadThread
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
-from outrider.schemas import NodeStats, RoomStats
+from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import Scheduler
 from outrider.service.views import ViewReader
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.node import LocalNode
-from outrider.sessions.resources import Amount, Room
+from outrider.sessions.resources import NodeResources, ResourceAmount
 from outrider.sessions.slots import Lanes
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.sqlite import SqliteDatabase
@@ -36,7 +36,7 @@ from .test_delivery import finished_group, receiving
 from .world import RENDERER, SAY, engine_of, group, put
 
 GONE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="gone", retryable=True)
-ROOM = RoomStats(cpus=2.0, memory_mb=1024)
+RESOURCES = ResourceStats(cpus=2.0, memory_mb=1024)
 METHODS = (
     "recover",
     "queued",
@@ -76,7 +76,7 @@ class OnceMore:
     name = "node"
 
     def stats(self) -> NodeStats:
-        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), room=ROOM)
+        return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), resources=RESOURCES)
 
     async def run(self, attempt: Attempt) -> SessionResult:
         first = attempt.session.attempt == 1
@@ -115,10 +115,16 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
         async with FailingStore(turns=1000) as store, EnginePool() as pool:
             await pool.add_engine(engine_of(tokenizer, [SAY]))
             endpoint = ModelBackend(renderer=renderer, pool=pool, model="policy")
-            lanes = Lanes(init=1, run=1, evaluate=1, room=Room(Amount(cpus=2.0, memory_mb=1024)))
+            lanes = Lanes(init=1, run=1, evaluate=1)
             kept = ArtifactStore(tmp_path)
             async with LocalNode(
-                "node", backend=endpoint, store=store, artifacts=kept, lanes=lanes, files=tmp_path
+                "node",
+                backend=endpoint,
+                store=store,
+                artifacts=kept,
+                lanes=lanes,
+                resources=NodeResources(ResourceAmount(cpus=2.0, memory_mb=1024)),
+                files=tmp_path,
             ) as node:
                 await put(store, "g", "s")
                 await store.start_attempt("s", node="node", lease_until=1e12)

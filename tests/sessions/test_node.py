@@ -12,7 +12,7 @@ import pytest
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.node_host import PREFIX
 from outrider.sessions.node import LocalNode
-from outrider.sessions.resources import Amount, Room
+from outrider.sessions.resources import NodeResources, ResourceAmount
 from outrider.sessions.slots import Lanes
 from support.node_folders import dead_folder, temporary
 from support.threads import cancelled_late
@@ -21,9 +21,17 @@ __all__ = ["temporary"]
 
 
 def a_node(files: Path) -> LocalNode:
-    lanes = Lanes(init=1, run=1, evaluate=1, room=Room(Amount(cpus=1.0, memory_mb=64)))
+    lanes = Lanes(init=1, run=1, evaluate=1)
     nothing = cast(Any, None)
-    return LocalNode("node", backend=nothing, store=nothing, artifacts=nothing, lanes=lanes, files=files)
+    return LocalNode(
+        "node",
+        backend=nothing,
+        store=nothing,
+        artifacts=nothing,
+        lanes=lanes,
+        resources=NodeResources(ResourceAmount(cpus=1.0, memory_mb=64)),
+        files=files,
+    )
 
 
 def traces() -> tuple[set[str], int]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from outrider.cli.terminal import printable
 from outrider.lifecycle import StopReason
-from outrider.schemas import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, RoomStats, SessionView
+from outrider.schemas import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, ResourceStats, SessionView
 from outrider.trajectory import StageSeconds
 
 MAX_ERROR = 72
@@ -76,9 +76,9 @@ def node_table(node: NodeStats) -> RenderableType:
     """One row for each lane of a node and one for the resources that tasks have reserved; where there were any, one for
     warm sandboxes and one for stalls of the event loop. `waited` is the mean over everything served so far."""
     rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
-    room = node.room
-    memory = f"{room.memory_mb_set_aside:,}/{room.memory_mb:,} MiB"
-    rows.append(("set aside", f"{room.cpus_set_aside:g}/{room.cpus:g} cpus, {memory}", *_passage(room)))
+    resources = node.resources
+    memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
+    rows.append(("set aside", f"{resources.cpus_set_aside:g}/{resources.cpus:g} cpus, {memory}", *_passage(resources)))
     warm = node.warm
     if warm.ready or warm.taken or warm.misses:
         rows.append(("made ahead", f"{warm.ready} ready", "-", str(warm.taken), f"{warm.misses} missed"))
@@ -88,7 +88,7 @@ def node_table(node: NodeStats) -> RenderableType:
     return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=f"node {node.name}")
 
 
-def _passage(stats: LaneStats | RoomStats) -> tuple[str, str, str]:
+def _passage(stats: LaneStats | ResourceStats) -> tuple[str, str, str]:
     """Number waiting, number served, and the mean wait of those served."""
     mean = stats.waited_seconds / stats.served if stats.served else 0.0
     return str(stats.waiting), str(stats.served), f"{mean:.2f} s"

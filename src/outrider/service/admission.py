@@ -26,7 +26,7 @@ from outrider.harnesses.venv import read_venv, stray_links
 from outrider.plugins import resolve
 from outrider.runtimes.base import Runtime
 from outrider.schemas import NodeStats
-from outrider.sessions.resources import asked, whole_of
+from outrider.sessions.resources import required, total_of
 from outrider.spec import MAX_INLINE_FILE, EngineSpec, GroupSpec, Resources, RuntimeSpec, Spec, TaskSpec, Upload
 
 S = TypeVar("S", bound=Spec)
@@ -119,14 +119,14 @@ def _step_kind_tried(location: Location) -> Location:
     return location[:end]
 
 
-def check_room(resources: Resources, nodes: Sequence[NodeStats]) -> None:
+def check_resources(resources: Resources, nodes: Sequence[NodeStats]) -> None:
     """Raises InvalidField if the resources do not fit on any node, even an empty one."""
-    needs = asked(resources)
-    if any(needs.within(whole_of(node.room)) for node in nodes):
+    needs = required(resources)
+    if any(needs.within(total_of(node.resources)) for node in nodes):
         return
-    most_cpus = max(node.room.cpus for node in nodes)
+    most_cpus = max(node.resources.cpus for node in nodes)
     name, wanted = ("cpus", needs.cpus) if needs.cpus > most_cpus else ("memory_mb", needs.memory_mb)
-    have = " or ".join(f"{node.room.cpus:g} cpus and {node.room.memory_mb} MiB of memory" for node in nodes)
+    have = " or ".join(f"{node.resources.cpus:g} cpus and {node.resources.memory_mb} MiB of memory" for node in nodes)
     raise InvalidField(
         f"{wanted:g} is more than a node has: {have}",
         field=f"task.runtime.resources.{name}",

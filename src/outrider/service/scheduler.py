@@ -23,7 +23,7 @@ from outrider.lifecycle import StopReason
 from outrider.schemas import NodeStats
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, session_result
-from outrider.sessions.resources import asked, left_of, whole_of
+from outrider.sessions.resources import free_of, required, total_of
 from outrider.spec import GroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
@@ -146,11 +146,11 @@ class Scheduler:
     def _node_for(self, task: TaskSpec) -> Node:
         """The node with the most free slots among those with the resources that the task asks for. Nodes where the
         resources are free now come before those that have them only when empty."""
-        needs = asked(task.runtime.resources)
+        needs = required(task.runtime.resources)
 
         def fit(node: Node) -> tuple[bool, bool, bool, int]:
-            slots, room = self._slots(node), node.stats().room
-            return slots > 0, needs.within(whole_of(room)), needs.within(left_of(room)), slots
+            slots, resources = self._slots(node), node.stats().resources
+            return slots > 0, needs.within(total_of(resources)), needs.within(free_of(resources)), slots
 
         return max(self._nodes, key=fit)
 

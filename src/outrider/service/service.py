@@ -26,16 +26,15 @@ from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
 from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.schemas import EventView, GroupView, ServiceStatus
-from outrider.service.admission import check_group, check_room, parse_group
+from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokenizer_check import TokenizerCheck
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.calls.body_limits import LARGE, Capacity
 from outrider.sessions.calls.call import ModelBackend
-from outrider.sessions.machine_capacity import machine
 from outrider.sessions.node import LocalNode
-from outrider.sessions.resources import Amount, Room
+from outrider.sessions.resources import NodeResources, ResourceAmount, machine_capacity
 from outrider.sessions.slots import Lanes
 from outrider.spec import GroupSpec
 from outrider.store.artifacts import ArtifactStore
@@ -85,8 +84,8 @@ class Service:
                 init=config.lanes.init,
                 run=config.lanes.run,
                 evaluate=config.lanes.eval,
-                room=Room(_sandbox_resources(config.sandboxes)),
             ),
+            resources=NodeResources(_sandbox_resources(config.sandboxes)),
             files=config.files,
             warm=WarmLimits(each=config.sandboxes.warm, memory_mb=config.sandboxes.warm_memory_mb),
         )
@@ -146,7 +145,7 @@ class Service:
     async def submit(self, spec: GroupSpec) -> GroupView:
         """Check and store a group, and wake the scheduler. Raises the errors of admission, and Conflict for a known
         idempotency key with another body."""
-        check_room(spec.task.runtime.resources, self._scheduler.stats())
+        check_resources(spec.task.runtime.resources, self._scheduler.stats())
         await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
         group_id = f"g-{self._ids.next()}"
         row = GroupRow(
@@ -235,10 +234,10 @@ class Service:
         self._deliverer.wake()
 
 
-def _sandbox_resources(config: SandboxesConfig) -> Amount:
+def _sandbox_resources(config: SandboxesConfig) -> ResourceAmount:
     """What this node has for its sandboxes: as configured, else what the machine has."""
-    found = machine()
-    return Amount(
+    found = machine_capacity()
+    return ResourceAmount(
         cpus=found.cpus if config.cpus is None else config.cpus,
         memory_mb=found.memory_mb if config.memory_mb is None else config.memory_mb,
     )

@@ -31,9 +31,8 @@ from outrider.sandboxes.node_folder import remove_tree
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.clock import Stopwatch
-from outrider.sessions.resources import asked
-from outrider.sessions.shares import Slot
-from outrider.sessions.slots import Lane, Lanes
+from outrider.sessions.resources import NodeResources, required
+from outrider.sessions.slots import Lane, Lanes, Slot
 from outrider.trajectory import Verdict
 
 log = logging.getLogger("outrider.session")
@@ -66,6 +65,7 @@ class Grading:
         *,
         sandboxes: Sandboxes,
         lanes: Lanes,
+        resources: NodeResources,
         mounts: tuple[Path, ...],
         stopwatch: Stopwatch,
     ) -> None:
@@ -74,6 +74,7 @@ class Grading:
         self._evaluator = evaluator
         self._sandboxes = sandboxes
         self._lanes = lanes
+        self._resources = resources
         self._mounts = mounts
         self._stopwatch = stopwatch
         self._carry = attempt.task.evaluator.carry
@@ -104,7 +105,7 @@ class Grading:
     def start_ahead(self) -> None:
         """Start a new sandbox now, if it needs nothing of the agent's to start and the resources for both are free."""
         if isinstance(self._carry, list):
-            self._second_share = self._lanes.room.take_now(asked(self._task.runtime.resources))
+            self._second_share = self._resources.try_take(required(self._task.runtime.resources))
             if self._second_share is not None:
                 self._ahead = self._start()
 

@@ -28,6 +28,7 @@ from outrider.sessions.artifacts import Collector
 from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
+from outrider.sessions.resources import NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
 from outrider.sessions.slots import Lanes
 from outrider.store.artifacts import ArtifactStore
@@ -48,6 +49,7 @@ class LocalNode:
         store: Store,
         artifacts: ArtifactStore,
         lanes: Lanes,
+        resources: NodeResources,
         files: Path,
         warm: WarmLimits | None = None,
     ) -> None:
@@ -56,6 +58,7 @@ class LocalNode:
         self._store = store
         self._collector = Collector(artifacts)
         self._lanes = lanes
+        self._resources = resources
         self._files = files
         self._warm_limits = warm or WarmLimits()
         self._watchdog = Watchdog()
@@ -84,6 +87,7 @@ class LocalNode:
                 store=self._store,
                 artifacts=self._collector,
                 lanes=self._lanes,
+                resources=self._resources,
                 sandboxes=self._sandboxes,
                 warm=self._warm,
                 watchdog=self._watchdog,
@@ -115,7 +119,7 @@ class LocalNode:
             sessions=len(self._conversations),
             capacity=self._lanes.capacity,
             lanes=self._lanes.stats(),
-            room=self._lanes.room.stats(),
+            resources=self._resources.stats(),
             warm=self._warm.stats(),
             stalls=self._watchdog.stalls,
         )

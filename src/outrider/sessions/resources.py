@@ -1,82 +1,142 @@
-"""The processors and the memory of a node, of which parts are set aside for the sandboxes that ask for them.
+"""The processors and the memory of a node: how much there is, and what is set aside for sandboxes that ask for some.
 
-Nothing is measured or enforced here: a runtime bounds its sandbox, and this keeps the bounds' sum within what there
-is. Invariant: what is set aside is never more than the whole.
+Use is neither measured nor limited here: each runtime limits its sandbox, and this keeps the sum of the limits within
+what there is. Invariant: no more is set aside than there is.
 """
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
 import msgspec
 
 from outrider.errors import RuntimeUnavailable
-from outrider.schemas import RoomStats
-from outrider.sessions.shares import Part, Slot, Stock
-from outrider.spec import Resources
+from outrider.runtimes.kernel.cgroups import UNIFIED, by_controller
+from outrider.schemas import ResourceStats
+from outrider.sessions.slots import PrioritySemaphore, Quantities, Slot
+from outrider.spec import MEBIBYTE, Resources
 
 MILLI = 1000
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
-class Amount(msgspec.Struct, frozen=True, kw_only=True):
+class ResourceAmount(msgspec.Struct, frozen=True, kw_only=True):
     """Processors' worth of time, and MiB of memory."""
 
     cpus: float = 0.0
     memory_mb: int = 0
 
-    def within(self, other: Amount) -> bool:
-        return all(mine <= theirs for mine, theirs in zip(_part(self), _part(other), strict=True))
+    @property
+    def quantities(self) -> Quantities:
+        """In millicpus and MiB."""
+        return round(self.cpus * MILLI), self.memory_mb
+
+    def within(self, other: ResourceAmount) -> bool:
+        return all(mine <= theirs for mine, theirs in zip(self.quantities, other.quantities, strict=True))
 
 
-def asked(resources: Resources) -> Amount:
-    """What a task's resources set aside; what it does not bound is not counted."""
-    return Amount(cpus=resources.cpus or 0.0, memory_mb=resources.memory_mb or 0)
+def required(resources: Resources) -> ResourceAmount:
+    """What is set aside for a task's sandbox: its limits. A resource that the task does not limit counts as 0."""
+    return ResourceAmount(cpus=resources.cpus or 0.0, memory_mb=resources.memory_mb or 0)
 
 
-class Room:
-    """`await room.take(amount, priority)` waits for its turn, as in a `Stock`."""
+class NodeResources:
+    """`await resources.take(amount, priority)` waits for its turn, in the order of `PrioritySemaphore`."""
 
-    def __init__(self, whole: Amount) -> None:
-        self.whole = whole
-        self._stock = Stock(*_part(whole))
+    def __init__(self, total: ResourceAmount) -> None:
+        self.total = total
+        self._taken = PrioritySemaphore(*total.quantities)
 
-    async def take(self, amount: Amount, priority: int = 0) -> Slot:
-        """What asks for nothing waits for nobody. Raises RuntimeUnavailable for more than the whole."""
-        part = _part(amount)
-        if not any(part):
-            return Slot(self._stock, part)
-        if not amount.within(self.whole):
+    async def take(self, amount: ResourceAmount, priority: int = 0) -> Slot:
+        """Set an amount aside; an empty one never waits. Raises RuntimeUnavailable for more than the total."""
+        quantities = amount.quantities
+        if not any(quantities):
+            return Slot(self._taken, quantities)
+        if not amount.within(self.total):
             raise RuntimeUnavailable(
                 f"the sandbox needs {amount.cpus:g} cpus and {amount.memory_mb} MiB of memory; "
-                f"the node has {self.whole.cpus:g} and {self.whole.memory_mb}",
+                f"the node has {self.total.cpus:g} and {self.total.memory_mb}",
                 hint="submit the task again with less, or serve it with more: sandboxes.cpus, sandboxes.memory_mb",
             )
-        return await self._stock.take(part, priority)
+        return await self._taken.take(quantities, priority)
 
-    def take_now(self, amount: Amount) -> Slot | None:
-        """For what one can do without: None when there is not enough left, or others wait."""
-        part = _part(amount)
-        return self._stock.take_now(part) if any(part) else Slot(self._stock, part)
+    def try_take(self, amount: ResourceAmount) -> Slot | None:
+        """None if not enough is free, or if others wait: for a use that can be done without."""
+        quantities = amount.quantities
+        return self._taken.try_take(quantities) if any(quantities) else Slot(self._taken, quantities)
 
-    def stats(self) -> RoomStats:
-        millicpus, memory_mb = self._stock.out
-        return RoomStats(
-            cpus=self.whole.cpus,
+    def stats(self) -> ResourceStats:
+        millicpus, memory_mb = self._taken.taken
+        return ResourceStats(
+            cpus=self.total.cpus,
             cpus_set_aside=millicpus / MILLI,
-            memory_mb=self.whole.memory_mb,
+            memory_mb=self.total.memory_mb,
             memory_mb_set_aside=memory_mb,
-            waiting=self._stock.waiting,
-            served=self._stock.served,
-            waited_seconds=self._stock.waited,
+            waiting=self._taken.waiting,
+            served=self._taken.served,
+            waited_seconds=self._taken.waited_seconds,
         )
 
 
-def whole_of(stats: RoomStats) -> Amount:
-    return Amount(cpus=stats.cpus, memory_mb=stats.memory_mb)
+def total_of(stats: ResourceStats) -> ResourceAmount:
+    return ResourceAmount(cpus=stats.cpus, memory_mb=stats.memory_mb)
 
 
-def left_of(stats: RoomStats) -> Amount:
-    return Amount(cpus=stats.cpus - stats.cpus_set_aside, memory_mb=stats.memory_mb - stats.memory_mb_set_aside)
+def free_of(stats: ResourceStats) -> ResourceAmount:
+    return ResourceAmount(cpus=stats.cpus - stats.cpus_set_aside, memory_mb=stats.memory_mb - stats.memory_mb_set_aside)
 
 
-def _part(amount: Amount) -> Part:
-    """In whole numbers, whose sums are exact."""
-    return round(amount.cpus * MILLI), amount.memory_mb
+def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceAmount:
+    """What this process may use: the machine's, or less where a control group (v1 or v2) limits it. A limit that cannot
+    be read counts as none."""
+    try:
+        processors = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        processors = os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    groups = by_controller(_text(proc / "self" / "cgroup"))
+    cpu_limits, memory_limits = [float(processors)], [float(memory)]
+    for folder in _group_folders(cgroups, groups.get(UNIFIED)):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        cpu_limits.append(_processors(quota, period))
+        memory_limits.append(_limit(_text(folder / "memory.max")))
+    for folder in _group_folders(cgroups / "cpu", groups.get("cpu")):
+        cpu_limits.append(_processors(_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")))
+    for folder in _group_folders(cgroups / "memory", groups.get("memory")):
+        memory_limits.append(_limit(_text(folder / "memory.limit_in_bytes")))
+    return ResourceAmount(cpus=min(cpu_limits), memory_mb=int(min(memory_limits) // MEBIBYTE))
+
+
+def _group_folders(mount: Path, group: str | None) -> Iterator[Path]:
+    """The folders of a group and of all groups above it, each of which limits it.
+
+    In a container /proc may name the group by its path on the host, which is not below the container's mount: the
+    process's own group is then the mount itself.
+    """
+    if group is None:
+        return
+    below = PurePosixPath(group.lstrip("/"))
+    yield from (mount / folder for folder in (below, *below.parents) if ".." not in folder.parts)
+
+
+def _processors(quota: str, period: str) -> float:
+    """Processors' worth of time: microseconds of processor time in each period of so many microseconds."""
+    limit = _limit(quota)
+    return limit / _limit(period) if math.isfinite(limit) else math.inf
+
+
+def _limit(text: str) -> float:
+    """A positive number; `max` (v2), -1 (v1) and nothing stand for no limit."""
+    text = text.strip()
+    return float(text) if text.isdigit() and int(text) > 0 else math.inf
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

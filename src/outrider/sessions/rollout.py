@@ -34,7 +34,7 @@ from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.grading import Grading, blamed
 from outrider.sessions.model_client import ConversationClient
-from outrider.sessions.resources import asked
+from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.slots import Lanes
 from outrider.sessions.transcript import transcript
 from outrider.store.store import Store
@@ -56,6 +56,7 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     store: Store
     artifacts: Collector
     lanes: Lanes
+    resources: NodeResources
     sandboxes: Sandboxes
     warm: Warm
     watchdog: Watchdog
@@ -123,11 +124,13 @@ class Rollout:
             make_evaluator(self._task.evaluator),
             sandboxes=self._node.sandboxes,
             lanes=lanes,
+            resources=self._node.resources,
             mounts=mounts,
             stopwatch=self._stopwatch,
         )
         async with AsyncExitStack() as held:
-            await held.enter_async_context(await lanes.room.take(asked(self._task.runtime.resources), priority))
+            needs = required(self._task.runtime.resources)
+            await held.enter_async_context(await self._node.resources.take(needs, priority))
             init = await held.enter_async_context(await lanes.init.take(priority))
             self._stopwatch.lap("queued")
             try:

@@ -1,53 +1,159 @@
-"""A lane: a counted stage of the session coroutine, with a bound, a priority order and statistics.
+"""Slots: shares of something bounded, which sessions take, hold and release; and the lanes, which count them.
 
-It knows nothing of what happens in it. Invariant: at most `size` slots are out, and a slot given back goes to
-the waiter with the highest priority, first come first served among equals.
+This module knows nothing of what happens in a slot. Whoever waits is served by priority, first come first served among
+equals, and nobody overtakes the first in line: small requests that would fit cannot starve a large one. Invariant: no
+more is taken than there is.
 """
 
 from __future__ import annotations
 
+import asyncio
+import heapq
+import time
+from itertools import count
+from operator import add, sub
+from types import TracebackType
+from typing import Self
+
 from outrider.schemas import LaneStats
-from outrider.sessions.resources import Room
-from outrider.sessions.shares import Slot, Stock
+
+Quantities = tuple[int, ...]
+"""So much of each kind. Whole numbers, because their sums are exact."""
+
+
+class Slot:
+    """What was taken from a semaphore. `release` is idempotent; leaving the `async with` block releases."""
+
+    def __init__(self, semaphore: PrioritySemaphore, quantities: Quantities) -> None:
+        self._semaphore: PrioritySemaphore | None = semaphore
+        self._quantities = quantities
+
+    def release(self) -> None:
+        semaphore, self._semaphore = self._semaphore, None
+        if semaphore is not None:
+            semaphore._give_back(self._quantities)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class PrioritySemaphore:
+    """Counts one or several kinds of things, such as millicpus and MiB; all that a slot needs is taken at once.
+
+    More than `capacity` of any kind is never given. `served` and `waited_seconds` are totals over all slots taken.
+    """
+
+    def __init__(self, *capacity: int) -> None:
+        self.capacity: Quantities = capacity
+        self.taken: Quantities = (0,) * len(capacity)
+        self.served = 0
+        self.waited_seconds = 0.0
+        self._waiters: list[tuple[int, int, asyncio.Future[None], Quantities]] = []
+        """A heap: the highest priority first, then the oldest."""
+        self._order = count()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiters)
+
+    async def take(self, quantities: Quantities, priority: int = 0) -> Slot:
+        """Wait for the turn. A cancelled wait takes nothing."""
+        started = time.monotonic()
+        if not self._waiters and self._fits(quantities):
+            self.taken = tuple(map(add, self.taken, quantities))
+        else:
+            await self._wait(quantities, priority)
+        self.served += 1
+        self.waited_seconds += time.monotonic() - started
+        return Slot(self, quantities)
+
+    def try_take(self, quantities: Quantities) -> Slot | None:
+        """None if it would have to wait."""
+        if self._waiters or not self._fits(quantities):
+            return None
+        self.taken = tuple(map(add, self.taken, quantities))
+        self.served += 1
+        return Slot(self, quantities)
+
+    async def _wait(self, quantities: Quantities, priority: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (-priority, next(self._order), turn, quantities)
+        heapq.heappush(self._waiters, entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._give_back(quantities)  # the cancellation came after `_serve` had given it to this waiter
+                raise
+            if entry in self._waiters:
+                self._waiters.remove(entry)
+                heapq.heapify(self._waiters)
+            self._serve()  # the next in line may fit where this one did not
+            raise
+
+    def _fits(self, quantities: Quantities) -> bool:
+        return all(
+            taken + more <= most for taken, more, most in zip(self.taken, quantities, self.capacity, strict=True)
+        )
+
+    def _give_back(self, quantities: Quantities) -> None:
+        self.taken = tuple(map(sub, self.taken, quantities))
+        self._serve()
+
+    def _serve(self) -> None:
+        """Serve the first in line for as long as they fit."""
+        while self._waiters:
+            _, _, turn, quantities = self._waiters[0]
+            if not turn.done():  # done: cancelled, and its task has not run since to leave the line
+                if not self._fits(quantities):
+                    return
+                self.taken = tuple(map(add, self.taken, quantities))
+                turn.set_result(None)
+            heapq.heappop(self._waiters)
 
 
 class Lane:
-    """`await lane.take(priority)` waits for a slot; a cancelled wait leaves no trace."""
+    """A stage of the session coroutine with `size` slots, as settings and statistics name it."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
         self.size = size
-        self._stock = Stock(size)
+        self._slots = PrioritySemaphore(size)
 
     async def take(self, priority: int = 0) -> Slot:
-        return await self._stock.take((1,), priority)
+        """Wait for a slot. A cancelled wait takes none."""
+        return await self._slots.take((1,), priority)
 
     def stats(self) -> LaneStats:
-        (in_use,) = self._stock.out
+        (in_use,) = self._slots.taken
         return LaneStats(
             name=self.name,
             size=self.size,
             in_use=in_use,
-            waiting=self._stock.waiting,
-            served=self._stock.served,
-            waited_seconds=self._stock.waited,
+            waiting=self._slots.waiting,
+            served=self._slots.served,
+            waited_seconds=self._slots.waited_seconds,
         )
 
 
 class Lanes:
-    """The lanes of a node, and the room that it has for what its sandboxes need. `grading` bounds how many sandboxes
-    for grading start at once, besides those of `init` for agents."""
+    """The lanes of a node. `grading` bounds how many sandboxes for grading start at once; those for agents start in
+    `init`."""
 
-    def __init__(self, *, init: int, run: int, evaluate: int, room: Room) -> None:
+    def __init__(self, *, init: int, run: int, evaluate: int) -> None:
         self.init = Lane("init", init)
         self.run = Lane("run", run)
         self.eval = Lane("eval", evaluate)
         self.grading = Lane("grading", max(1, init // 2))
-        self.room = room
 
     @property
     def capacity(self) -> int:
-        """Sessions that can be somewhere in the lanes at once without queueing behind one another."""
+        """How many sessions can be in the lanes at once."""
         return self.init.size + self.run.size + self.eval.size
 
     def stats(self) -> tuple[LaneStats, ...]:

@@ -1,0 +1,242 @@
+"""Resources are never given out twice, nobody is overtaken by who asks for less, and how much a machine has."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import RuntimeUnavailable
+from outrider.sessions.resources import NodeResources, ResourceAmount, free_of, machine_capacity, required
+from outrider.spec import MEBIBYTE, Resources
+
+
+def some_resources(cpus: float = 4.0, memory_mb: int = 1000) -> NodeResources:
+    return NodeResources(ResourceAmount(cpus=cpus, memory_mb=memory_mb))
+
+
+def cpus(number: float) -> ResourceAmount:
+    return ResourceAmount(cpus=number)
+
+
+class Line:
+    """Takers that note when they are served and leave when they are told."""
+
+    def __init__(self, resources: NodeResources, group: asyncio.TaskGroup) -> None:
+        self.resources = resources
+        self.served: list[str] = []
+        self._group = group
+        self._leave: dict[str, asyncio.Event] = {}
+
+    async def comes(self, name: str, amount: ResourceAmount, priority: int = 0) -> asyncio.Task[None]:
+        self._leave[name] = asyncio.Event()
+        task = self._group.create_task(self._take(name, amount, priority))
+        await settled()
+        return task
+
+    async def leaves(self, name: str) -> None:
+        self._leave[name].set()
+        await settled()
+
+    async def _take(self, name: str, amount: ResourceAmount, priority: int) -> None:
+        async with await self.resources.take(amount, priority):
+            self.served.append(name)
+            await self._leave[name].wait()
+
+
+async def settled() -> None:
+    """Every task has gone as far as it can: none takes more than a few steps."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_large_request_is_not_passed_by_small_ones_that_would_fit() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        await line.comes("first", cpus(3))
+        await line.comes("large", cpus(4))
+        await line.comes("small", cpus(1))
+        assert line.served == ["first"]
+        assert line.resources.stats().waiting == 2
+        await line.leaves("first")
+        assert line.served == ["first", "large"]
+        await line.leaves("large")
+        assert line.served == ["first", "large", "small"]
+        await line.leaves("small")
+    assert line.resources.stats().cpus_set_aside == 0
+
+
+async def test_priority_goes_before_age() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        await line.comes("first", cpus(4))
+        await line.comes("low", cpus(2))
+        await line.comes("high", cpus(3), priority=5)
+        await line.leaves("first")
+        assert line.served == ["first", "high"]
+        await line.leaves("high")
+        await line.leaves("low")
+
+
+async def test_what_asks_for_nothing_waits_for_nobody() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        await line.comes("all", cpus(4))
+        await line.comes("waits", cpus(1))
+        await line.comes("nothing", required(Resources()))
+        assert line.served == ["all", "nothing"]
+        for name in ("all", "waits", "nothing"):
+            await line.leaves(name)
+        assert line.resources.stats().served == 2
+
+
+async def test_who_gives_up_lets_those_behind_go_on() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        await line.comes("first", cpus(3))
+        large = await line.comes("large", cpus(4))
+        await line.comes("small", cpus(1))
+        large.cancel()
+        await settled()
+        assert line.served == ["first", "small"]
+        await line.leaves("first")
+        await line.leaves("small")
+    assert free_of(line.resources.stats()) == line.resources.total
+
+
+async def test_who_gives_up_as_it_is_served_gives_it_back() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        held = await line.resources.take(cpus(4))
+        doomed = await line.comes("doomed", cpus(4))
+        held.release()
+        doomed.cancel()
+        await settled()
+        assert line.served == []
+    assert free_of(line.resources.stats()) == line.resources.total
+
+
+async def test_both_must_be_there() -> None:
+    async with asyncio.TaskGroup() as group:
+        line = Line(some_resources(), group)
+        await line.comes("memory", ResourceAmount(memory_mb=800))
+        await line.comes("both", ResourceAmount(cpus=1, memory_mb=300))
+        assert line.served == ["memory"]
+        stats = line.resources.stats()
+        assert (stats.cpus_set_aside, stats.memory_mb_set_aside, stats.waiting) == (0, 800, 1)
+        await line.leaves("memory")
+        await line.leaves("both")
+
+
+@pytest.mark.parametrize("amount", [cpus(4.5), ResourceAmount(memory_mb=1001)])
+async def test_more_than_the_whole_is_never_waited_for(amount: ResourceAmount) -> None:
+    with pytest.raises(RuntimeUnavailable, match="the node has 4 and 1000"):
+        await some_resources().take(amount)
+
+
+async def test_parts_of_a_processor_add_up_exactly() -> None:
+    resources = some_resources(cpus=0.3)
+    slots = [await resources.take(cpus(0.1)) for _ in range(3)]
+    for slot in slots:
+        slot.release()
+    assert resources.stats().cpus_set_aside == 0
+
+
+async def test_the_sum_never_exceeds_the_whole() -> None:
+    resources, chance = some_resources(), random.Random(7)
+
+    async def taker() -> None:
+        amount = ResourceAmount(cpus=chance.choice([0, 0.5, 1, 4]), memory_mb=chance.choice([0, 100, 1000]))
+        async with await resources.take(amount, chance.randrange(3)):
+            stats = resources.stats()
+            assert 0 <= stats.cpus_set_aside <= stats.cpus
+            assert 0 <= stats.memory_mb_set_aside <= stats.memory_mb
+            for _ in range(chance.randrange(5)):
+                await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(taker()) for _ in range(300)]
+        for task in chance.sample(tasks, 60):
+            await asyncio.sleep(0)
+            task.cancel()
+    assert free_of(resources.stats()) == resources.total
+    assert resources.stats().waiting == 0
+
+
+async def test_what_one_can_do_without_is_taken_only_where_nobody_waits() -> None:
+    resources = some_resources()
+    first = resources.try_take(cpus(3))
+    assert first is not None
+    assert resources.try_take(cpus(2)) is None
+    assert resources.try_take(required(Resources())) is not None
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(resources.take(cpus(2)))
+        await settled()
+        assert resources.try_take(cpus(1)) is None
+        first.release()
+        (await waiting).release()
+    whole = resources.try_take(cpus(4))
+    assert whole is not None
+    whole.release()
+    assert free_of(resources.stats()) == resources.total
+
+
+def laid_out(folder: Path, group: str, files: dict[str, str]) -> Path:
+    """A /proc and a /sys/fs/cgroup below `folder`."""
+    for name, text in {"proc/self/cgroup": group, **{f"cgroup/{name}": text for name, text in files.items()}}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def found(folder: Path) -> tuple[float, int]:
+    amount = machine_capacity(proc=folder / "proc", cgroups=folder / "cgroup")
+    return amount.cpus, amount.memory_mb
+
+
+def test_without_bounds_it_is_the_machines(tmp_path: Path) -> None:
+    whole = found(tmp_path)
+    assert whole[0] >= 1
+    assert whole[1] > 16
+    unbounded = {"a/cpu.max": "max 100000\n", "a/memory.max": "max\n"}
+    assert found(laid_out(tmp_path, "0::/a/b\n", unbounded)) == whole
+
+
+@pytest.mark.parametrize(
+    ("group", "files"),
+    [
+        ("0::/\n", {"cpu.max": "50000 100000\n", "memory.max": f"{64 * MEBIBYTE}\n"}),
+        (
+            "0::/a/b\n",
+            {
+                "a/b/cpu.max": "max 100000\n",
+                "a/cpu.max": "25000 50000\n",
+                "a/b/memory.max": f"{64 * MEBIBYTE}\n",
+                "a/memory.max": f"{65 * MEBIBYTE}\n",
+            },
+        ),
+        (
+            "3:cpu,cpuacct:/docker/x\n2:memory:/docker/x\n0::/\n",
+            {
+                "cpu/cpu.cfs_quota_us": "50000\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+                "memory/memory.limit_in_bytes": f"{64 * MEBIBYTE}\n",
+            },
+        ),
+    ],
+    ids=["version 2 in a container", "version 2, from above", "version 1 in a container"],
+)
+def test_the_tightest_bound_counts(tmp_path: Path, group: str, files: dict[str, str]) -> None:
+    assert found(laid_out(tmp_path, group, files)) == (0.5, 64)
+
+
+def test_no_bound_of_version_1(tmp_path: Path) -> None:
+    whole = found(tmp_path)
+    files = {
+        "cpu/cpu.cfs_quota_us": "-1\n",
+        "cpu/cpu.cfs_period_us": "100000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    assert found(laid_out(tmp_path, "3:cpu,cpuacct:/\n2:memory:/\n", files)) == whole
