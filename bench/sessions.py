@@ -26,7 +26,7 @@ from outrider.config import Config, ModelConfig
 from outrider.evaluators.base import Outcome
 from outrider.messages import Role
 from outrider.plugins import resolve
-from outrider.runtimes.base import Runtime
+from outrider.runtimes.base import RuntimeKind
 from outrider.service.service import Service
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import SessionResult, StageSeconds
@@ -68,7 +68,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 async def _of(kind: str, sessions: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
-        runtime: type[Runtime] = resolve("runtime", kind)
+        runtime: RuntimeKind = resolve("runtime", kind)
         can = runtime.available()
         return await _rate(corpus, kind, sessions) if can.ok else {"unavailable": can.detail}
 

@@ -18,7 +18,7 @@ from outrider.errors import HarnessUnavailable, OutriderError
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.plugins import names, resolve
-from outrider.runtimes.base import Availability, Runtime
+from outrider.runtimes.base import Availability, RuntimeKind
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",)}
@@ -77,7 +77,7 @@ def _versions() -> dict[str, str | None]:
 
 def _runtime(name: str) -> Finding:
     try:
-        runtime: type[Runtime] = resolve("runtime", name)
+        runtime: RuntimeKind = resolve("runtime", name)
         can = runtime.available()
     except OutriderError as error:
         can = Availability(ok=False, detail=error.message, hint=error.hint)

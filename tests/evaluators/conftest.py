@@ -6,19 +6,19 @@ import pytest
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
-from outrider.runtimes.host_process.process import ProcessRuntime
+from outrider.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
 from support.sandboxes import process_sandbox
 
 
 @pytest.fixture
-async def sandbox(tmp_path: Path) -> AsyncIterator[ProcessRuntime]:
+async def sandbox(tmp_path: Path) -> AsyncIterator[Runtime]:
     async with process_sandbox(tmp_path) as runtime:
         yield runtime
 
 
 @pytest.fixture
-def outcome(sandbox: ProcessRuntime) -> Callable[[EvaluatorSpec], Outcome]:
+def outcome(sandbox: Runtime) -> Callable[[EvaluatorSpec], Outcome]:
     def of(spec: EvaluatorSpec) -> Outcome:
         return Outcome(
             task=TaskSpec(instruction="x", harness=HarnessSpec(command=["true"]), evaluator=spec),

@@ -6,7 +6,6 @@ import pytest
 from outrider.harnesses.base import HarnessContext, ModelEndpoint
 from outrider.messages import Message, Role, ToolCall
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.host_process.process import ProcessRuntime
 from outrider.spec import EvaluatorSpec, HarnessSpec, Limits, TaskSpec
 from support.sandboxes import process_sandbox
 
@@ -54,6 +53,6 @@ def context(runtime: Runtime, harness: HarnessSpec, *replies: Message | Exceptio
 
 
 @pytest.fixture
-async def sandbox(tmp_path: Path) -> AsyncIterator[ProcessRuntime]:
+async def sandbox(tmp_path: Path) -> AsyncIterator[Runtime]:
     async with process_sandbox(tmp_path) as runtime:
         yield runtime

@@ -10,8 +10,7 @@ import pytest
 
 from outrider.errors import HarnessError
 from outrider.harnesses.factory import make_harness
-from outrider.runtimes.base import SandboxContext
-from outrider.runtimes.host_process.process import ProcessRuntime
+from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.runtimes.node_host import Host
 from outrider.spec import HarnessSpec, RuntimeSpec
 from outrider.testing.memory_runtime.runtime import MemoryRuntime
@@ -45,9 +44,7 @@ def elf(loader: str) -> bytes:
     ],
     ids=["interpreter", "env", "line-ends", "loader"],
 )
-async def test_a_program_that_lacks_what_runs_it(
-    sandbox: ProcessRuntime, content: bytes, message: str, hint: str
-) -> None:
+async def test_a_program_that_lacks_what_runs_it(sandbox: Runtime, content: bytes, message: str, hint: str) -> None:
     await sandbox.write("agent", content, executable=True)
     error = await failure(sandbox, "./agent")
     assert message in error.message
@@ -55,7 +52,7 @@ async def test_a_program_that_lacks_what_runs_it(
     assert hint in str(error.hint)
 
 
-async def test_a_script_whose_interpreter_lacks_what_runs_it(sandbox: ProcessRuntime) -> None:
+async def test_a_script_whose_interpreter_lacks_what_runs_it(sandbox: Runtime) -> None:
     """Also a large one."""
     place = f"{sandbox.scratch}/python"
     await sandbox.write(place, elf("/lib/ld-musl-none.so.1") + bytes(1 << 17), executable=True)
@@ -64,20 +61,20 @@ async def test_a_script_whose_interpreter_lacks_what_runs_it(sandbox: ProcessRun
     assert f"{place} needs the loader /lib/ld-musl-none.so.1, which is not in the sandbox" in error.message
 
 
-async def test_scripts_that_are_each_others_interpreter(sandbox: ProcessRuntime) -> None:
+async def test_scripts_that_are_each_others_interpreter(sandbox: Runtime) -> None:
     one, two = f"{sandbox.scratch}/one", f"{sandbox.scratch}/two"
     await sandbox.write(one, f"#!{two}\n".encode(), executable=True)
     await sandbox.write(two, f"#!{one}\n".encode(), executable=True)
     assert (await failure(sandbox, one)).message == "command exited with code 126"
 
 
-async def test_a_library_that_is_missing(sandbox: ProcessRuntime) -> None:
+async def test_a_library_that_is_missing(sandbox: Runtime) -> None:
     said = "agent: error while loading shared libraries: libx.so.6: cannot open shared object file: No such file"
     error = await failure(sandbox, "bash", "-c", f"echo '{said}' >&2; exit 127")
     assert "it needs the library libx.so.6, which is not in the sandbox" in error.message
 
 
-async def test_a_program_that_may_not_be_executed(sandbox: ProcessRuntime) -> None:
+async def test_a_program_that_may_not_be_executed(sandbox: Runtime) -> None:
     await sandbox.write("agent", b"#!/bin/sh\n")
     error = await failure(sandbox, "./agent")
     assert "exited with code 126: ./agent is not executable" in error.message
@@ -96,13 +93,13 @@ async def test_a_program_that_may_not_be_executed(sandbox: ProcessRuntime) -> No
     ],
     ids=shlex.join,
 )
-async def test_a_program_that_is_nowhere(sandbox: ProcessRuntime, command: list[str], named: str) -> None:
+async def test_a_program_that_is_nowhere(sandbox: Runtime, command: list[str], named: str) -> None:
     error = await failure(sandbox, *command)
     assert f"exited with code 127: {named}" in error.message
     assert "prepare step" in str(error.hint)
 
 
-async def test_an_exit_code_of_the_programs_own_is_not_explained(sandbox: ProcessRuntime) -> None:
+async def test_an_exit_code_of_the_programs_own_is_not_explained(sandbox: Runtime) -> None:
     for code in (126, 127):
         error = await failure(sandbox, "bash", "-c", f"echo mine; exit {code}")
         assert error.message == f"command exited with code {code}"

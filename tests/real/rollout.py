@@ -21,7 +21,7 @@ from outrider.client import AsyncClient
 from outrider.config import Config, ModelConfig
 from outrider.engines.base import EngineOptions
 from outrider.lifecycle import StopReason
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.schemas import GroupView, SessionView, TurnView
 from outrider.service.service import Service
 from outrider.testing.scripted_engine import ScriptedEngine
@@ -226,6 +226,6 @@ def assert_saw_only_its_session(environment: str, wire: Wire, secret: str) -> No
     """`environment` is the program's, line by line; `secret` is what the service has in its own."""
     places = re.findall(r"^[A-Z_]*BASE(?:_URL)?=(.*)$", environment, re.MULTILINE)
     assert len(places) >= 5
-    assert all(place.startswith(f"{NamespaceRuntime.endpoint}/s/") for place in places)
+    assert all(place.startswith(f"{BRIDGE_URL}/s/") for place in places)
     assert secret not in environment
     assert secret.encode() not in wire.sent

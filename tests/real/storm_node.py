@@ -8,20 +8,33 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from outrider.cli import main
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.namespace.runtime import NamespaceRuntime, launch
+from outrider.runtimes.tool_server.launch import RunningServer
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.spec import RuntimeSpec
 from service.stage import a_stage
 
 COUNTED = "real.storm_node:Counted"
 
 
-class Counted(NamespaceRuntime):
-    async def start(self) -> None:
-        await super().start()
+@asynccontextmanager
+async def counted_launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
+    async with launch(spec, context) as server:
         tally = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(tally, b".")
         os.close(tally)
+        yield server
+
+
+class Counted(NamespaceRuntime):
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return ToolServerSandbox(counted_launch, spec, context)
 
 
 if __name__ == "__main__":

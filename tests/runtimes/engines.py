@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from outrider.runtimes.containers.daemon import DockerDaemon, PodmanDaemon, limits_hold
-from outrider.runtimes.containers.runtime import DockerRuntime, GvisorRuntime, PodmanRuntime
+from outrider.runtimes.containers.runtime import ContainerRuntime
 
 PYTHON = "/usr/bin/python3"
 PROGRAMS = (
@@ -43,28 +43,11 @@ class RootlessPodman(PodmanDaemon):
     variable = "SANDBOX_PODMAN_ROOTLESS"
 
 
-class DockerHere(DockerRuntime):
-    daemon = Docker
-
-
-class GvisorHere(GvisorRuntime):
-    daemon = Docker
-
-
-class PodmanHere(PodmanRuntime):
-    daemon = Podman
-
-
-class RootlessPodmanHere(PodmanRuntime):
-    daemon = RootlessPodman
-
-
-RUNTIMES = {
-    "docker": DockerHere,
-    "gvisor": GvisorHere,
-    "podman": PodmanHere,
-    "podman-rootless": RootlessPodmanHere,
-}
+DOCKER = ContainerRuntime(Docker)
+GVISOR = ContainerRuntime(Docker, oci_runtime="runsc")
+PODMAN = ContainerRuntime(Podman)
+ROOTLESS_PODMAN = ContainerRuntime(RootlessPodman)
+RUNTIMES = {"docker": DOCKER, "gvisor": GVISOR, "podman": PODMAN, "podman-rootless": ROOTLESS_PODMAN}
 MADE: set[tuple[Path, str]] = set()
 
 

@@ -19,7 +19,7 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.pythons.portable import portable_command
 from outrider.rootfs.store import ImageStore
 from outrider.runtimes.apptainer.runtime import ApptainerRuntime
-from outrider.runtimes.apptainer.start import FINDER, look
+from outrider.runtimes.apptainer.start import APPTAINER, look
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.kernel.process_marks import marked
@@ -341,7 +341,7 @@ def anything(folder: Path, before: Traces) -> bool:
 
 def test_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with contextlib.suppress(RuntimeUnavailable):
-        assert FINDER.find().version in ApptainerRuntime.available().detail
+        assert APPTAINER.get().version in ApptainerRuntime.available().detail
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeUnavailable, match="not installed"):
         look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import pytest
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime, Witness
 from outrider.runtimes.kernel.cgroups import Group, host_kills
-from outrider.runtimes.sandbox_life import HeldRuntime
 from outrider.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, Part
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 
 from .test_leaks import children
 from .world import World
@@ -36,10 +37,10 @@ async def blamed(sandbox: Runtime) -> bool:
 
 async def hangs(sandbox: Runtime) -> None:
     """A call that is not answered, and waited for no longer than is needed."""
-    assert isinstance(sandbox, HeldRuntime)
+    assert isinstance(sandbox, ToolServerSandbox)
     args = {"path": "/dev/null", "offset": 0, "size": 1}
     with pytest.raises(RuntimeFailure, match="stuck"):
-        await sandbox.tools.call("read", args, Part, seconds=-GRACE_SECONDS - LAST_LOOK_SECONDS)
+        await sandbox.server.tools.call("read", args, Part, seconds=-GRACE_SECONDS - LAST_LOOK_SECONDS)
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -149,9 +150,9 @@ async def test_memory_that_runs_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", EVERY)
 async def test_what_is_killed_while_the_host_starves_has_failed(world: World, kind: str) -> None:
     sandbox = await world.start(kind)
-    assert isinstance(sandbox, HeldRuntime)
+    assert isinstance(sandbox, ToolServerSandbox)
     assert (await sandbox.exec("kill -9 $$", seconds=20)).exit_code == 137
-    sandbox._group = Group((), host_kills() - 1)
+    sandbox._server = replace(sandbox.server, group=Group((), host_kills() - 1))
     assert (await sandbox.exec("kill -15 $$; exit 3", seconds=20)).exit_code == 143
     with pytest.raises(RuntimeFailure, match="the host has run out of memory") as caught:
         await sandbox.exec("kill -9 $$", seconds=20)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
+from outrider.runtimes import limits
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.kernel.cgroups import Cgroups, Hierarchies
-from outrider.runtimes.namespace import plan as plans
 from outrider.runtimes.node_host import Host
 from outrider.spec import Resources
 
@@ -46,13 +46,13 @@ def test_version_1_is_found_controller_by_controller(tmp_path: Path) -> None:
 def test_memory_is_always_bounded(resources: Resources, expected: int) -> None:
     assert cgroups.settings(2, resources)["memory"]["memory.max"] == str(expected << 20)
     assert cgroups.settings(1, resources)["memory"]["memory.limit_in_bytes"] == str(expected << 20)
-    assert plans.counted_memory(resources, ()) == plans.rlimits(resources, {})["RLIMIT_DATA"] == expected << 20
-    assert plans.counted_memory(resources, cgroups.CONTROLLERS) == 0
+    assert limits.counted_memory(resources, ()) == limits.rlimits(resources, {})["RLIMIT_DATA"] == expected << 20
+    assert limits.counted_memory(resources, cgroups.CONTROLLERS) == 0
 
 
 def test_a_bound_that_nobody_named_takes_nothing_from_the_files() -> None:
-    assert plans.room(Resources(disk_mb=20_000))[0] == 20_000 << 20
-    assert plans.room(Resources(disk_mb=20_000, memory_mb=100))[0] == 75 << 20
+    assert limits.writable_bounds(Resources(disk_mb=20_000))[0] == 20_000 << 20
+    assert limits.writable_bounds(Resources(disk_mb=20_000, memory_mb=100))[0] == 75 << 20
 
 
 def test_version_2_is_used_where_it_is_ours(tmp_path: Path) -> None:

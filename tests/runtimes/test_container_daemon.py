@@ -15,7 +15,7 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Availability
 from outrider.runtimes.containers.body import ContainerPlan, Shown
 from outrider.runtimes.containers.daemon import NODE_LABEL, DockerDaemon, PodmanDaemon
-from outrider.runtimes.containers.runtime import DockerRuntime, GvisorRuntime
+from outrider.runtimes.containers.runtime import DOCKER, GVISOR
 from outrider.runtimes.node_host import Host
 from outrider.spec import Resources
 
@@ -230,7 +230,7 @@ async def test_what_became_of_a_container(world: World, fake: FakeDaemon) -> Non
 
 
 async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    sandbox = world.create_with(DockerRuntime, image="good")
+    sandbox = world.create_with(DOCKER, image="good")
     await world.host.part(DockerDaemon)
     (world.folder / "daemon.sock").unlink()
     with pytest.raises(RuntimeFailure, match="docker cannot"):
@@ -241,7 +241,7 @@ async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon, monkeypat
 async def test_a_daemon_that_is_not_there(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket that was named, and went away after the task had been checked: a failure of the sandbox, worth a try."""
     monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/gone.sock")
-    sandbox = world.create_with(DockerRuntime, image="good")
+    sandbox = world.create_with(DOCKER, image="good")
     with pytest.raises(RuntimeFailure, match="no docker daemon at") as raised:
         await sandbox.start()
     assert (raised.value.retryable, raised.value.hint) == (True, DockerDaemon.hint)
@@ -280,15 +280,15 @@ async def test_image_and_its_variables(world: World, fake: FakeDaemon) -> None:
 
 
 async def test_available(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    can = await asyncio.to_thread(DockerRuntime.available)
+    can = await asyncio.to_thread(DOCKER.available)
     assert can.ok
     assert can.detail.startswith("Fake/1.0 at ")
-    can = await asyncio.to_thread(GvisorRuntime.available)
+    can = await asyncio.to_thread(GVISOR.available)
     assert "no runtime runsc" in can.detail
     monkeypatch.setenv("DOCKER_HOST", f"unix://{folder}/other.sock")
-    assert not DockerRuntime.available().ok
+    assert not DOCKER.available().ok
     monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2375")
-    assert "this machine" in DockerRuntime.available().detail
+    assert "this machine" in DOCKER.available().detail
     monkeypatch.delenv("DOCKER_HOST")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     assert (folder / "podman/podman.sock") in PodmanDaemon.places()

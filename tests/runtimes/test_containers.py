@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,6 @@ from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.containers.client import DaemonClient
 from outrider.runtimes.containers.daemon import NODE_LABEL, ContainerDaemon
-from outrider.runtimes.containers.runtime import ContainerRuntime
 from outrider.runtimes.node_host import Host
 from outrider.spec import Mount
 
@@ -59,8 +58,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 async def daemon_of(world: World, kind: str) -> ContainerDaemon:
-    runtime = cast(type[ContainerRuntime], engines.RUNTIMES[kind])
-    return cast(ContainerDaemon, await world.host.part(runtime.daemon))
+    return await world.host.part(engines.RUNTIMES[kind].daemon)
 
 
 async def names(kind: str, node: str) -> list[str]:

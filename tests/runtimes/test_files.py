@@ -4,52 +4,48 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.runtimes.tool_server.client import ToolClient
-from outrider.runtimes.tool_server.sandbox import ServedRuntime
+from outrider.runtimes.tool_server.launch import RunningServer
+from outrider.spec import RuntimeSpec
 from support.threads import cancelled_late
 
 from .test_leaks import Traces
+from .world import KindOf, World
 
-Use = Callable[[ServedRuntime, Path], Coroutine[Any, Any, None]]
-
-
-class Small(ServedRuntime):
-    def __init__(self, tools: ToolClient) -> None:
-        self._tools = tools
-
-    @property
-    def tools(self) -> ToolClient:
-        return self._tools
-
-    def place(self, path: str) -> str:
-        return path
-
-    def member(self, path: str) -> str:
-        return path
+Use = Callable[[Runtime, Path], Coroutine[Any, Any, None]]
 
 
 @pytest.mark.parametrize(
     ("use", "number"),
     [
-        (lambda small, folder: small.upload(folder / "file", "/x"), 2),
-        (lambda small, folder: small.restore(folder / "file", ["/x"]), 1),
-        (lambda small, folder: small.snapshot(["/x"], folder / "new"), 1),
+        (lambda sandbox, folder: sandbox.upload(folder / "file", "/x"), 2),
+        (lambda sandbox, folder: sandbox.restore(folder / "file", ["/x"]), 1),
+        (lambda sandbox, folder: sandbox.snapshot(["/x"], folder / "new"), 1),
     ],
     ids=["upload", "restore", "snapshot"],
 )
-async def test_a_file_that_was_opened_for_nobody_is_closed(tmp_path: Path, use: Use, number: int) -> None:
+async def test_a_file_that_was_opened_for_nobody_is_closed(world: World, tmp_path: Path, use: Use, number: int) -> None:
     (tmp_path / "file").write_bytes(b"x")
     ours, theirs = socket.socketpair()
     client = ToolClient(ours, lambda: "")
     await client.open()
+
+    @asynccontextmanager
+    async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
+        yield RunningServer(tools=client)
+
+    sandbox = world.create_with(KindOf(launch))
+    await sandbox.start()
     before = Traces()
-    assert await cancelled_late(use(Small(client), tmp_path), number=number)
+    assert await cancelled_late(use(sandbox, tmp_path), number=number)
     assert before.left() == (set(), False, 0)
     assert os.listdir(tmp_path) == ["file"]
     await client.close()

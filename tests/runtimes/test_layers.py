@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import Resources
 
 from .test_isolation import tiny_root
@@ -30,7 +30,7 @@ stat -c %h /work/hard; ls -A /var/tmp
 
 
 async def saved(world: World, target: Path, sandbox: object) -> Path:
-    assert isinstance(sandbox, NamespaceRuntime)
+    assert isinstance(sandbox, ToolServerSandbox)
     await sandbox.save_layer(target)
     await sandbox.stop()
     return target
@@ -65,7 +65,7 @@ async def test_nothing_runs_while_it_is_saved(world: World, folder: Path) -> Non
     first = await world.start("namespace")
     await first.exec("(setsid sh -c 'while :; do echo x >> /work/grows; done' &)", seconds=20)
     await first.exec("until test -s /work/grows; do :; done", seconds=20)
-    assert isinstance(first, NamespaceRuntime)
+    assert isinstance(first, ToolServerSandbox)
     await first.save_layer(folder / "one.tar")
     size = len(await first.read("/work/grows"))
     assert size == len(await first.read("/work/grows"))

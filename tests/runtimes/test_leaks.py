@@ -16,8 +16,9 @@ import pytest
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
+from outrider.runtimes.host_process.process import server_process
 from outrider.runtimes.kernel.process_marks import marked
-from outrider.runtimes.tool_server.launch import START_SECONDS, HostedServer, Setup
+from outrider.runtimes.tool_server.launch import START_SECONDS, Setup
 
 from .world import World
 
@@ -246,11 +247,16 @@ async def test_program_that_is_not_a_server(folder: Path) -> None:
     command = ["/bin/sh", "-c", "echo went wrong >&2; exit 1"]
     with pytest.raises(RuntimeFailure) as raised:
         async with asyncio.timeout(START_SECONDS / 2):
-            await HostedServer.start(command, b"", Setup(env={}, workdir="/"))
+            await started(command)
     assert raised.value.log_tail == "went wrong"
     with pytest.raises(RuntimeFailure, match="cannot start"):
-        await HostedServer.start([str(folder / "none")], b"", Setup(env={}, workdir="/"))
+        await started([str(folder / "none")])
     noise = ["/bin/sh", "-c", "head -c 100000 /dev/urandom; cat >/dev/null"]
     with pytest.raises(RuntimeFailure):
-        await HostedServer.start(noise, b"", Setup(env={}, workdir="/"))
+        await started(noise)
     assert before.left() == (set(), False, 0)
+
+
+async def started(command: list[str]) -> None:
+    async with server_process("test", command, b"", Setup(env={}, workdir="/")):
+        pytest.fail("it is no tool server")

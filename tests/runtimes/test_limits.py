@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from outrider.runtimes.apptainer.runtime import OWN_PIDS
+from outrider.runtimes.apptainer.runtime import OWN_PROCESSES
 from outrider.runtimes.base import ExecResult, Runtime
 from outrider.runtimes.kernel import cgroups
 from outrider.spec import Resources
@@ -67,7 +67,7 @@ async def test_processes(world: World, kind: str) -> None:
     sandbox = await world.start(kind, resources=Resources(pids=32))
     program = "import os, time\nn = 0\ntry:\n  while os.fork(): n += 1\n  time.sleep(9)\nexcept OSError: print(n)"
     forked = int((await python(sandbox, program)).stdout)
-    assert 8 < forked < 32 + (OWN_PIDS if kind == "apptainer" else 0)
+    assert 8 < forked < 32 + (OWN_PROCESSES if kind == "apptainer" else 0)
 
 
 async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:

@@ -19,7 +19,7 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
 from outrider.runtimes.guest.bridge import MAX_PAIRS
 from outrider.runtimes.guest.filesystem.trees import Packer
-from outrider.runtimes.namespace import plan as plans
+from outrider.runtimes.limits import open_files
 
 from .test_leaks import at_most, first_process
 from .world import World, snapshot
@@ -166,7 +166,7 @@ async def test_a_sandbox_has_half_of_the_descriptors_of_its_node(world: World, k
     ],
 )
 def test_how_many_descriptors_a_program_has(soft: int, hard: int, most: int) -> None:
-    assert plans.open_files(soft, hard) == most
+    assert open_files(soft, hard) == most
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import Mount, RuntimeSpec
 
 from .test_isolation import tiny_root
@@ -80,7 +80,7 @@ async def test_a_layer_with_links_on_the_way_to_what_is_shown(
     elsewhere.mkdir()
     named = [{"source": str(shown), "target": f"{target}{elsewhere}/hidden"}]
     agents = await world.start("namespace", named=named)
-    assert isinstance(agents, NamespaceRuntime)
+    assert isinstance(agents, ToolServerSandbox)
     swap = f"mv /data /data2; mkdir -p $(dirname {target}); ln -s {aim} {target}"
     assert (await agents.exec(swap, seconds=10)).exit_code == 0
     await agents.save_layer(folder / "layer.tar")

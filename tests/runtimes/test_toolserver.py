@@ -6,6 +6,7 @@ import asyncio
 import marshal
 import os
 import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, Runtime
 from outrider.runtimes.guest.command import Capture
 from outrider.runtimes.guest.shells.shell import Bash
-from outrider.runtimes.kernel.child import readable
+from outrider.runtimes.host_process.process import server_process
 from outrider.runtimes.tool_server.bundle import COMPILING, compiled, program, server_command, shell_program
 from outrider.runtimes.tool_server.client import ExecDone
-from outrider.runtimes.tool_server.launch import HostedServer, Setup
+from outrider.runtimes.tool_server.launch import RunningServer, Setup
 
 from .world import World
 
@@ -73,10 +74,9 @@ async def test_binary_output(sandbox: Runtime) -> None:
     assert (result.stdout, result.stderr) == (every, every)
 
 
-async def hosted(folder: Path, **fields: object) -> HostedServer:
-    bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
-    setup = Setup(env={"PATH": os.defpath}, workdir=str(folder), subreaper=True, **fields)  # type: ignore[arg-type]  # fields of any type
-    return await HostedServer.start(server_command(sys.executable), bytecode, setup)
+def a_server(bytecode: bytes, folder: Path, lifetime: float = 0) -> AbstractAsyncContextManager[RunningServer]:
+    setup = Setup(env={"PATH": os.defpath}, workdir=str(folder), subreaper=True, lifetime=lifetime)
+    return server_process("test", server_command(sys.executable), bytecode, setup)
 
 
 def dead(pid: str) -> bool:
@@ -87,30 +87,25 @@ def dead(pid: str) -> bool:
 
 
 async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_path: Path) -> None:
-    server = await hosted(tmp_path, lifetime=2)
-    try:
+    bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
+    async with a_server(bytecode, tmp_path, lifetime=2) as server:
         args = {"argv": [], "script": "echo $$ > pid; setsid sleep 3030 & echo $! > child; wait", "env": {}}
         args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
         with pytest.raises(RuntimeFailure, match="end of its lifetime"):
             await server.tools.call("exec", args, ExecDone)
         async with asyncio.timeout(30):
-            await readable(server._child.pidfd)
+            while server.tools.loss is None:  # noqa: ASYNC110  # the end of the connection is the server's death
+                await asyncio.sleep(0.01)
         assert all(dead((tmp_path / name).read_text().strip()) for name in ("pid", "child"))
-    finally:
-        await server.stop()
 
 
 async def test_what_a_server_cannot_kill_the_host_kills(tmp_path: Path) -> None:
     harmless = program().replace("SIGKILL", "SIGCONT")
     bytecode = marshal.dumps(compile(harmless, "toolserver", "exec", dont_inherit=True))
-    setup = Setup(env={"PATH": os.defpath}, workdir=str(tmp_path), subreaper=True)
-    server = await HostedServer.start(server_command(sys.executable), bytecode, setup)
-    try:
+    async with a_server(bytecode, tmp_path) as server:
         args = {"argv": [], "script": "setsid sleep 3031 > /dev/null 2>&1 & echo $! > pid", "env": {}}
         args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
         await server.tools.call("exec", args, ExecDone)
-    finally:
-        await server.stop()
     assert dead((tmp_path / "pid").read_text().strip())
 
 

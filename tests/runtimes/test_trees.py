@@ -15,7 +15,7 @@ from outrider.runtimes.base import Runtime
 from outrider.runtimes.guest.filesystem.paths import make_folders
 from outrider.runtimes.guest.filesystem.tree_writer import FolderCursor, empty_folder
 from outrider.runtimes.guest.filesystem.trees import Descent, Packer
-from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.sandboxes.node_folder import remove_tree
 
 from .world import World, snapshot
@@ -57,7 +57,7 @@ async def test_a_deep_tree_is_carried(world: World, kind: str) -> None:
 async def test_a_deep_layer_is_carried(world: World, folder: Path) -> None:
     agent = await world.start("namespace")
     await run(agent, MAKE, "/var/tmp")
-    assert isinstance(agent, NamespaceRuntime)
+    assert isinstance(agent, ToolServerSandbox)
     await agent.save_layer(folder / "layer")
     assert await run(await world.start("namespace", layer=folder / "layer"), LOOK, "/var/tmp") == "deep\n"
 

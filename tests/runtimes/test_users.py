@@ -26,7 +26,7 @@ def set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_range_of_this_user_that_is_large_enough(set_aside: Path) -> None:
-    assert user_ids.users(1) is None
+    assert user_ids.user_ids(1) is None
     few, many = user_ids._range("uid", 10), user_ids._range("gid", 11)
     assert (few, many) == (300000, 400000)
 
@@ -34,11 +34,11 @@ def test_a_range_of_this_user_that_is_large_enough(set_aside: Path) -> None:
 def test_what_is_missing_is_told(set_aside: Path) -> None:
     set_aside.write_text("other:1000:70000\n")
     with pytest.raises(RuntimeUnavailable, match="sets no 9 ids aside") as raised:
-        user_ids.users(10)
+        user_ids.user_ids(10)
     assert ME in (raised.value.hint or "")
     set_aside.unlink()
     with pytest.raises(RuntimeUnavailable):
-        user_ids.users(10)
+        user_ids.user_ids(10)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def several(request: pytest.FixtureRequest) -> int:
     if os.geteuid() == 0:
         request.getfixturevalue("set_aside")
     try:
-        user_ids.users(60_000)
+        user_ids.user_ids(60_000)
     except RuntimeUnavailable as error:
         pytest.skip(error.message)
     return 60_000

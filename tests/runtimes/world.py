@@ -6,14 +6,17 @@ import contextlib
 import importlib
 import os
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.runtimes.base import Availability, Runtime, RuntimeKind, SandboxContext
 from outrider.runtimes.node_host import Host
+from outrider.runtimes.tool_server.launch import Launch
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
 
 from . import engines, sif_images
@@ -28,10 +31,10 @@ KINDS = {
     "namespace": "outrider.runtimes.namespace.runtime:NamespaceRuntime",
     "memory": "outrider.testing.memory_runtime.runtime:MemoryRuntime",
     "apptainer": "outrider.runtimes.apptainer.runtime:ApptainerRuntime",
-    "docker": "runtimes.engines:DockerHere",
-    "gvisor": "runtimes.engines:GvisorHere",
-    "podman": "runtimes.engines:PodmanHere",
-    "podman-rootless": "runtimes.engines:RootlessPodmanHere",
+    "docker": "runtimes.engines:DOCKER",
+    "gvisor": "runtimes.engines:GVISOR",
+    "podman": "runtimes.engines:PODMAN",
+    "podman-rootless": "runtimes.engines:ROOTLESS_PODMAN",
 }
 
 
@@ -42,6 +45,21 @@ async def snapshot(sandbox: Runtime, folder: Path, *paths: str, alone: bool = Fa
     data = target.read_bytes()
     target.unlink()
     return data
+
+
+@dataclass(frozen=True)
+class KindOf:
+    """A kind whose sandboxes have a launch of the test's own."""
+
+    launch: Launch
+
+    def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return ToolServerSandbox(self.launch, spec, context)
+
+    def available(self) -> Availability:
+        return Availability(ok=True, detail="")
+
+    def check_spec(self, spec: RuntimeSpec) -> None: ...
 
 
 class World:
@@ -59,18 +77,18 @@ class World:
     def create(self, kind: str, **fields: Any) -> Runtime:
         """A sandbox that has not started."""
         module, name = KINDS[kind].split(":")
-        cls = getattr(importlib.import_module(module), name)
+        runtime: RuntimeKind = getattr(importlib.import_module(module), name)
         if module == "runtimes.engines":
             fields = {"image": engines.prepared(kind, self.environment), **fields}
             self.folder.chmod(0o711)  # what an engine of another user mounts, it must be able to reach
-        if not (can := cls.available()).ok:
+        if not (can := runtime.available()).ok:
             told = pytest.fail if kind == "namespace" and "CI" in os.environ else pytest.skip
             told(f"{kind}: {can.detail}")
         if kind == "apptainer" and not fields.keys() & {"image", "rootfs"}:
             fields["rootfs"] = str(sif_images.python_root())
-        return self.create_with(cls, kind=kind, **fields)
+        return self.create_with(runtime, kind=kind, **fields)
 
-    def create_with(self, cls: type[Runtime], **fields: Any) -> Runtime:
+    def create_with(self, by: RuntimeKind, /, **fields: Any) -> Runtime:
         directory = self.folder / f"s{len(self.made)}"
         directory.mkdir()
         context = SandboxContext(
@@ -84,7 +102,7 @@ class World:
             layer=fields.pop("layer", None),
         )
         fields["mounts"] = fields.pop("named", [])
-        runtime: Runtime = cls.create(RuntimeSpec(**fields), context)
+        runtime = by.create(RuntimeSpec(**fields), context)
         self.made.append(runtime)
         return runtime
 

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from outrider.runtimes.base import SandboxContext
+from outrider.runtimes.base import Runtime, SandboxContext
 from outrider.runtimes.host_process.process import ProcessRuntime
 from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 
 @asynccontextmanager
-async def process_sandbox(folder: Path) -> AsyncIterator[ProcessRuntime]:
+async def process_sandbox(folder: Path) -> AsyncIterator[Runtime]:
     """Running, below `folder`; stopped at the end."""
     directory = folder / "sandbox"
     directory.mkdir()

@@ -24,7 +24,7 @@ from outrider.client import AsyncClient
 from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
 from outrider.harnesses.presets import Certify
 from outrider.plugins import resolve
-from outrider.runtimes.base import Runtime
+from outrider.runtimes.base import RuntimeKind
 from outrider.schemas import GroupView, SessionView
 from outrider.service.service import Service
 from outrider.spec import EvaluatorSpec, GroupSpec, HarnessSpec, Limits, RuntimeSpec, TaskSpec, Write
@@ -62,7 +62,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 def default_runtime() -> str:
     """`namespace` where it works, else `process`."""
-    runtime: type[Runtime] = resolve("runtime", "namespace")
+    runtime: RuntimeKind = resolve("runtime", "namespace")
     return "namespace" if runtime.available().ok else "process"
 
 

@@ -20,7 +20,7 @@ from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.demo.dialogue import POLICY
 from outrider.demo.task import Episode, group_spec, make_task
 from outrider.plugins import resolve
-from outrider.runtimes.base import Availability, Runtime
+from outrider.runtimes.base import Availability, RuntimeKind
 from outrider.schemas import GroupView, TurnView
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
@@ -41,7 +41,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
 
 def choose_runtime() -> tuple[str, Availability]:
     """The namespace runtime where it works, else `process`; and what the machine says of the first."""
-    runtime: type[Runtime] = resolve("runtime", "namespace")
+    runtime: RuntimeKind = resolve("runtime", "namespace")
     can = runtime.available()
     return ("namespace" if can.ok else "process"), can
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -121,29 +121,38 @@ class Availability(msgspec.Struct, frozen=True, kw_only=True):
     hint: str | None = None
 
 
+class RuntimeKind(Protocol):
+    """A kind of sandbox, as `task.runtime.kind` names it: any object with these methods. A class may be both the kind,
+    by class methods, and the `Runtime` that it creates.
+
+    Two attributes are optional. `shows_mounts` is False for a kind in which programs cannot find what is in
+    `SandboxContext.mounts`; `saves_layers` is True for one whose sandboxes are `Layered`.
+    """
+
+    def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
+        """A sandbox that has not started. Makes nothing on the host."""
+        ...
+
+    def available(self) -> Availability:
+        """Whether this machine can run such sandboxes. Blocks, a first time perhaps for seconds."""
+        ...
+
+    def check_spec(self, spec: RuntimeSpec) -> None:
+        """Called before anything of a task is stored. Raises InvalidField, naming the field, where this kind cannot be
+        what the spec wants. Blocks for as long as a look at some files."""
+        ...
+
+
 class Runtime(Protocol):
     """One sandbox. Every method raises RuntimeFailure when the sandbox is broken or stopped.
 
     `endpoint` is the base URL (no trailing slash) at which a program inside reaches the model gateway, valid
     after `start`. `scratch` is a folder for files that are not the task's, as programs inside know it. `start` leaves
-    nothing behind when it raises. `stop` is idempotent and never raises. A kind in which programs cannot find what is
-    in `SandboxContext.mounts` has a class attribute `shows_mounts` that is False.
+    nothing behind when it raises. `stop` is idempotent and never raises; a `start` that is under way fails.
     """
 
     endpoint: str
     scratch: str
-
-    @classmethod
-    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self: ...
-
-    @classmethod
-    def available(cls) -> Availability: ...
-
-    @classmethod
-    def check_spec(cls, spec: RuntimeSpec) -> None:
-        """Before anything of a task is stored: whether this kind can be what the spec wants. Raises InvalidField naming
-        the field. Blocks, for as long as a look at some files."""
-        ...
 
     async def start(self) -> None: ...
 

@@ -1,7 +1,7 @@
-"""What a runtime needs of this machine, looked for once: what is installed does not change under a running service.
+"""What a runtime needs of this machine, probed once: what is installed does not change under a running service.
 
-Invariant: what was found is kept; after a failure it is looked for again, though not more often than every
-AGAIN_SECONDS, for people repair what they are told to.
+It does not know what is probed. Invariant: a result is kept for good; after a failure the probe runs again, but at most
+once in RETRY_SECONDS, so that what people repair is found without a restart.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from typing import Generic, TypeVar
 
 from outrider.errors import RuntimeUnavailable
 
-AGAIN_SECONDS = 10.0
+RETRY_SECONDS = 10.0
 
 T = TypeVar("T")
 
 
-class Finder(Generic[T]):
-    """`look` returns it or raises RuntimeUnavailable. It may block; threads that ask meanwhile wait for it."""
+class ProbeCache(Generic[T]):
+    """`probe` returns a finding or raises RuntimeUnavailable. It may block; threads that ask meanwhile wait for it."""
 
-    def __init__(self, look: Callable[[], T]) -> None:
-        self._look = look
+    def __init__(self, probe: Callable[[], T]) -> None:
+        self._probe = probe
         self._found: list[T] = []
-        self._fault: RuntimeUnavailable | None = None
-        self._looked = 0.0
-        self._looking = threading.Lock()
+        self._failure: RuntimeUnavailable | None = None
+        self._failed_at = 0.0
+        self._probing = threading.Lock()
 
-    def find(self) -> T:
-        """Raises RuntimeUnavailable with what to do about it."""
-        with self._looking:
+    def get(self) -> T:
+        """The finding. Raises RuntimeUnavailable with a hint what to do about it. Blocks."""
+        with self._probing:
             if not self._found:
-                if self._fault is not None and time.monotonic() - self._looked < AGAIN_SECONDS:
-                    raise RuntimeUnavailable(self._fault.message, hint=self._fault.hint)
+                if self._failure is not None and time.monotonic() - self._failed_at < RETRY_SECONDS:
+                    # A new one: a traceback would grow each time the same error is raised.
+                    raise RuntimeUnavailable(self._failure.message, hint=self._failure.hint)
                 try:
-                    self._found.append(self._look())
-                except RuntimeUnavailable as fault:
-                    self._fault, self._looked = fault, time.monotonic()
+                    self._found.append(self._probe())
+                except RuntimeUnavailable as failure:
+                    self._failure, self._failed_at = failure, time.monotonic()
                     raise
             return self._found[0]

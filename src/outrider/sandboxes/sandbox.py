@@ -15,7 +15,7 @@ from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.errors import RuntimeFailure
 from outrider.plugins import resolve
-from outrider.runtimes.base import Runtime, SandboxContext
+from outrider.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.spec import PrepareStep, Run, RuntimeSpec, Upload, Write
@@ -91,7 +91,7 @@ class Sandboxes:
     ) -> Sandbox:
         """A new sandbox, not started. `name` and `attempt` together are used once on this node. Raises InvalidField if
         its runtime is not installed any more."""
-        kind: type[Runtime] = resolve("runtime", spec.kind)
+        kind: RuntimeKind = resolve("runtime", spec.kind)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
         context = SandboxContext(

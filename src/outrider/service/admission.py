@@ -24,7 +24,7 @@ from outrider.harnesses.placeholders import filled_size
 from outrider.harnesses.venv import FIELD as VENV
 from outrider.harnesses.venv import read_venv, stray_links
 from outrider.plugins import resolve
-from outrider.runtimes.base import Runtime
+from outrider.runtimes.base import RuntimeKind
 from outrider.schemas import NodeStats
 from outrider.sessions.resources import required, total_of
 from outrider.spec import MAX_INLINE_FILE, EngineSpec, GroupSpec, Resources, RuntimeSpec, Spec, TaskSpec, Upload
@@ -32,7 +32,7 @@ from outrider.spec import MAX_INLINE_FILE, EngineSpec, GroupSpec, Resources, Run
 S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
 
-RUNTIME_METHODS = ("create", "available", "check_spec", "start", "exec", "stop")
+RUNTIME_METHODS = ("create", "available", "check_spec")
 """Methods that a class must have to be accepted as a runtime."""
 
 MAX_DEPTH = 64
@@ -141,14 +141,14 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> 
     Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
-    runtime: type[Runtime] = resolve("runtime", task.runtime.kind, field="task.runtime.kind")
+    runtime: RuntimeKind = resolve("runtime", task.runtime.kind, field="task.runtime.kind")
     if not all(callable(getattr(runtime, name, None)) for name in RUNTIME_METHODS):
         raise InvalidField(f"{task.runtime.kind!r} is not a runtime class", field="task.runtime.kind")
     harness = make_harness(task.harness)
     if task.harness.agent is None:
         check_instruction(task.instruction)
     make_evaluator(task.evaluator)
-    if task.evaluator.carry == "all" and not callable(getattr(runtime, "save_layer", None)):
+    if task.evaluator.carry == "all" and not getattr(runtime, "saves_layers", False):
         raise InvalidField(
             f"{task.runtime.kind!r} sandboxes cannot carry all that was written",
             field="task.evaluator.carry",
@@ -226,7 +226,7 @@ def _check_file_sizes(task: TaskSpec) -> None:
             )
 
 
-def _check_venv(task: TaskSpec, runtime: type[Runtime], allow: Sequence[Path]) -> None:
+def _check_venv(task: TaskSpec, runtime: RuntimeKind, allow: Sequence[Path]) -> None:
     """A task's virtual environment must be allowed with everything that is mounted for it, and work in the sandbox."""
     path, spec = task.harness.venv, task.runtime
     if path is None:

@@ -20,7 +20,7 @@ from outrider.errors import RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
 from outrider.rootfs.apptainer import apptainer_program
 from outrider.runtimes.namespace.plan import EMPTY_FOLDERS
-from outrider.runtimes.probe_cache import Finder
+from outrider.runtimes.probe_cache import ProbeCache
 from outrider.runtimes.tool_server.bundle import BOOT, FLAGS
 
 PROBE_SECONDS = 60.0
@@ -148,4 +148,4 @@ def server_command(size: int, files: int, memory: int, limits: Mapping[str, int]
     return [*portable_command(), *FLAGS, "-c", BOOT, *(f"{name}={value}" for name, value in options.items())]
 
 
-FINDER = Finder(look)
+APPTAINER = ProbeCache(look)

@@ -1,24 +1,24 @@
-"""The docker and podman runtimes: a container per sandbox, by the daemon's API, with our tool server as its first
-process.
+"""The docker, podman and gvisor runtimes: a container per sandbox, by the daemon's API, with our tool server as its
+first process.
 
-The two differ in the daemon only; `gvisor` is docker with the runtime runsc. It does not know who uses it. Invariant:
-what `start` asked a daemon for is gone, by that daemon's own word, when `stop` returns.
+Docker and podman differ in the daemon only; gvisor is docker with the OCI runtime runsc. It does not know who uses it.
+Invariant: what a launch asked a daemon for is gone, by that daemon's own word, when `stop` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT
-from outrider.runtimes.base import Availability
-from outrider.runtimes.containers import server as container_server
+from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.containers.body import ContainerPlan, Shown
 from outrider.runtimes.containers.daemon import (
     NODE_LABEL,
@@ -27,36 +27,43 @@ from outrider.runtimes.containers.daemon import (
     DockerDaemon,
     PodmanDaemon,
 )
-from outrider.runtimes.containers.server import TOOLS_AT, ContainedServer
-from outrider.runtimes.kernel.process_marks import mark_of
-from outrider.runtimes.namespace.plan import counted_memory
-from outrider.runtimes.namespace.submounts import inner_mounts
-from outrider.runtimes.sandbox_life import RootedRuntime
-from outrider.runtimes.tool_server.client import ToolClient
-from outrider.runtimes.tool_server.launch import BRIDGE_PORT, Setup, clean_environment
+from outrider.runtimes.containers.server import TOOLS_AT, ContainedServer, command
+from outrider.runtimes.kernel.mounts import inner_mounts
+from outrider.runtimes.limits import counted_memory
+from outrider.runtimes.tool_server.bundle import portable_server
+from outrider.runtimes.tool_server.launch import RunningServer, Setup, died_inside, rooted_setup, undone
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 if TYPE_CHECKING:
     from outrider.runtimes.containers.client import LocalImage
 
-HOME = "/root"
 BRIDGE_SOCKET = "/run/outrider/gateway.sock"
 
 
-class ContainerRuntime(RootedRuntime):
-    """Paths are the container's own. What is written anywhere is gone with `stop`."""
+@dataclass(frozen=True)
+class ContainerRuntime:
+    """A kind whose sandboxes are containers of `daemon`, started by `oci_runtime` (None: the daemon's own choice).
 
-    endpoint = f"http://127.0.0.1:{BRIDGE_PORT}"
-    daemon: ClassVar[type[ContainerDaemon]]
-    oci_runtime: ClassVar[str | None] = None
-    _image_id = ""
+    Paths are the container's own. What is written anywhere is gone with `stop`."""
 
-    @classmethod
-    def available(cls) -> Availability:
-        return cls.daemon.available()
+    daemon: type[ContainerDaemon]
+    oci_runtime: str | None = None
 
-    @classmethod
-    def check_spec(cls, spec: RuntimeSpec) -> None:
+    def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return ToolServerSandbox(partial(launch, self), spec, context)
+
+    def available(self) -> Availability:
+        can = self.daemon.available()
+        if not can.ok or self.oci_runtime is None or self.oci_runtime in self.daemon.oci_runtimes():
+            return can
+        return Availability(
+            ok=False,
+            detail=f"no runtime {self.oci_runtime} in {can.detail}",
+            hint="install gVisor and name it in dockerd's daemon.json, with runtimeArgs --host-uds=open",
+        )
+
+    def check_spec(self, spec: RuntimeSpec) -> None:
         if spec.rootfs is not None:
             raise InvalidField(
                 f"{spec.kind!r} sandboxes are made of images",
@@ -67,108 +74,90 @@ class ContainerRuntime(RootedRuntime):
             raise InvalidField(
                 f"{spec.kind!r} sandboxes need an image",
                 field="task.runtime.image",
-                hint=f"name one that `{cls.daemon.name} images` lists",
-            )
-
-    async def _start(self) -> ToolClient:
-        image = self._image()
-        daemon = await self._context.host.part(self.daemon)
-        found = await daemon.image(image)
-        self._image_id = found.id
-        folder, bytecode = await asyncio.to_thread(container_server.interpreter)
-        server = ContainedServer(self._context.directory / "tools")
-        self._held.push_async_callback(server.close)
-        memory = counted_memory(self._spec.resources, ("memory",) if daemon.limits else ())
-        setup = msgspec.structs.replace(self._setup(found), memory=memory)
-        plan = self._plan(found, setup, [Shown(folder, PORTABLE_AT), Shown(server.folder, TOOLS_AT)], daemon.limits)
-        name = f"{self._context.host.name}-{self._context.directory.name}"
-        try:
-            await daemon.run(name, plan.body)
-        finally:  # also where the daemon has only half made it
-            self._held.push_async_callback(daemon.remove, name)
-        self._out_of_memory = partial(daemon.out_of_memory, name)
-        return await server.connect(bytecode, setup, lambda: daemon.runs(name))
-
-    async def _host_stands(self) -> bool:
-        return await self._out_of_memory() is not None
-
-    async def _died_inside(self) -> bool:
-        return await self._out_of_memory() or await super()._died_inside()
-
-    async def current(self) -> bool:
-        daemon = await self._context.host.part(self.daemon)
-        return (await daemon.image(self._image())).id == self._image_id
-
-    def _image(self) -> str:
-        if self._spec.rootfs is not None:
-            raise RuntimeUnavailable(
-                f"the {self.daemon.name} runtime has images, no root folders", hint="use runtime kind 'namespace'"
-            )
-        if self._spec.image is None:
-            raise RuntimeUnavailable(
-                f"the {self.daemon.name} runtime needs an image",
-                field="task.runtime.image",
                 hint=f"name one that `{self.daemon.name} images` lists",
             )
-        return self._spec.image
 
-    def _setup(self, image: LocalImage) -> Setup:
-        return Setup(
-            env=clean_environment({**image.env, **self._spec.env}, HOME),
-            workdir=self._spec.workdir,
-            folders=[HOME, "/tmp", "/var/tmp", self._spec.workdir],
-            bridge_port=BRIDGE_PORT,
-            bridge_socket=BRIDGE_SOCKET,
-            lifetime=self._spec.lifetime_seconds,
-            mark=mark_of(self._context.directory),
+
+DOCKER = ContainerRuntime(DockerDaemon)
+PODMAN = ContainerRuntime(PodmanDaemon)
+GVISOR = ContainerRuntime(DockerDaemon, oci_runtime="runsc")
+"""A kernel of its own, written in Go, between the sandbox and the host's."""
+
+
+@asynccontextmanager
+async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
+    """Have the daemon run a container. See tool_server/launch.py."""
+    image_name = _image_name(kind, spec)
+    daemon = await context.host.part(kind.daemon)
+    image = await daemon.image(image_name)
+    python, bytecode = await asyncio.to_thread(portable_server)
+    memory = counted_memory(spec.resources, ("memory",) if daemon.limits else ())
+    setup = rooted_setup(spec, context, image.env, memory=memory, bridge_socket=BRIDGE_SOCKET)
+    async with AsyncExitStack() as undo:
+        server = ContainedServer(context.directory / "tools")
+        undo.push_async_callback(undone, context.directory.name, server.close)
+        ours = [Shown(python, PORTABLE_AT), Shown(server.folder, TOOLS_AT)]
+        plan = _plan(kind, spec, context, image, setup, ours, limits=daemon.limits)
+        name = f"{context.host.name}-{context.directory.name}"
+        # Before the daemon is asked: where `run` fails, it may have half made the container.
+        undo.push_async_callback(undone, context.directory.name, partial(daemon.remove, name))
+        await daemon.run(name, plan.body)
+        tools = await server.connect(bytecode, setup, partial(daemon.runs, name))
+
+        async def ended_inside() -> bool:
+            out_of_memory = await daemon.out_of_memory(name)
+            # None: somebody else has removed the container, or the daemon is gone.
+            return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
+
+        async def is_current() -> bool:
+            return (await daemon.image(image_name)).id == image.id
+
+        yield RunningServer(tools=tools, ended_inside=ended_inside, is_current=is_current)
+
+
+def _image_name(kind: ContainerRuntime, spec: RuntimeSpec) -> str:
+    """Raises RuntimeUnavailable for a spec that names none."""
+    if spec.rootfs is not None:
+        raise RuntimeUnavailable(
+            f"the {kind.daemon.name} runtime has images, no root folders", hint="use runtime kind 'namespace'"
         )
-
-    def _plan(self, image: LocalImage, setup: Setup, ours: list[Shown], limits: bool) -> ContainerPlan:
-        context = self._context
-        with contextlib.suppress(PermissionError):  # its folder is private, and root inside may be another user
-            context.gateway_socket.chmod(0o666)
-        shown = [
-            *(Shown(path, str(path)) for path in context.mounts),
-            *(Shown(Path(one.source), one.target or one.source) for one in self._spec.mounts),
-            Shown(context.gateway_socket, BRIDGE_SOCKET),
-            *ours,
-        ]
-        inner = inner_mounts((one.source, one.target) for one in shown)
-        shown = [*(Shown(source, target) for source, target in inner), *shown]
-        return ContainerPlan(
-            image=image.id,
-            command=container_server.command(self._spec.resources.disk_mb * MEBIBYTE, setup.memory),
-            env=setup.marking(),
-            labels={NODE_LABEL: context.host.name, SESSION_LABEL: context.session_id},
-            shown=tuple({one.target: one for one in shown}.values()),
-            resources=self._spec.resources,
-            limits=limits,
-            users=self._spec.users,
-            oci_runtime=self.oci_runtime,
+    if spec.image is None:
+        raise RuntimeUnavailable(
+            f"the {kind.daemon.name} runtime needs an image",
+            field="task.runtime.image",
+            hint=f"name one that `{kind.daemon.name} images` lists",
         )
+    return spec.image
 
 
-class DockerRuntime(ContainerRuntime):
-    daemon = DockerDaemon
-
-
-class PodmanRuntime(ContainerRuntime):
-    daemon = PodmanDaemon
-
-
-class GvisorRuntime(ContainerRuntime):
-    """A kernel of its own, written in Go, between the sandbox and the host's."""
-
-    daemon = DockerDaemon
-    oci_runtime = "runsc"
-
-    @classmethod
-    def available(cls) -> Availability:
-        can = super().available()
-        if not can.ok or cls.oci_runtime in cls.daemon.oci_runtimes():
-            return can
-        return Availability(
-            ok=False,
-            detail=f"no runtime {cls.oci_runtime} in {can.detail}",
-            hint="install gVisor and name it in dockerd's daemon.json, with runtimeArgs --host-uds=open",
-        )
+def _plan(
+    kind: ContainerRuntime,
+    spec: RuntimeSpec,
+    context: SandboxContext,
+    image: LocalImage,
+    setup: Setup,
+    ours: Sequence[Shown],
+    *,
+    limits: bool,
+) -> ContainerPlan:
+    with contextlib.suppress(PermissionError):  # its folder is private, and root inside may be another user
+        context.gateway_socket.chmod(0o666)
+    shown = [
+        *(Shown(path, str(path)) for path in context.mounts),
+        *(Shown(Path(one.source), one.target or one.source) for one in spec.mounts),
+        Shown(context.gateway_socket, BRIDGE_SOCKET),
+        *ours,
+    ]
+    inner = inner_mounts((one.source, one.target) for one in shown)
+    shown = [*(Shown(source, target) for source, target in inner), *shown]
+    return ContainerPlan(
+        image=image.id,
+        command=command(spec.resources.disk_mb * MEBIBYTE, setup.memory),
+        env=setup.marking(),
+        labels={NODE_LABEL: context.host.name, SESSION_LABEL: context.session_id},
+        shown=tuple({one.target: one for one in shown}.values()),
+        resources=spec.resources,
+        limits=limits,
+        users=spec.users,
+        oci_runtime=kind.oci_runtime,
+    )

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from outrider.errors import RuntimeFailure
-from outrider.pythons.portable import portable_command, portable_python
+from outrider.pythons.portable import portable_command
 from outrider.runtimes.kernel.child import readable
-from outrider.runtimes.tool_server.bundle import BOOT, FLAGS, behind, compiled, delivery
+from outrider.runtimes.tool_server.bundle import BOOT, FLAGS, behind, delivery
 from outrider.runtimes.tool_server.client import ToolClient
 from outrider.runtimes.tool_server.launch import START_SECONDS, Setup, configure
 
@@ -45,13 +45,6 @@ def command(file_bytes: int, memory: int) -> list[str]:
     return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 
 
-def interpreter() -> tuple[Path, bytes]:
-    """The portable interpreter's folder and the tool server's bytecode for it. Blocks; raises RuntimeUnavailable."""
-    folder = portable_python()
-    *enter, program = portable_command(str(folder))
-    return folder, compiled(tuple(enter), program, ())
-
-
 class LogTail(asyncio.Protocol):
     """Keeps the end of what comes."""
 
@@ -70,44 +63,36 @@ class LogTail(asyncio.Protocol):
 
 
 class ContainedServer:
-    """Listens from the beginning, so that the container can be started; `tools` is there after `connect`."""
+    """Listens from the beginning, so that the container can be started then. `close` is called in any case, not while
+    `connect` runs."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` does not exist yet; it is what must be mounted at TOOLS_AT."""
         self.folder = folder
-        self.tools: ToolClient | None = None
+        self._tools: ToolClient | None = None
         self._log = LogTail()
-        self._waiting = False
-        self._closed = False
         folder.mkdir(mode=0o711)
         self._listener = listening(folder)
 
     async def connect(self, bytecode: bytes, setup: Setup, runs: Callable[[], Awaitable[bool]]) -> ToolClient:
         """Wait for the server in there, and make it ready. Raises RuntimeFailure, also when the container, whose state
-        `runs` tells, has ended; `close` must follow in any case."""
-        complaints = await self._connected(runs)
-        assert self.tools is not None
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: self._log, complaints)
-        await self.tools.open()
-        self.tools.send_raw(delivery(behind(FENCE, bytecode)))
-        await configure(self.tools, setup)
-        return self.tools
-
-    async def _connected(self, runs: Callable[[], Awaitable[bool]]) -> socket.socket:
-        """Take both connections, the first for `tools`; returns the other."""
-        self._waiting = True
+        `runs` tells, has ended."""
         try:
             async with asyncio.timeout(START_SECONDS):
-                self.tools = ToolClient(await self._accept(runs), self._log.text)
-                return await self._accept(runs)
+                self._tools = tools = ToolClient(await self._accept(runs), self._log.text)
+                complaints = await self._accept(runs)
         except TimeoutError as error:
             raise RuntimeFailure(f"the container's tool server did not connect in {START_SECONDS:.0f} s") from error
         finally:
-            self._waiting = False
             self._stop_listening()
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: self._log, complaints)
+        await tools.open()
+        tools.send_raw(delivery(behind(FENCE, bytecode)))
+        await configure(tools, setup)
+        return tools
 
     async def _accept(self, runs: Callable[[], Awaitable[bool]]) -> socket.socket:
-        while not self._closed:
+        while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await readable(self._listener.fileno())
@@ -120,7 +105,6 @@ class ContainedServer:
                     "the container ended before its tool server had connected",
                     hint="give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc",
                 )
-        raise RuntimeFailure("the sandbox was stopped while it started")
 
     def _stop_listening(self) -> None:
         self._listener.close()
@@ -128,13 +112,9 @@ class ContainedServer:
 
     async def close(self) -> None:
         """Idempotent."""
-        self._closed = True
-        if self._waiting:
-            self._listener.shutdown(socket.SHUT_RDWR)  # which wakes whoever waits for it
-        else:
-            self._stop_listening()
-        if self.tools is not None:
-            await self.tools.close()
+        self._stop_listening()
+        if self._tools is not None:
+            await self._tools.close()
         if self._log.transport is not None:
             self._log.transport.close()
 

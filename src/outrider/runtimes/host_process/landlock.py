@@ -1,9 +1,9 @@
-"""Programs on the host itself, fenced in by Landlock: for machines where user namespaces are off.
+"""The process-landlock runtime: programs on the host itself, confined by Landlock where user namespaces are off.
 
-Weaker than a sandbox of namespaces: what is on the host's system folders can be seen, and so can its processes, though
-not what is in them; and what is bound is each process, where no control groups are there for all of them.
-It does not know what it runs. Invariant: what is in files is changed in the sandbox's own directory alone; the
-terminals of the service's user can be written to. What `stop` kills is what the process runtime's does.
+Weaker than a sandbox of namespaces: programs see the host's system folders and its processes, though not what is in
+those; and without control groups each process is limited by itself, not all of them together. It does not know what it
+runs. Invariant: files are changed in the sandbox's own directory alone, except that the terminals of the service's user
+can be written to. `stop` kills what the process runtime's does.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import msgspec
-
-from outrider.runtimes.base import Availability
+from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.guest.isolation import landlock, seccomp
-from outrider.runtimes.host_process.process import ProcessRuntime
+from outrider.runtimes.host_process.process import ProcessRuntime, gateway_url, launch, sandbox_on_host
 from outrider.runtimes.kernel.cgroups import find
 from outrider.runtimes.tool_server.bundle import behind, server_command
-from outrider.runtimes.tool_server.launch import Setup
+from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.spec import RuntimeSpec
 
 FENCE = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
 NEEDED = 3
@@ -38,9 +38,16 @@ ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1"}
 """Git gives up where there is a configuration for the whole host and it cannot read it."""
 
 
-class LandlockRuntime(ProcessRuntime):
-    """As `ProcessRuntime`, but that no file is written outside of the sandbox's own directory, nothing read but the
-    system's folders and the harness's programs, and no TCP connection made but to the gateway."""
+class LandlockRuntime:
+    """The kind `process-landlock`: as `ProcessRuntime`, but that no file is written outside of the sandbox's own
+    directory, nothing read but the system's folders and the harness's programs, and no TCP connection made but to the
+    gateway."""
+
+    check_spec = ProcessRuntime.check_spec
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return sandbox_on_host(partial(launch, program=confined_program, env=ENVIRONMENT), spec, context)
 
     @classmethod
     def available(cls) -> Availability:
@@ -55,17 +62,17 @@ class LandlockRuntime(ProcessRuntime):
             detail=f"Landlock {have}: files and {network} fenced, weaker than namespaces; limits by {find()}",
         )
 
-    def _program(self, bytecode: bytes, limits: Mapping[str, int], memory: int) -> tuple[list[str], bytes]:
-        shown = [*READ, str(Path(sys.base_prefix).resolve()), *map(str, self._context.mounts)]
-        words = [
-            str(urlsplit(self.endpoint).port or 0),
-            *(f"read={path}" for path in shown),
-            *(f"write={path}" for path in (*WRITE, self._context.directory)),
-            f"memory={memory}",
-            *(f"{name}={value}" for name, value in limits.items()),
-        ]
-        return [*server_command(sys.executable), *words], behind(FENCE, bytecode)
 
-    def _setup(self) -> Setup:
-        setup = super()._setup()
-        return msgspec.structs.replace(setup, env={**ENVIRONMENT, **setup.env})
+def confined_program(
+    context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
+) -> tuple[list[str], bytes]:
+    """The tool server behind guest/isolation/landlock.py, which reads the words that follow the command."""
+    shown = [*READ, str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
+    words = [
+        str(urlsplit(gateway_url(context)).port or 0),
+        *(f"read={path}" for path in shown),
+        *(f"write={path}" for path in (*WRITE, context.directory)),
+        f"memory={memory}",
+        *(f"{name}={value}" for name, value in limits.items()),
+    ]
+    return [*server_command(sys.executable), *words], behind(FENCE, bytecode)

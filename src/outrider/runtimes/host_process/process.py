@@ -1,4 +1,4 @@
-"""Trusted code on the host itself: no isolation, the same tool server, and nothing left behind.
+"""The process runtime: trusted code on the host itself, without isolation, by the same tool server.
 
 It does not know what it runs. Invariant: after `stop` every process that was started through it is dead, also one
 that left its session and its parents.
@@ -7,36 +7,47 @@ that left its session and its parents.
 from __future__ import annotations
 
 import asyncio
-import posixpath
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
-import msgspec
-
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, RuntimeFailure
 from outrider.runtimes.base import Availability, SandboxContext
-from outrider.runtimes.kernel.cgroups import Cgroups
-from outrider.runtimes.kernel.process_marks import mark_of
-from outrider.runtimes.namespace.plan import counted_memory, rlimits
-from outrider.runtimes.sandbox_life import HeldRuntime
-from outrider.runtimes.tool_server.bundle import compiled, server_command
-from outrider.runtimes.tool_server.client import ToolClient
-from outrider.runtimes.tool_server.launch import HostedServer, Setup, clean_environment
+from outrider.runtimes.kernel.cgroups import Cgroups, Group
+from outrider.runtimes.kernel.child import Child
+from outrider.runtimes.kernel.process_marks import kill_marked, mark_of
+from outrider.runtimes.limits import counted_memory, rlimits
+from outrider.runtimes.tool_server.bundle import compiled, delivery, server_command
+from outrider.runtimes.tool_server.client import Stopped, ToolClient
+from outrider.runtimes.tool_server.launch import (
+    STOP_SECONDS,
+    Launch,
+    RunningServer,
+    Setup,
+    clean_environment,
+    configure,
+    connection,
+    died_inside,
+    undone,
+)
+from outrider.runtimes.tool_server.sandbox import SandboxPaths, ToolServerSandbox
 from outrider.spec import RuntimeSpec
 
+Program = Callable[[SandboxContext, bytes, Mapping[str, int], int], tuple[list[str], bytes]]
+"""Returns the command that becomes the tool server, and the code that is sent to it first. Its arguments are the
+sandbox's context, the server's bytecode, the rlimits of each program, and `Setup.memory`."""
 
-class ProcessRuntime(HeldRuntime):
-    """The folder `work` of the sandbox's own directory stands for the spec's workdir: a relative path, or an absolute
-    one at or below the workdir, is mapped into it. Any other absolute path is the host's own, and so is every path
-    that a command itself uses. `rootfs`, `image` and `mounts` are refused."""
 
-    killable = True
+class ProcessRuntime:
+    """The kind `process`. The folder `work` of the sandbox's own directory stands for the spec's workdir, but only in
+    the paths that methods are given: a command itself sees the host's. A spec with `rootfs`, `image`, `mounts` or
+    `users` is refused."""
 
-    def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:
-        super().__init__(spec, context)
-        self._work = str(context.directory / "work")
-        self.scratch = str(context.directory / "tmp")
-        self.endpoint = context.gateway_url.rstrip("/")
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+        return sandbox_on_host(launch, spec, context)
 
     @classmethod
     def available(cls) -> Availability:
@@ -54,48 +65,101 @@ class ProcessRuntime(HeldRuntime):
                     hint="leave it out, or use runtime kind 'namespace'",
                 )
 
-    def place(self, path: str) -> str:
-        seen = self._seen(path)
-        inside = posixpath.relpath(seen, self._spec.workdir)
-        return seen if f"{inside}/".startswith("../") else posixpath.normpath(posixpath.join(self._work, inside))
 
-    def member(self, path: str) -> str:
-        return self._seen(path).lstrip("/")
+def sandbox_on_host(launch: Launch, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
+    """A sandbox whose files are the host's, and which reaches the gateway by its port."""
+    return ToolServerSandbox(
+        launch,
+        spec,
+        context,
+        paths=SandboxPaths(spec.workdir, _work(context)),
+        endpoint=gateway_url(context),
+        scratch=_scratch(context),
+    )
 
-    def _seen(self, path: str) -> str:
-        return posixpath.normpath(posixpath.join(self._spec.workdir, path))
 
-    def outermost(self, paths: Sequence[str]) -> list[str]:
-        """Without those that are the host's own: another sandbox has them already."""
-        return [path for path in super().outermost(paths) if f"{self.place(path)}/".startswith(f"{self._work}/")]
+def gateway_url(context: SandboxContext) -> str:
+    return context.gateway_url.rstrip("/")
 
-    async def _start(self) -> ToolClient:
-        groups = await self._context.host.part(Cgroups)
-        group = groups.make(self._context.directory.name, self._spec.resources)
-        self._held.push_async_callback(group.remove)
-        self._group = group
+
+def _work(context: SandboxContext) -> str:
+    return str(context.directory / "work")
+
+
+def _scratch(context: SandboxContext) -> str:
+    return str(context.directory / "tmp")
+
+
+def plain_program(
+    context: SandboxContext, bytecode: bytes, limits: Mapping[str, int], memory: int
+) -> tuple[list[str], bytes]:
+    """The tool server without anything around it."""
+    return server_command(sys.executable), bytecode
+
+
+@asynccontextmanager
+async def launch(
+    spec: RuntimeSpec,
+    context: SandboxContext,
+    *,
+    program: Program = plain_program,
+    env: Mapping[str, str] = {},
+) -> AsyncIterator[RunningServer]:
+    """Start the tool server as a child of this process. `env` is below the spec's own. See tool_server/launch.py."""
+    name = context.directory.name
+    work, scratch = _work(context), _scratch(context)
+    groups = await context.host.part(Cgroups)
+    controllers = groups.hierarchies.folders
+    memory = counted_memory(spec.resources, controllers)
+    setup = Setup(
+        env=clean_environment({"TMPDIR": scratch, **env, **spec.env}, work),
+        workdir=work,
+        folders=[work, scratch],
+        subreaper=True,
+        memory=memory,
+        lifetime=spec.lifetime_seconds,
+        mark=mark_of(context.directory),
+    )
+    async with AsyncExitStack() as undo:
+        group = groups.make(name, spec.resources)
+        undo.push_async_callback(undone, name, group.remove)
         bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
-        resources, controllers = self._spec.resources, groups.hierarchies.folders
-        setup = msgspec.structs.replace(self._setup(), memory=counted_memory(resources, controllers))
-        command, code = self._program(bytecode, rlimits(resources, controllers), setup.memory)
-        server = await HostedServer.start(command, code, setup, group=group)
-        self._held.push_async_callback(server.stop)
-        self._server = server
-        return server.tools
+        command, code = program(context, bytecode, rlimits(spec.resources, controllers), memory)
+        yield await undo.enter_async_context(server_process(name, command, code, setup, group=group))
 
-    def _server_stopped(self) -> bool:
-        return self._server.stopped_by_signal()
 
-    def _program(self, bytecode: bytes, limits: Mapping[str, int], memory: int) -> tuple[list[str], bytes]:
-        """The command that becomes the tool server, and its code. `memory` is what `Setup.memory` says."""
-        return server_command(sys.executable), bytecode
+@asynccontextmanager
+async def server_process(
+    name: str, command: Sequence[str], code: bytes, setup: Setup, *, group: Group | None = None
+) -> AsyncIterator[RunningServer]:
+    """A tool server that is a child of this process, for the sandbox `name`: `command`, in `group`, with `code` on its
+    standard input. When this is left, every process that was ever below it is dead. Raises RuntimeFailure, OSError."""
+    with connection() as (ours, theirs):
+        child = Child.spawn(command, setup.marking(), theirs)
+    tools = ToolClient(ours, child.log_tail)
 
-    def _setup(self) -> Setup:
-        return Setup(
-            env=clean_environment({"TMPDIR": self.scratch, **self._spec.env}, self._work),
-            workdir=self._work,
-            folders=[self._work, self.scratch],
-            subreaper=True,
-            lifetime=self._spec.lifetime_seconds,
-            mark=mark_of(self._context.directory),
-        )
+    async def ended_inside() -> bool:
+        return died_inside(tools, group, killable=True)
+
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(undone, name, partial(_end, child, tools, setup.mark))
+        if group is not None:
+            group.add(child.pid)
+        await tools.open()
+        tools.send_raw(delivery(code))
+        await configure(tools, setup)
+        yield RunningServer(tools=tools, group=group, ended_inside=ended_inside, stopped_inside=child.stopped_by_signal)
+
+
+async def _end(child: Child, tools: ToolClient, mark: str) -> None:
+    """Kill all processes and wait for their end. The server itself kills what is below it, because it alone knows what
+    cleared its environment. We kill by the mark what it could not kill, and everything if it died."""
+    tools.fail_all("the sandbox was stopped")
+    ended = False
+    with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
+        async with asyncio.timeout(STOP_SECONDS):
+            ended = (await tools.call("stop", {}, Stopped)).left == 0
+    await tools.close()
+    in_time = await child.end(STOP_SECONDS)
+    if not (ended and in_time):
+        await asyncio.to_thread(kill_marked, f"{mark}:")

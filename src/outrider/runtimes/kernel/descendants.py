@@ -1,7 +1,7 @@
-"""A child and all below it, held from when they are looked for: how a program's helpers are known to have ended.
+"""A child and every process below it: how a program's helpers are known to have ended.
 
-It knows nothing of what they do. Invariant: a signal goes only to a process that was held when it was found to be below
-the child, never to a number.
+It does not know what they do. Invariant: a signal goes only to a process that was held by a pidfd when it was found to
+be below the child, never to a number.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from outrider.runtimes.kernel.child import Child, readable
 END_SECONDS = 5.0
 
 
-class Family:
-    """Made before the child ends. `hold` may be called again for those that came later."""
+class Descendants:
+    """Those of a child; made before that ends. `hold` is called again for processes that came later."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
         self._held: dict[int, int] = {}
 
     def hold(self) -> None:
-        """Take hold of all that is below the child now. Blocks, for as long as a few system calls each."""
+        """Open a pidfd of each process that is below the child now. Blocks for a few system calls each."""
         todo = [self._child.pid, *self._held]
         while todo:
             above = todo.pop()
             for pid in _children(above) - self._held.keys():
                 with contextlib.suppress(OSError):
                     self._held[pid] = os.pidfd_open(pid)
-                    if _status(pid, "PPid") != [above]:  # another of the same number
+                    if _status(pid, "PPid") != [above]:  # the number went to another process meanwhile
                         os.close(self._held.pop(pid))
                         continue
                     todo.append(pid)
 
     def kill_first_inside(self) -> None:
-        """SIGKILL to the first process of a pid namespace, with which all that is in there dies."""
+        """SIGKILL the first process of a pid namespace below the child: all processes in there die with it."""
         for pid, held in self._held.items():
             numbers = _status(pid, "NSpid")
             if len(numbers) > 1 and numbers[-1] == 1:
@@ -46,7 +46,7 @@ class Family:
                     signal.pidfd_send_signal(held, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Wait for the end of all but the child, which comes by force when it does not come by itself."""
+        """Wait until all held processes are dead, and kill those that have not ended after END_SECONDS."""
         held, self._held = self._held, {}
         try:
             with contextlib.suppress(TimeoutError):
@@ -63,7 +63,7 @@ class Family:
 
 
 def _children(pid: int) -> set[int]:
-    """None of what is gone, which it may be at any moment."""
+    """By the children of its threads; empty for a process that is gone, as it may be at any moment."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from outrider.spec import MEBIBYTE, Resources
-
-BYTES_PER_FILE = 4096
-"""What a sandbox may write bounds the number of its files, too: each takes kernel memory."""
-FILES_OF_MEMORY = 0.75
-OPEN_FILES_LEAST = 1024
-"""What programs take for granted."""
-OPEN_FILES_MOST = 1 << 16
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 EMPTY_FOLDERS = ("dev", "etc", "proc", "root", "run", "tmp", "usr", "var/tmp")
 ETC_FOLDERS = ("alternatives", "ssl/certs", "pki/ca-trust/extracted", "pki/tls/certs", "crypto-policies")
@@ -109,43 +100,7 @@ def _link(name: str) -> str | None:
     return os.readlink(path) if path.is_symlink() else None
 
 
-def rlimits(resources: Resources, controllers: Mapping[str, object], *, own_users: bool = False) -> dict[str, int]:
-    """What each process is bound by where no control group does it for all of them together. With `own_users` the
-    sandbox has a user namespace: else the number of processes would be that of the user on all of the host."""
-    limits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))}
-    if "pids" not in controllers and own_users:
-        limits["RLIMIT_NPROC"] = resources.pids
-    if counted := counted_memory(resources, controllers):
-        # Not the address space: Node cannot compile WebAssembly in less than some tens of GiB of it.
-        limits["RLIMIT_DATA"] = counted
-    return limits
-
-
-def counted_memory(resources: Resources, controllers: Container[str]) -> int:
-    """Maximum bytes of memory of all programs of the sandbox, kept by its tool server (guest/memory_watch.py).
-
-    It is 0 where a control group keeps it."""
-    return 0 if "memory" in controllers else resources.most_memory_mb * MEBIBYTE
-
-
-def open_files(soft: int, hard: int) -> int:
-    """Descriptors that a program may have open, by what its node may. The kernel lets a process send one only while the
-    user has no more on their way than the process may have open: half of the node's own leaves the node as many,
-    whatever its sandboxes send each other."""
-    soft, hard = (OPEN_FILES_MOST * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
-    return max(min(OPEN_FILES_MOST, soft // 2), min(OPEN_FILES_LEAST, hard))
-
-
-def room(resources: Resources) -> tuple[int, int]:
-    """Bytes and files that may be written. They live in memory: where a task says how much, files may take a part of
-    it, so that a full disk is an error and not the death of all programs."""
-    size = resources.disk_mb * MEBIBYTE
-    if resources.memory_mb is not None:
-        size = min(size, round(resources.memory_mb * MEBIBYTE * FILES_OF_MEMORY))
-    return size, max(4096, size // BYTES_PER_FILE)
-
-
-def supported() -> str | None:
+def unsupported() -> str | None:
     """None when the kernel has the calls that a sandbox is made by, else what is missing."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"

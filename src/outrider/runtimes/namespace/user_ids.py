@@ -1,6 +1,6 @@
-"""User ids for sandboxes with more than one: the ranges that /etc/subuid and /etc/subgid set aside for this user.
+"""User ids for sandboxes with more than one user: from the ranges of /etc/subuid and /etc/subgid.
 
-It starts nothing. Invariant: an id outside that nobody set aside for this user is never used.
+It starts nothing. Invariant: of the host's ids only this user's own and those of its ranges are used.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from outrider.runtimes.namespace.plan import Ids
 FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
 
 
-class Users(msgspec.Struct, frozen=True):
-    """The fields of a plan of the same names."""
+class UserIds(msgspec.Struct, frozen=True):
+    """The fields of `Plan` of the same names."""
 
     uids: tuple[Ids, ...]
     gids: tuple[Ids, ...]
     mappers: dict[str, str]
 
 
-def users(count: int) -> Users | None:
-    """So many ids, the first of them this user's own; None when that is all. Raises RuntimeUnavailable."""
+def user_ids(count: int) -> UserIds | None:
+    """`count` ids, of which the first is this user's own; None when that is the only one. Raises RuntimeUnavailable."""
     if count == 1:
         return None
     own = {"uid": os.geteuid(), "gid": os.getegid()}
     ids = {kind: ((0, own[kind], 1), (1, _range(kind, count - 1), count - 1)) for kind in FILES}
-    return Users(ids["uid"], ids["gid"], {} if os.geteuid() == 0 else {kind: _mapper(kind) for kind in FILES})
+    return UserIds(ids["uid"], ids["gid"], {} if os.geteuid() == 0 else {kind: _mapper(kind) for kind in FILES})
 
 
 def _range(kind: str, count: int) -> int:

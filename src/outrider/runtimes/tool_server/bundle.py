@@ -13,9 +13,11 @@ import marshal
 import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from outrider.errors import RuntimeUnavailable
+from outrider.pythons.portable import portable_command, portable_python
 
 BOOT = (
     "import marshal,posix\n"
@@ -178,3 +180,10 @@ def _compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) ->
             log_tail=done.stderr.decode(errors="replace")[-2000:],
         )
     return done.stdout
+
+
+def portable_server() -> tuple[Path, bytes]:
+    """The portable interpreter's folder and the tool server's bytecode for it. Blocks; raises RuntimeUnavailable."""
+    folder = portable_python()
+    *enter, program = portable_command(str(folder))
+    return folder, compiled(tuple(enter), program, ())

@@ -196,6 +196,8 @@ class ToolClient(asyncio.Protocol):
         parts have more than `room` bytes is dropped.
         """
         self._check()
+        if self._transport is None:
+            raise self._failure("the connection to the tool server is not open")
         self._number += 1
         number = self._number
         frame = self._frame(number, method, args)

@@ -1,7 +1,8 @@
-"""What every runtime with a tool server inside has in common: commands, shells and files as calls to it.
+"""A sandbox with a tool server inside: the `Runtime` of every kind that runs real programs.
 
-It knows neither isolation nor processes and holds no state: a runtime adds `tools` (its connection) and `place` (where
-a path given by the user is inside). Invariant: all that goes in or out passes through that one connection.
+Its kind gives it a `launch` and where paths are; everything else is calls to the tool server. It knows neither
+isolation nor processes. Invariants: all that goes in or out passes through that one connection; and what was launched
+is undone when `stop` has returned, or a `start` that raised.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import posixpath
 import re
 import secrets
 import signal
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from outrider.concurrency.cancellation import opened
+from outrider.concurrency.cancellation import opened, shielded
 from outrider.errors import RuntimeFailure
 from outrider.pythons.ipython import WITHOUT_IPYTHON, ipython_command
 from outrider.runtimes.base import (
@@ -31,19 +33,24 @@ from outrider.runtimes.base import (
     ExecResult,
     NoShell,
     PatchConflict,
+    SandboxContext,
     ShellKind,
     ShellResult,
 )
 from outrider.runtimes.tool_server.bundle import shell_program
 from outrider.runtimes.tool_server.client import UNREADABLE, Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
 from outrider.runtimes.tool_server.download import save_parts
+from outrider.runtimes.tool_server.launch import BRIDGE_URL, Launch, RunningServer
 from outrider.runtimes.tool_server.uploads import entries, open_plain
+from outrider.spec import RuntimeSpec
 
 PIECE = 4 << 20
+"""Bytes of a file in one call."""
 MAX_SNAPSHOT = 1 << 30
 MAX_ANSWER = 64 << 20
 CONFLICT_MAX = 1 << 16
 HELP_SECONDS = 90.0
+RESTORE_SECONDS = 600.0
 
 SHOWN_MAX = 9 << 20
 """More than an interpreter's rich results are; only what writes to its descriptor itself sends more."""
@@ -53,32 +60,137 @@ DISPLAYS = msgspec.msgpack.Decoder(
         msgspec.Meta(max_length=1000),
     ]
 )
-"""How many there are is looked at before any is decoded."""
+"""Checks how many there are before any of them is decoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
-"""What msgpack begins text with."""
+"""The first bytes of text in msgpack."""
 KILLED = 128 + signal.SIGKILL
 NAMED_MIN = 16
-"""Bytes of a patch for each file that it changes, at least."""
+"""Minimum bytes of a patch for each file that it changes."""
 
 
-class ServedRuntime(ABC):
-    """The calls of the Runtime protocol that go through a tool server."""
+@dataclass(frozen=True)
+class SandboxPaths:
+    """What the paths that callers give mean in a sandbox.
 
-    scratch = "/tmp"
+    `work` is the host folder that stands for the spec's `workdir`, None in a sandbox that has a root of its own. Where
+    there is one, relative paths and absolute ones at or below `workdir` are mapped into it; any other absolute path is
+    the host's own."""
+
+    workdir: str
+    work: str | None = None
+
+    def place(self, path: str) -> str:
+        """The absolute path, for the tool server."""
+        if self.work is None:
+            return posixpath.join(self.workdir, path)
+        seen = self._seen(path)
+        inside = posixpath.relpath(seen, self.workdir)
+        return seen if f"{inside}/".startswith("../") else posixpath.normpath(posixpath.join(self.work, inside))
+
+    def member(self, path: str) -> str:
+        """The name of `path` in a snapshot: as seen in the sandbox, without the leading slash."""
+        return self._seen(path).lstrip("/")
+
+    def outermost(self, paths: Sequence[str]) -> list[str]:
+        """The paths that are below no other of them, each once; without the host's own, which every sandbox has."""
+        named = {f"{self.member(path)}/": path for path in paths if self._own(path)}
+        return [path for name, path in named.items() if not any(name.startswith(up) for up in named if up != name)]
+
+    def _own(self, path: str) -> bool:
+        return self.work is None or f"{self.place(path)}/".startswith(f"{self.work}/")
+
+    def _seen(self, path: str) -> str:
+        return posixpath.normpath(posixpath.join(self.workdir, path))
+
+
+class ToolServerSandbox:
+    """One sandbox of a kind that has a `launch`. See `Runtime` for its methods."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        spec: RuntimeSpec,
+        context: SandboxContext,
+        *,
+        paths: SandboxPaths | None = None,
+        endpoint: str = BRIDGE_URL,
+        scratch: str = "/tmp",
+    ) -> None:
+        self.endpoint = endpoint
+        self.scratch = scratch
+        self._launch = launch
+        self._spec = spec
+        self._context = context
+        self._paths = paths or SandboxPaths(spec.workdir)
+        self._launched = AsyncExitStack()
+        self._server: RunningServer | None = None
+        self._begun = False
+        self._changing = asyncio.Lock()
+        """Held while the sandbox is started or stopped."""
+        self._starting: asyncio.Timeout | None = None
+        self._lifetime_end = 0.0
 
     @property
-    @abstractmethod
-    def tools(self) -> ToolClient:
-        """The connection. Raises RuntimeFailure when the sandbox does not run."""
+    def server(self) -> RunningServer:
+        """Raises RuntimeFailure when the sandbox does not run."""
+        if self._server is None:
+            raise RuntimeFailure("the sandbox does not run")
+        return self._server
 
-    @abstractmethod
-    def place(self, path: str) -> str:
-        """The absolute path, for the tool server, of a path the user gave."""
+    async def start(self) -> None:
+        if self._begun:
+            raise RuntimeFailure("a sandbox starts once")
+        self._begun = True
+        self._lifetime_end = asyncio.get_running_loop().time() + self._spec.lifetime_seconds
+        # A timeout that never comes by itself is how `stop` cancels the launch and nothing else of this task.
+        starting = asyncio.timeout(None)
+        try:
+            async with self._changing, starting:
+                self._starting = starting
+                self._server = await self._launched.enter_async_context(self._launch(self._spec, self._context))
+        except OSError as error:  # TimeoutError is one
+            if starting.expired():
+                raise RuntimeFailure("the sandbox was stopped while it started") from error
+            raise RuntimeFailure(f"the sandbox cannot be started: {error}") from error
+        finally:
+            self._starting = None
 
-    def starved(self) -> bool:
-        """Whether the kernel has killed for want of the host's memory, and not of the sandbox's own, since this
-        sandbox was started: what was killed in it may have been killed for that."""
-        return False
+    async def stop(self) -> None:
+        self._begun = True
+        if self._starting is not None and not self._starting.expired():
+            self._starting.reschedule(asyncio.get_running_loop().time())
+        await shielded(self._stop)
+
+    async def _stop(self) -> None:
+        async with self._changing:
+            self._server = None
+            await self._launched.aclose()
+
+    async def broken_inside(self) -> bool:
+        """See `Witness`."""
+        if self._server is None:
+            return False
+        match self._server.tools.loss:
+            case "wrong":
+                return True
+            case "gone":
+                in_time = asyncio.get_running_loop().time() < self._lifetime_end
+                return in_time and await self._server.ended_inside()
+            case "stuck":
+                return self._server.stopped_inside()
+            case _:
+                return False
+
+    async def current(self) -> bool:
+        """See `Aging`."""
+        return await self.server.is_current()
+
+    async def save_layer(self, target: Path) -> None:
+        """See `Layered`. What runs inside is ended first. Only this user can read the file."""
+        limit = self.server.layer_limit
+        if limit == 0:
+            raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
+        await save_parts(self.server.tools, "save_layer", {}, target, limit=limit)
 
     async def exec(
         self,
@@ -90,22 +202,23 @@ class ServedRuntime(ABC):
         merged: bool = False,
         seconds: float,
     ) -> ExecResult:
+        server = self.server
         by_shell = isinstance(command, str)
         args: dict[str, Any] = {
             "argv": [] if by_shell else list(command),
             "script": command if by_shell else "",
             "merged": merged,
             "env": dict(env),
-            "cwd": self.place(cwd or "."),
+            "cwd": self._paths.place(cwd or "."),
             "stdin": stdin,
             "ms": round(seconds * 1000),
             "cap": MAX_OUTPUT,
         }
         try:
-            done = await self.tools.call("exec", args, ExecDone, seconds=seconds)
+            done = await server.tools.call("exec", args, ExecDone, seconds=seconds)
         except OSError as error:
             raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
-        if done.code == KILLED and self.starved():
+        if done.code == KILLED and server.starved():
             raise RuntimeFailure(
                 f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
                 hint="give the host's sandboxes less in all: sandboxes.memory_mb, and memory_mb of the tasks",
@@ -118,30 +231,30 @@ class ServedRuntime(ABC):
             seconds=done.us / 1e6,
         )
 
-    async def open_shell(self, kind: ShellKind = "bash") -> ServedShell:
+    async def open_shell(self, kind: ShellKind = "bash") -> ToolServerShell:
         args = {
             "kind": kind,
-            "cwd": self.place("."),
+            "cwd": self._paths.place("."),
             "program": "" if kind == "bash" else await asyncio.to_thread(shell_program, kind),
             "fallback": ipython_command() if kind == "ipython" else [],
         }
-        opened = await self.tools.call("shell_open", args, ShellOpened)
-        if opened.shell is None:
+        reply = await self.server.tools.call("shell_open", args, ShellOpened)
+        if reply.shell is None:
             raise NoShell(
                 kind,
                 hint=WITHOUT_IPYTHON if kind == "ipython" else "use an image that has python3",
-                log_tail=opened.why.decode("utf-8", "replace") or None,
+                log_tail=reply.why.decode("utf-8", "replace") or None,
             )
-        return ServedShell(self.tools, opened.shell)
+        return ToolServerShell(self.server.tools, reply.shell)
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        place = self.place(path)
+        place = self._paths.place(path)
         pieces: list[bytes] = []
         total = 0
         while True:
             size = min(PIECE, limit + 1 - total)
             args = {"path": place, "offset": total, "size": size, "follow": follow}
-            part = await self.tools.call("read", args, Part)
+            part = await self.server.tools.call("read", args, Part)
             pieces.append(part.data)
             total += len(part.data)
             if total > limit:
@@ -152,18 +265,18 @@ class ServedRuntime(ABC):
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
         mode = 0o755 if executable else 0o644
         for offset in range(0, max(1, len(data)), PIECE):
-            await self._write(self.place(path), data[offset : offset + PIECE], mode, append=offset > 0)
+            await self._write(self._paths.place(path), data[offset : offset + PIECE], mode, append=offset > 0)
 
     async def _write(self, place: str, data: bytes, mode: int, *, append: bool) -> None:
         args = {"path": place, "data": data, "mode": mode, "append": append}
         try:
-            await self.tools.call("write", args, Done)
+            await self.server.tools.call("write", args, Done)
         except OSError as error:
             raise RuntimeFailure(f"cannot write {place}: {error}", inside=True) from error
 
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         fixed, wild = split_pattern(pattern)
-        args = {"root": self.place(fixed or "."), "pattern": wild, "limit": limit}
+        args = {"root": self._paths.place(fixed or "."), "pattern": wild, "limit": limit}
         data = await self._helped("glob", args)
         if data.count(b"\0") > limit:
             raise RuntimeFailure(f"more than {limit} paths match {pattern!r}")
@@ -173,7 +286,7 @@ class ServedRuntime(ABC):
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         if len(data) > MAX_PATCH:
             raise PatchConflict(f"the patch is larger than {MAX_PATCH} bytes")
-        done = await self._helped("patch", {"cwd": self.place(cwd or "."), "text": data, "size": MAX_PATCH})
+        done = await self._helped("patch", {"cwd": self._paths.place(cwd or "."), "text": data, "size": MAX_PATCH})
         if done[:1] != b"+":
             raise PatchConflict(done[1:CONFLICT_MAX].decode("utf-8", "replace"))
         if done.count(b"\0") > len(data) // NAMED_MIN:
@@ -182,20 +295,20 @@ class ServedRuntime(ABC):
 
     async def _helped(self, method: str, args: Mapping[str, Any]) -> bytes:
         """What a helper of the tool server answers, which it does in parts."""
-        whole = bytearray()
+        tools, whole = self.server.tools, bytearray()
         try:
-            await self.tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
+            await tools.call(method, args, Done, seconds=HELP_SECONDS, on_part=whole.extend, room=MAX_ANSWER)
         except OSError as error:
             raise RuntimeFailure(f"cannot {method} in the sandbox: {error}", inside=True) from error
         return bytes(whole)
 
     async def upload(self, source: Path, target: str) -> None:
         for entry in await asyncio.to_thread(lambda: list(entries(source))):
-            place = self.place(posixpath.join(target, entry.name) if entry.name else target)
+            place = self._paths.place(posixpath.join(target, entry.name) if entry.name else target)
             if entry.link is not None:
-                await self.tools.call("link", {"path": place, "target": entry.link}, Done)
+                await self.server.tools.call("link", {"path": place, "target": entry.link}, Done)
             elif entry.folder:
-                await self.tools.call("folder", {"path": place}, Done)
+                await self.server.tools.call("folder", {"path": place}, Done)
             else:
                 await self._upload_file(entry.path, place)
 
@@ -209,30 +322,24 @@ class ServedRuntime(ABC):
                 await self._write(place, b"", mode, append=False)
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        named = [[self.place(path), self.member(path)] for path in paths]
-        await save_parts(self.tools, "snapshot", {"paths": named, "alone": alone}, target, limit=MAX_SNAPSHOT)
+        named = [[self._paths.place(path), self._paths.member(path)] for path in paths]
+        await save_parts(self.server.tools, "snapshot", {"paths": named, "alone": alone}, target, limit=MAX_SNAPSHOT)
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
-        roots = [[posixpath.normpath(self.place(path)), self.member(path)] for path in self.outermost(paths)]
+        outermost = self._paths.outermost(paths)
+        roots = [[posixpath.normpath(self._paths.place(path)), self._paths.member(path)] for path in outermost]
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
+        tools = self.server.tools
         async with opened(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
             offset, data = 0, b"-"
             while data:
                 data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
                 offset += len(data)
-                await self.tools.call("restore", {**args, "data": data, "last": not data}, Done, seconds=600.0)
-
-    def outermost(self, paths: Sequence[str]) -> list[str]:
-        """The paths that are below no other of them, each once."""
-        named = {f"{self.member(path)}/": path for path in paths}
-        return [path for name, path in named.items() if not any(name.startswith(up) for up in named if up != name)]
-
-    @abstractmethod
-    def member(self, path: str) -> str:
-        """The name of `path` in a snapshot: as seen in the sandbox, without the leading slash."""
+                part = {**args, "data": data, "last": not data}
+                await tools.call("restore", part, Done, seconds=RESTORE_SECONDS)
 
 
-class ServedShell:
+class ToolServerShell:
     """A shell that lives in the tool server. Inputs given at the same time run one after another."""
 
     def __init__(self, tools: ToolClient, number: int) -> None:

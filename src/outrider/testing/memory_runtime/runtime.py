@@ -62,6 +62,7 @@ class MemoryRuntime:
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
+    saves_layers: ClassVar[bool] = True
     scratch = "/tmp"
 
     def __init__(self, spec: RuntimeSpec, context: SandboxContext) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.namespace.submounts import inner_mounts
+from outrider.runtimes.kernel.mounts import inner_mounts
 
 from .world import ISOLATING, World
 
@@ -27,11 +27,11 @@ def test_what_is_mounted_below_a_folder(tmp_path: Path) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text("".join(LINE.format(f"{tmp_path}/{place}") for place in places))
     below = [(tmp_path / "set" / name, f"/data/{name}") for name in PLACES]
-    assert inner_mounts([(tmp_path / "set", "/data")], mounts=mounts) == below
-    assert inner_mounts([(tmp_path / "link", "/data")], mounts=mounts) == below
-    assert inner_mounts([(mounts, "/file")], mounts=mounts) == []
+    assert inner_mounts([(tmp_path / "set", "/data")], mountinfo=mounts) == below
+    assert inner_mounts([(tmp_path / "link", "/data")], mountinfo=mounts) == below
+    assert inner_mounts([(mounts, "/file")], mountinfo=mounts) == []
     mounts.write_text(LINE.format("/") + LINE.format("/proc"))
-    assert inner_mounts([(Path("/"), "/host")], mounts=mounts) == [(Path("/proc"), "/host/proc")]
+    assert inner_mounts([(Path("/"), "/host")], mountinfo=mounts) == [(Path("/proc"), "/host/proc")]
 
 
 @pytest.fixture
