@@ -33,7 +33,7 @@ S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
 
 RUNTIME_METHODS = ("create", "available", "check_spec")
-"""Methods that a class must have to be accepted as a runtime."""
+"""Methods that an object must have to be accepted as a runtime."""
 
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a request. JSON decoders accept deeper values than encoders can write."""
@@ -143,7 +143,7 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> 
     task = spec.task
     runtime: RuntimeKind = resolve("runtime", task.runtime.kind, field="task.runtime.kind")
     if not all(callable(getattr(runtime, name, None)) for name in RUNTIME_METHODS):
-        raise InvalidField(f"{task.runtime.kind!r} is not a runtime class", field="task.runtime.kind")
+        raise InvalidField(f"{task.runtime.kind!r} is not a runtime", field="task.runtime.kind")
     harness = make_harness(task.harness)
     if task.harness.agent is None:
         check_instruction(task.instruction)

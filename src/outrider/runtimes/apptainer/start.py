@@ -57,7 +57,7 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 class Bind(msgspec.Struct, frozen=True):
     """A folder, file or socket of the host, shown read-only at `target`. What is mounted in it needs a bind of its
-    own to be so too (see submounts.py)."""
+    own to be so too (see kernel/mounts.py)."""
 
     source: str
     target: str

@@ -2,7 +2,7 @@
 
 It knows no daemon. Invariant: a container has no network and no privilege beyond its own files, nor a way to get any,
 and shows of the host what is mounted here, all of it read-only: what is mounted in that has to be named by itself (see
-submounts.py).
+kernel/mounts.py).
 """
 
 from __future__ import annotations
