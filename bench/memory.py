@@ -21,7 +21,7 @@ from bench.corpus import Corpus
 from bench.dialogue import Dialogue
 from bench.parked import CONTEXT_TOKENS
 from outrider.dialects.base import Completion, WireCall
-from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat import ChatDialect
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
 from outrider.sessions.calls.call import ModelBackend

@@ -27,7 +27,7 @@ from bench.parked import parked
 from bench.processes import World, a_round_trip, world
 from outrider.api.gateway import Gateway
 from outrider.dialects.base import WireCall
-from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat import ChatDialect
 from outrider.engines.adapters.id_text import body_with_ids, ids_json
 from outrider.http_server import HANG_UP, HangUp
 from outrider.spec import EngineSpec

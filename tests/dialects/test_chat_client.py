@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, StreamWriter, WireCall
-from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat import ChatDialect
 from outrider.errors import ContextOverflow, EngineUnavailable, OutriderError, RequestError, Unauthorized
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason

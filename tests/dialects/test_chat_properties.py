@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider.dialects.base import Completion, Opening
-from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat import ChatDialect
 from outrider.dialects.chat.request import parse_message
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall

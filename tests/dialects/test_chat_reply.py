@@ -12,7 +12,7 @@ import pytest
 from openai.types import Model
 
 from outrider.dialects.base import Completion, Opening, WireCall
-from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat import ChatDialect
 from outrider.dialects.chat.reply import UNKNOWN_LOGPROB
 from outrider.errors import (
     ContextOverflow,
@@ -93,7 +93,7 @@ def test_an_overflow_is_worded_as_clients_look_for_it(words: str) -> None:
 
 def test_an_error_that_names_a_strange_file_can_be_sent() -> None:
     _, body = ChatDialect().error(ServiceError("no file \udcff", field="\udcff"))
-    assert json.loads(body)["error"]["message"] == "no file ?"
+    assert json.loads(body)["error"]["message"] == "no file \\udcff"
 
 
 def test_models() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import ModelRequest
-from outrider.dialects.chat.dialect import ChatDialect
-from outrider.dialects.chat.request import MAX_TOKENS, MAX_TOOL_DEPTH
+from outrider.dialects.chat import ChatDialect
+from outrider.dialects.json import MAX_DEPTH
+from outrider.dialects.sampling import MAX_TOKENS
 from outrider.errors import RequestError
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
 from outrider.tokens.tree.canonical import message_key
@@ -80,7 +81,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": ""}}]}),
     ("tools[0].function.description", {"tools": [{"function": {"name": "f", "description": 1}}]}),
     ("tools[0].function.parameters", {"tools": [{"function": {"name": "f", "parameters": []}}]}),
-    ("tools[0]", {"tools": [{"function": {"name": "f", "parameters": nested(MAX_TOOL_DEPTH - 1)}}]}),
+    ("tools[0]", {"tools": [{"function": {"name": "f", "parameters": nested(MAX_DEPTH - 1)}}]}),
     ("messages[0]", {"messages": [3]}),
     ("messages[0].role", {"messages": [{"content": "x"}]}),
     ("messages[1].role", {"messages": [USER, {"role": "wizard", "content": "x"}]}),
@@ -241,7 +242,7 @@ def test_a_flat_tool_is_wrapped() -> None:
 
 
 def test_a_tool_may_nest_up_to_the_limit() -> None:
-    assert len(parse(tools=[{"function": {"name": "f", "parameters": nested(MAX_TOOL_DEPTH - 2)}}]).tools) == 1
+    assert len(parse(tools=[{"function": {"name": "f", "parameters": nested(MAX_DEPTH - 2)}}]).tools) == 1
 
 
 @pytest.mark.parametrize("asked", [MAX_TOKENS + 1, 1 << 70])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import Memory
-from outrider.dialects.gemini.history import KEPT_WALKS
-from outrider.dialects.gemini.parts import signature
+from outrider.dialects.gemini.contents import signature
+from outrider.dialects.gemini.history import KEPT_READERS
 from outrider.messages import Message, ToolCall
 from support.gemini import DIALECT, answered, called, completed, messages, model, read, said, text, user
 
@@ -169,9 +169,9 @@ def test_raw_tells_messages_apart() -> None:
 def test_a_long_session_of_many_histories_forgets_only_its_shortcuts() -> None:
     memory: Memory = {}
     answer(memory, HI, reply=bash("call_x"))
-    for number in range(KEPT_WALKS + 5):
+    for number in range(KEPT_READERS + 5):
         read(user(text(str(number))), memory=memory)
-    assert len(memory["answers"].walks) == KEPT_WALKS
+    assert len(memory["history"].readers) == KEPT_READERS
     echoed = messages(read(HI, model(LS), user(answered("bash", "a")), memory=memory))
     assert [ids(echoed[1]), echoed[2].tool_call_id] == [["call_x"], "call_x"]
 
@@ -180,6 +180,6 @@ def test_what_was_seen_is_not_decoded_again() -> None:
     memory: Memory = {}
     history = [HI, model(LS), user(answered("bash", "a"))]
     read(*history, memory=memory)
-    memory["answers"].seen.clear()
+    memory["history"].contents.clear()
     read(*history, GO, memory=memory)
-    assert len(memory["answers"].seen) == 1
+    assert len(memory["history"].contents) == 1

@@ -135,7 +135,7 @@ def test_one_content_is_as_many_messages_as_it_has_answers() -> None:
     assert messages(request)[2:] == [
         Message(role=Role.TOOL, content="A", tool_call_id="1", name="a"),
         Message(role=Role.TOOL, content="B", tool_call_id="2", name="b"),
-        Message(role=Role.USER, content="See this.", parts=(Text("See "), Text("this."), IMAGE)),
+        Message(role=Role.USER, content="See this.", parts=(Text("See this."), IMAGE)),
     ]
 
 

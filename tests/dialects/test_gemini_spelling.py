@@ -7,7 +7,8 @@ import re
 import pytest
 from msgspec import Raw
 
-from outrider.dialects.gemini.parts import INVALID_JSON, arguments_from_wire, arguments_on_wire
+from outrider.dialects.gemini.contents import arguments_from_wire, arguments_on_wire
+from outrider.dialects.tools import INVALID_JSON
 from support.gemini import DIALECT, GENERATE, messages
 
 BODY = (

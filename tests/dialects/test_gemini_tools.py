@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects.gemini.tools import json_schema
+from outrider.dialects.gemini.tools import from_google_schema
 from support.gemini import read, text, user
 
 HI = user(text("hi"))
@@ -71,7 +71,7 @@ def test_no_tools_when_the_model_is_to_call_none(mode: str) -> None:
         ({"type": ["string", "null"], "default": "A"}, {"type": ["string", "null"], "default": "A"}),
     ],
 )
-def test_a_google_schema_as_json_schema(google: Any, expected: Any) -> None:
-    converted = json_schema(google)
+def test_a_google_schema_as_from_google_schema(google: Any, expected: Any) -> None:
+    converted = from_google_schema(google)
     assert converted == expected
-    assert json_schema(converted) == expected
+    assert from_google_schema(converted) == expected

@@ -31,10 +31,10 @@ from openai.types.responses import Response
 from pydantic import TypeAdapter
 
 from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening, WireCall
-from outrider.dialects.chat.dialect import ChatDialect
-from outrider.dialects.gemini.dialect import GeminiDialect
-from outrider.dialects.messages.dialect import MESSAGES, MessagesDialect
-from outrider.dialects.responses.dialect import ResponsesDialect
+from outrider.dialects.chat import ChatDialect
+from outrider.dialects.gemini import GeminiDialect
+from outrider.dialects.messages import MESSAGES, MessagesDialect
+from outrider.dialects.responses import ResponsesDialect
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message
 from outrider.trajectory import FinishReason
@@ -125,10 +125,10 @@ def builtins(value: msgspec.Struct) -> Any:
 
 
 def asked(request: ModelRequest) -> dict[str, Any]:
-    private = request.private
+    context = request.reply_context
     flags = [name for name in FLAGS if getattr(request, name)]
-    flags += ["store"] * (getattr(private, "store", None) is not None)
-    flags += [name for name in ("summary", "encrypted") if getattr(private, name, False)]
+    flags += ["store"] * (getattr(context, "store", None) is not None)
+    flags += [name for name in ("summary", "encrypted") if getattr(context, name, False)]
     ignored = {"ignored": list(request.ignored)} if request.ignored else {}
     return ignored | {
         "model": request.model,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, WireCall
-from outrider.dialects.messages.dialect import COUNT_TOKENS, MESSAGES, MessagesDialect
+from outrider.dialects.messages import COUNT_TOKENS, MESSAGES, MessagesDialect
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.tokens.tree.canonical import message_key

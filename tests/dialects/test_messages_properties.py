@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, WireCall
-from outrider.dialects.messages.dialect import MESSAGES, MessagesDialect
+from outrider.dialects.messages import MESSAGES, MessagesDialect
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.tokens.tree.canonical import message_key

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import WireCall
-from outrider.dialects.messages.dialect import MESSAGES, MessagesDialect
+from outrider.dialects.messages import MESSAGES, MessagesDialect
 from outrider.errors import RequestError
 from outrider.messages import Message
 

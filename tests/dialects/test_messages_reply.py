@@ -10,7 +10,7 @@ import pytest
 from anthropic.types import ErrorResponse, ModelInfo
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, WireCall
-from outrider.dialects.messages.dialect import COUNT_TOKENS, MESSAGES, MODELS, MessagesDialect
+from outrider.dialects.messages import COUNT_TOKENS, MESSAGES, MODELS, MessagesDialect
 from outrider.dialects.messages.reply import input_json
 from outrider.dialects.messages.stream import MessagesStream
 from outrider.errors import (
@@ -237,7 +237,7 @@ def test_nothing_follows_the_end() -> None:
         (Conflict("busy"), 409, "invalid_request_error", "busy"),
         (TooLarge("big"), 413, "request_too_large", "big"),
         (Limited("slow", hint="wait"), 429, "rate_limit_error", "slow (wait)"),
-        (ServiceError("\ud800"), 500, "api_error", "?"),
+        (ServiceError("\ud800"), 500, "api_error", "\\ud800"),
         (EngineError("bad"), 502, "api_error", "bad"),
         (EngineUnavailable("gone"), 503, "overloaded_error", "gone"),
         (Overloaded("full"), 529, "overloaded_error", "full"),

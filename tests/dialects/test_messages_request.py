@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import Action, AskedSampling, Caller, ModelRequest, WireCall
-from outrider.dialects.messages.dialect import COUNT_TOKENS, MESSAGES, MessagesDialect
-from outrider.dialects.messages.request import MAX_TOKENS
+from outrider.dialects.messages import COUNT_TOKENS, MESSAGES, MessagesDialect
+from outrider.dialects.sampling import MAX_TOKENS
 from outrider.errors import NotFound, RequestError
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import Action, Caller, WireCall
-from outrider.dialects.responses.request import MAX_TOKENS
 from outrider.dialects.responses.stored_items import PreviousResponseNotFound
+from outrider.dialects.sampling import MAX_TOKENS
 from outrider.errors import NotFound, RequestError
 from outrider.messages import Message, Role
 from support.responses import CALL, DIALECT, USER, body, completion, messages_of, parse, read, replied

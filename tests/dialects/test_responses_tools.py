@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects.responses.tools import MAX_TOOL_DEPTH
+from outrider.dialects.json import MAX_DEPTH
 from outrider.errors import RequestError
 from support.responses import CUSTOM, FUNCTION, NAMESPACE, USER, completion, parse, replied
 
@@ -127,7 +127,7 @@ WRONG = [
     ("tools[0].name", {"type": "namespace", "tools": []}),
     ("tools[0].tools[0]", {"type": "namespace", "name": "n", "tools": [5]}),
     ("tools[0].tools[0].type", {"type": "namespace", "name": "n", "tools": [NAMESPACE]}),
-    ("tools[0]", {"type": "function", "name": "f", "parameters": nested(MAX_TOOL_DEPTH)}),
+    ("tools[0]", {"type": "function", "name": "f", "parameters": nested(MAX_DEPTH)}),
 ]
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from outrider.constraint import ConstraintKind
 from outrider.dialects.base import AskedSampling, ModelRequest, WireCall
-from outrider.dialects.chat.dialect import ChatDialect
-from outrider.dialects.field_policy import TABLES, Setting, Treatment
-from outrider.dialects.gemini.dialect import GeminiDialect
-from outrider.dialects.messages.dialect import MESSAGES as MESSAGES_ROUTE
-from outrider.dialects.messages.dialect import MessagesDialect
-from outrider.dialects.responses.dialect import ResponsesDialect
+from outrider.dialects.chat import ChatDialect
+from outrider.dialects.field_policy import TABLES, FieldRule, Treatment
+from outrider.dialects.gemini import GeminiDialect
+from outrider.dialects.messages import MESSAGES as MESSAGES_ROUTE
+from outrider.dialects.messages import MessagesDialect
+from outrider.dialects.responses import ResponsesDialect
 from outrider.errors import RequestError
 from support import gemini, responses, wire
 
@@ -122,7 +122,7 @@ def read(dialect: str, **fields: Any) -> ModelRequest:
             return GeminiDialect().parse(gemini.GENERATE, json.dumps(body).encode(), {})
 
 
-def sent(row: Setting, value: Any) -> dict[str, Any]:
+def sent(row: FieldRule, value: Any) -> dict[str, Any]:
     """The body's fields that hold the row's with this value."""
     whole = value
     for name in reversed(row.name.split(".")):
@@ -132,13 +132,13 @@ def sent(row: Setting, value: Any) -> dict[str, Any]:
     return whole
 
 
-def value_of(row: Setting) -> Any:
+def value_of(row: FieldRule) -> Any:
     short = row.name.removeprefix("generationConfig.")
     return VALUES.get(short, VALUES.get(short.split(".")[-1], 2))
 
 
 @pytest.mark.parametrize(("dialect", "row"), ROWS)
-def test_a_field_is_treated_as_its_row_says(dialect: str, row: Setting) -> None:
+def test_a_field_is_treated_as_its_row_says(dialect: str, row: FieldRule) -> None:
     name = row.name.removeprefix("generationConfig.")
     usual = read(dialect)
     if row.treatment is Treatment.REFUSED:
@@ -163,7 +163,7 @@ def test_a_field_is_treated_as_its_row_says(dialect: str, row: Setting) -> None:
 
 
 @pytest.mark.parametrize(("dialect", "row"), ROWS)
-def test_a_value_that_asks_for_nothing_is_nothing(dialect: str, row: Setting) -> None:
+def test_a_value_that_asks_for_nothing_is_nothing(dialect: str, row: FieldRule) -> None:
     if "." in row.name or row.name in ELSEWHERE:
         return
     for value in (None, *row.neutral):

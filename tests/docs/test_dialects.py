@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.dialects.field_policy import EXTRAS, SAMPLERS, TABLES, Setting, Treatment
+from outrider.dialects.field_policy import SAMPLERS, SERVER_EXTENSIONS, TABLES, FieldRule, Treatment
 from outrider.tokens.rendering.renderer import WINDOW_FAMILIES
 
 from .pages import code, page
@@ -19,13 +19,13 @@ def written(first: str) -> Rows:
     return {(code(name), told, why) for names, told, why in found.rows for name in names.split(", ")}
 
 
-def held(rows: tuple[Setting, ...]) -> Rows:
+def held(rows: tuple[FieldRule, ...]) -> Rows:
     return {(row.name, row.treatment.value, row.reason) for row in rows}
 
 
-def test_samplers_and_extras_are_there() -> None:
+def test_samplers_and_extensions_are_there() -> None:
     assert written("Sampler") == held(SAMPLERS)
-    assert written("Extra") == held(EXTRAS)
+    assert written("Extension") == held(SERVER_EXTENSIONS)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_samplers_and_extras_are_there() -> None:
     [("chat", "Chat field"), ("responses", "Responses field"), ("messages", "Messages field")],
 )
 def test_every_field_of_a_dialect_is_there(dialect: str, first: str) -> None:
-    assert written(first) | held(SAMPLERS) | held(EXTRAS) == held(TABLES[dialect])
-    assert not written(first) & (held(SAMPLERS) | held(EXTRAS))
+    assert written(first) | held(SAMPLERS) | held(SERVER_EXTENSIONS) == held(TABLES[dialect])
+    assert not written(first) & (held(SAMPLERS) | held(SERVER_EXTENSIONS))
 
 
 def test_every_field_of_googles_is_there_but_the_samplers() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from outrider.dialects.base import Completion, ModelRequest
-from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat import ChatDialect
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
 from outrider.lifecycle import StopReason

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from outrider.dialects.base import Completion, Memory, ModelRequest, Opening, WireCall
-from outrider.dialects.gemini.dialect import GeminiDialect
+from outrider.dialects.gemini import GeminiDialect
 from outrider.messages import Delta, Message, Role
 from outrider.trajectory import FinishReason
 

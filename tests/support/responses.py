@@ -10,7 +10,7 @@ import msgspec
 from openai.types.responses import Response, ResponseStreamEvent
 
 from outrider.dialects.base import Completion, Memory, ModelRequest, Opening, WireCall
-from outrider.dialects.responses.dialect import ResponsesDialect
+from outrider.dialects.responses import ResponsesDialect
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
 

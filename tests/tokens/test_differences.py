@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import renderers as library
 
-from outrider.dialects.chat.dialect import ChatDialect
+from outrider.dialects.chat import ChatDialect
 from outrider.messages import Image, Message, Role, ToolCall, WireMessages, image_from_bytes
 from outrider.tokens.rendering.renderer import FamilyRenderer
 from outrider.tokens.rendering.tokenizer import Tokenizer

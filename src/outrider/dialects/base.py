@@ -1,8 +1,8 @@
-"""The dialect seam: a wire format read into one request, and one reply written back in it.
+"""The interface of a dialect: a wire format is read into one request, and one reply is written back in it.
 
-Pure: bytes in, bytes out; no clock, no I/O, no token. Unknown request fields are tolerated and noted (`settings.py`
-has all that are known); a field that is understood and wrong raises `RequestError` naming it.
-Invariant: what a stream says and what the one-piece reply says are the same message.
+Pure: bytes in, bytes out; no clock, no I/O, no tokenizer. Unknown request fields are tolerated and noted
+(`field_policy.py` lists the known ones); a field that is understood and wrong raises `RequestError` naming it.
+Invariant: a streamed reply and a whole reply say the same message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import FinishReason, Ids, Logprobs
 
 Memory = dict[str, Any]
-"""What a dialect keeps for one session between its requests: one dictionary a session and dialect."""
+"""What a dialect keeps between the requests of one session. Each session has one dictionary per dialect."""
 
 
 class Action(Enum):
@@ -32,8 +32,8 @@ class Action(Enum):
 
 
 class WireCall(msgspec.Struct, frozen=True):
-    """The head of one HTTP request. `path` is the dialect's own, without the session's key and percent-decoded;
-    header names are in lower case."""
+    """Method, path, query and headers of one HTTP request. `path` is percent-decoded and has no session key; header
+    names are in lower case."""
 
     method: str
     path: str
@@ -49,7 +49,7 @@ class WireCall(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client says about which of its agents is calling; None where it says nothing."""
+    """Which of its agents the client says is calling; None where it says nothing."""
 
     agent_id: str | None = None
     parent_id: str | None = None
@@ -57,7 +57,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client asked for about sampling; None where it left the choice."""
+    """The sampling that the client asked for; None where it left the choice."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -77,9 +77,11 @@ class AskedSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A model call in no dialect. `tools_raw` is the bytes that determine `tools` ("" for none); `ignored` names what
-    the client asked for that has no effect (`settings.bounded`); `private` is what the dialect that read it wants to
-    find again when it writes the reply."""
+    """A model call, whatever its dialect.
+
+    `tools_raw` is any bytes that determine `tools` (b"" for none); `ignored` names what the client asked for that has
+    no effect (`field_policy.bounded_notes`); `reply_context` is what the dialect needs again when it writes the reply.
+    """
 
     model: str
     messages: WireMessages
@@ -92,13 +94,16 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     return_token_ids: bool = False
     caller: Caller = Caller()
-    private: Any = None
+    reply_context: Any = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished model call. `created` is in whole seconds since the epoch; `pieces` are the decoded sampled
-    tokens one by one, given when the request asked for logprobs; `stop_match` is the stop token or stop string that
-    ended the reply, where the engine tells."""
+    """A finished model call.
+
+    `created` is in whole seconds since the epoch. `pieces` are the sampled tokens decoded one by one, given when the
+    request asked for logprobs. `stop_match` is the stop token or stop string that ended the reply, where the engine
+    says so.
+    """
 
     id: str
     created: int
@@ -128,8 +133,9 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 class StreamWriter(Protocol):
     """Writes one streamed reply. Call `open`, then `delta` any number of times, then `close` or `error`.
 
-    Each returns the bytes to send, possibly none. `delta` is given `pieces`, the decoded new tokens, when the
-    request asked for logprobs. `ping` is asked for after a long silence, at any time before the end.
+    Each returns the bytes to send, possibly none. `delta` is given `pieces`, the decoded new tokens, when the request
+    asked for logprobs. `ping` may be called at any time before the end, and is after a long silence. `error` may be
+    called without `open`. After `close` or `error` every method returns b"".
     """
 
     content_type: str
@@ -142,12 +148,15 @@ class StreamWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """One wire format.
+    """One wire format. A dialect has no state: what it keeps for a session is in that session's `Memory`.
 
-    `action` says what a call asks for: None when it is none of this dialect's, and NotFound is raised for a route that
-    the dialect's API could have but that is not served here. `parse` is called for GENERATE and COUNT_TOKENS, and
-    `count` writes the answer of the latter. `error` gives the HTTP status and the body in the dialect's own error
-    shape. `models` answers MODELS and MODEL; it raises NotFound for a model that is not among `names`.
+    - `action` says what a call asks for. It is None for a route of no concern to this dialect, and raises NotFound for
+      a route that the dialect's API has but that is not served here.
+    - `parse` reads the body of a GENERATE or COUNT_TOKENS call, and raises RequestError naming the wrong field.
+    - `reply` writes a whole reply, `stream` makes the writer of a streamed one, `count` answers COUNT_TOKENS.
+    - `error` gives the HTTP status and the body in the dialect's own error shape.
+    - `models` answers MODELS and MODEL; it raises NotFound for a model that is not among `names`. `context_tokens` is
+      the size of the model's context, None where it is not known.
     """
 
     name: str

@@ -1,13 +1,13 @@
 """What becomes of every field that a client may send besides its messages: one table for each dialect.
 
-It knows no value's meaning. A field is passed on, or has no effect here and is noted with the turn, or is refused, or
+It knows no field's meaning. A field is passed on, or has no effect here and is noted with the turn, or is refused, or
 is not about the reply at all. Invariant: a field that is in no table is noted, never dropped silently; the tables are
 those of docs/dialects.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -15,25 +15,20 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.gemini.fields import absent, camel
-from outrider.dialects.json import decode, refuse
+from outrider.dialects.json import camel_case, decode, is_absent, refuse
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_NOTES = 32
-"""Notes of one request."""
+"""Maximum notes of one request."""
 MAX_NOTE = 64
-"""Characters of a note: its name may be the client's own."""
+"""Maximum characters of a note: it may hold a name of the client's own."""
 UNKNOWN = "unknown."
-"""Begins the note of a field that no table has."""
+"""Begins the note of a field that is in no table."""
 TOOL = "tools."
 """Begins the note of a tool that the model is not shown."""
 HISTORY = "history."
 """Begins the note of something in the history that the model is not shown."""
-
-_ABSENT = Raw()
-_LONGEST_NEUTRAL = 16
-_ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 class Treatment(StrEnum):
@@ -43,8 +38,9 @@ class Treatment(StrEnum):
     OTHER = "not about the reply"
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """A field by its path in the request. `neutral` are values that ask for nothing, as do null and empty ones."""
+class FieldRule(msgspec.Struct, frozen=True):
+    """What becomes of one field. `name` is its path in the request; `neutral` are values that ask for nothing, as do
+    null and empty values."""
 
     name: str
     treatment: Treatment
@@ -52,23 +48,23 @@ class Setting(msgspec.Struct, frozen=True):
     neutral: tuple[Any, ...] = ()
 
 
-Table = tuple[Setting, ...]
+Table = tuple[FieldRule, ...]
 
 
 def _passed(*names: str, reason: str = "") -> Table:
-    return tuple(Setting(name, Treatment.PASSED, reason) for name in names)
+    return tuple(FieldRule(name, Treatment.PASSED, reason) for name in names)
 
 
 def _noted(*names: str, reason: str, neutral: tuple[Any, ...] = ()) -> Table:
-    return tuple(Setting(name, Treatment.NOTED, reason, neutral) for name in names)
+    return tuple(FieldRule(name, Treatment.NOTED, reason, neutral) for name in names)
 
 
 def _refused(*names: str, reason: str, neutral: tuple[Any, ...] = ()) -> Table:
-    return tuple(Setting(name, Treatment.REFUSED, reason, neutral) for name in names)
+    return tuple(FieldRule(name, Treatment.REFUSED, reason, neutral) for name in names)
 
 
 def _other(*names: str) -> Table:
-    return tuple(Setting(name, Treatment.OTHER) for name in names)
+    return tuple(FieldRule(name, Treatment.OTHER) for name in names)
 
 
 _NO_SAMPLER = "no engine here has this sampler"
@@ -89,9 +85,10 @@ SAMPLERS: Table = (
     *_refused("bad_words", "allowed_token_ids", reason="send logit_bias"),
     *_refused("logits_processors", "custom_logit_processor", reason=_NO_SAMPLER),
 )
-"""Samplers by the names that inference servers give them, in no dialect's own API: refused in every one."""
+"""Samplers that inference servers have beyond the dialects' own APIs. They are refused in every dialect: to go on
+without one would change what is sampled."""
 
-EXTRAS: Table = (
+SERVER_EXTENSIONS: Table = (
     *_passed("top_k", "min_p", "seed", "min_tokens", "stop_token_ids"),
     *_passed("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *_passed("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
@@ -99,7 +96,7 @@ EXTRAS: Table = (
     *_noted("chat_template_kwargs", reason="all others of its keys: the template has no such variable"),
     *_noted("thinking_budget", "thinking_token_budget", reason=_BUDGET),
 )
-"""What vLLM's and SGLang's servers read besides a dialect's own fields: read in Chat, Responses and Messages alike."""
+"""What the servers of vLLM and SGLang read besides a dialect's own fields. Chat, Responses and Messages read it."""
 
 CHAT: Table = (
     *_passed("model", "messages", "stream", "stream_options", "tools", "logprobs", "return_token_ids"),
@@ -107,7 +104,7 @@ CHAT: Table = (
     *_passed("tool_choice", reason="`none` hides the tools; `required` or a name is a wish, and noted"),
     *_passed("reasoning_effort", "reasoning.effort", reason=_EFFORT),
     *_passed("reasoning.enabled", "thinking.type"),
-    *EXTRAS,
+    *SERVER_EXTENSIONS,
     *_noted("thinking.budget_tokens", "reasoning.max_tokens", reason=_BUDGET),
     *_noted("parallel_tool_calls", reason=_PARALLEL, neutral=(True,)),
     *_noted("top_logprobs", "prompt_logprobs", reason="the sampled token's alone is given", neutral=(0,)),
@@ -136,7 +133,7 @@ RESPONSES: Table = (
     *_passed("tool_choice", reason="`none` hides the tools; `required` or a name is a wish, and noted"),
     *_passed("reasoning.summary"),
     *_passed("reasoning.effort", reason=_EFFORT),
-    *EXTRAS,
+    *SERVER_EXTENSIONS,
     *_noted("text.verbosity", reason="no chat template here takes it"),
     *_noted("parallel_tool_calls", reason=_PARALLEL, neutral=(True,)),
     *_noted("top_logprobs", reason="ask Chat Completions for log-probabilities", neutral=(0,)),
@@ -158,7 +155,7 @@ MESSAGES: Table = (
     *_passed("stop_sequences", "output_format", "output_config.format"),
     *_passed("tool_choice", reason="`none` hides the tools; `any` or a tool is a wish, and noted"),
     *_passed("thinking.type", reason="`disabled` turns thinking off, `enabled` on; `adaptive` leaves it to the model"),
-    *EXTRAS,
+    *SERVER_EXTENSIONS,
     *_noted("thinking.budget_tokens", reason=_BUDGET),
     *_noted("output_config.effort", reason="no chat template here takes it"),
     *_noted("tool_choice.disable_parallel_tool_use", reason=_PARALLEL, neutral=(False,)),
@@ -170,7 +167,7 @@ MESSAGES: Table = (
 )
 
 _GOOGLE_SAMPLERS: Table = tuple(
-    msgspec.structs.replace(row, name=camel(row.name))
+    msgspec.structs.replace(row, name=camel_case(row.name))
     for row in (
         *SAMPLERS,
         *_refused("repetition_penalty", reason="send presencePenalty or frequencyPenalty", neutral=(1,)),
@@ -209,90 +206,85 @@ TABLES: dict[str, Table] = {
 }
 
 
-class Read(msgspec.Struct, Generic[T], frozen=True):
-    """A body, and what it asks for that has no effect."""
-
-    wire: T
-    notes: tuple[str, ...]
-
-
-class BodyReader(Generic[T]):
-    """Reads a body as a `kind`, whose fields its dialect looks at by itself, and all others by the table."""
-
-    def __init__(self, kind: type[T], table: Table) -> None:
-        own = {field.encode_name for field in msgspec.structs.fields(kind)}
-        self._judged = tuple(row for row in table if "." not in row.name and row.name not in own)
-        self._known = own | {row.name for row in self._judged}
-        self._values = attrgetter(*(row.name for row in self._judged))
-        more = [(row.name, Raw, msgspec.field(default=_ABSENT)) for row in self._judged]
-        # A body without unknown fields, as nearly all are, is read once; the other decoder then says what they are.
-        closed = msgspec.defstruct(kind.__name__, more, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
-        self._closed: msgspec.json.Decoder[T] = msgspec.json.Decoder(closed)
-        self._open: msgspec.json.Decoder[T] = msgspec.json.Decoder(
-            msgspec.defstruct(kind.__name__, more, bases=(kind,), kw_only=True)
-        )
-
-    def read(self, body: bytes) -> Read[T]:
-        """Raises RequestError."""
-        notes: list[str] = []
-        try:
-            wire = self._closed.decode(body)
-        except (
-            msgspec.MsgspecError,
-            UnicodeDecodeError,
-            RecursionError,
-        ):  # unknown fields, or the body is wrong: then the other says how
-            wire = decode(self._open, body)
-            notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
-        sent = zip(self._judged, self._values(wire), strict=True)
-        notes += judged([(row, raw) for row, raw in sent if raw is not _ABSENT])
-        return Read(wire, tuple(notes))
-
-
+_ABSENT = Raw()
+_LONGEST_NEUTRAL = 16
+"""Bytes above which a value is not decoded to see whether it is neutral: no table has a longer one."""
+_ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def judged(sent: Iterable[tuple[Setting, Raw]], where: str = "") -> Iterator[str]:
-    """The notes of fields that are not looked at otherwise. Raises RequestError for one that is refused."""
-    for row, raw in sent:
-        if row.treatment in _SILENT or asks_nothing(raw, row.neutral):
-            continue
-        if row.treatment is Treatment.REFUSED:
-            refuse(where + row.name, f"is not supported: {row.reason}")
-        yield where + row.name
+class BodyReader(Generic[T]):
+    """Reads a body as a struct of type `kind`. The fields of `kind` are its dialect's to read; all others are treated
+    as the table says."""
+
+    def __init__(self, kind: type[T], table: Table) -> None:
+        own = {field.encode_name for field in msgspec.structs.fields(kind)}
+        self._rules = tuple(rule for rule in table if "." not in rule.name and rule.name not in own)
+        self._known = own | {rule.name for rule in self._rules}
+        self._values = attrgetter(*(rule.name for rule in self._rules))
+        added = [(rule.name, Raw, msgspec.field(default=_ABSENT)) for rule in self._rules]
+        # Nearly all bodies have known fields only and are read once, by the strict decoder. The names of unknown fields
+        # take a second pass over the body.
+        strict = msgspec.defstruct(kind.__name__, added, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
+        tolerant = msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
+        self._strict: msgspec.json.Decoder[T] = msgspec.json.Decoder(strict)
+        self._tolerant: msgspec.json.Decoder[T] = msgspec.json.Decoder(tolerant)
+
+    def read(self, body: bytes, notes: list[str]) -> T:
+        """The body; `notes` gets what it asks for that has no effect. Raises RequestError."""
+        try:
+            wire = self._strict.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            # There are unknown fields, or the body is wrong, which the other decoder then reports.
+            wire = decode(self._tolerant, body)
+            notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
+        for rule, raw in zip(self._rules, self._values(wire), strict=True):
+            if raw is not _ABSENT:
+                _apply(rule, raw, "", notes)
+        return wire
 
 
-_SILENT = frozenset({Treatment.OTHER, Treatment.PASSED})
+def rules_by_name(table: Table, own: Iterable[str]) -> dict[str, FieldRule]:
+    """The rules of a table for `apply_rules`, without the fields that the dialect reads by itself (`own`)."""
+    return {rule.name: rule for rule in table if rule.name not in own}
 
 
-def by_name(table: Table, own: Iterable[str]) -> dict[str, Setting]:
-    """The rows of a table for `judged_by_name`, without the dialect's `own`, which it looks at by itself."""
-    return {row.name: row for row in table if row.name not in own}
+def apply_rules(
+    sent: dict[str, Raw], rules: dict[str, FieldRule], own: Container[str], where: str, notes: list[str]
+) -> None:
+    """Treat the fields of an object as the rules say; `where` is the object's path with a final dot. `notes` gets those
+    without effect. Raises RequestError for one that is refused."""
+    for name, raw in sent.items():
+        if name in rules:
+            _apply(rules[name], raw, where, notes)
+        elif name not in own and not is_absent(raw):
+            notes.append(f"{UNKNOWN}{where}{name}")
 
 
-def judged_by_name(sent: dict[str, Raw], rows: dict[str, Setting], own: Container[str], where: str = "") -> list[str]:
-    """`judged` for fields by name."""
-    others = [(name, raw) for name, raw in sent.items() if name not in own]
-    unknown = [f"{UNKNOWN}{where}{name}" for name, raw in others if name not in rows and not absent(raw)]
-    return [*judged(((rows[name], raw) for name, raw in others if name in rows), where), *unknown]
+def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
+    """Notes without repetition, printable, and not too many: names of fields and tools are the client's."""
+    shortened = (note[:MAX_NOTE] for note in notes)
+    printable = (
+        note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)
+        for note in shortened
+    )
+    return tuple(dict.fromkeys(printable))[:MAX_NOTES]
 
 
-def asks_nothing(raw: Raw, neutral: tuple[Any, ...]) -> bool:
-    """Whether a field is absent, empty, or has one of its neutral values."""
-    if absent(raw):
+def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
+    if rule.treatment in (Treatment.OTHER, Treatment.PASSED) or _asks_nothing(raw, rule.neutral):
+        return
+    if rule.treatment is Treatment.REFUSED:
+        refuse(where + rule.name, f"is not supported: {rule.reason}")
+    notes.append(where + rule.name)
+
+
+def _asks_nothing(raw: Raw, neutral: tuple[Any, ...]) -> bool:
+    """Whether a field is null, empty, or has one of its neutral values."""
+    if is_absent(raw):
         return True
     if len(memoryview(raw)) > _LONGEST_NEUTRAL:
         return False
     value = _ANY.decode(raw)
     return value in _ASKS_NOTHING or value in neutral
-
-
-def bounded(notes: Iterable[str]) -> tuple[str, ...]:
-    """Notes without repetition, printable, and not too many: names of fields and tools are the client's."""
-    return tuple(dict.fromkeys(_printable(note) for note in notes))[:MAX_NOTES]
-
-
-def _printable(note: str) -> str:
-    short = note[:MAX_NOTE]
-    return short if short.isprintable() else "".join(char if char.isprintable() else "?" for char in short)

@@ -1,7 +1,7 @@
-"""JSON from a client decoded into a type, with every failure a `RequestError` that names the field.
+"""JSON from a client, decoded into a type. Every failure is a `RequestError` that names the field.
 
-It knows no dialect. Invariant: whatever the bytes are, nothing but `RequestError` leaves this module. A key
-given twice counts once, the last time; fields that nobody declared are checked for JSON syntax and skipped.
+It knows no dialect. Invariant: whatever the bytes are, `decode` raises nothing but `RequestError`. Of a key that is
+given twice the last value counts; fields that the type does not declare are checked for JSON syntax and skipped.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ import re
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
+from msgspec import Raw
 
 from outrider.errors import RequestError
 
 T = TypeVar("T")
 
+MAX_DEPTH = 64
+"""How deep a schema may nest: chat templates print it recursively, and engines compile it recursively."""
+
+# msgspec says the place of a wrong value in its message alone.
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ABSENT = frozenset({b"", b"null"})
+_UNDERSCORE_LETTER = re.compile(r"_([a-z])")
 
 
-def decode(decoder: msgspec.json.Decoder[T], data: bytes | msgspec.Raw, where: str = "") -> T:
-    """The value of `data`; `where` is its place in the request, as in `messages[3]`."""
+def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "") -> T:
+    """The value of `data`; `where` is its place in the request, as in `messages[3]`. Raises RequestError."""
     try:
         return decoder.decode(data)
     except UnicodeDecodeError as error:
@@ -31,7 +38,14 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | msgspec.Raw, where: s
     except RecursionError as error:
         refuse(where, "nested too deeply", error)
     except msgspec.DecodeError as error:
-        _refuse_decode_error(error, data, where)
+        text, path = str(error), ""
+        if located := _PATH.search(text):
+            text, path = text[: located.start()], located[1]
+        if missing := _MISSING.search(text):
+            path = f"{path}.{missing[1]}"
+        elif (surrogate := _path_of_surrogate(bytes(data))) is not None:
+            text, path = "an unpaired surrogate escape (\\ud800 to \\udfff) is not valid Unicode", surrogate
+        refuse((where + path).lstrip("."), text[:1].lower() + text[1:], error)
 
 
 def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:
@@ -39,15 +53,10 @@ def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:
     raise RequestError(f"{field or 'request body'}: {reason}", field=field or None) from cause
 
 
-def shown(text: str) -> str:
-    """Client text as an error may quote it: short and printable."""
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
-
-
-def depth_exceeds(value: Any, limit: int) -> bool:
-    """Whether lists and objects nest more than `limit` deep."""
+def check_depth(value: Any, where: str) -> None:
+    """Raise RequestError when lists and objects nest more than MAX_DEPTH deep. It does not recurse itself."""
     level = [value]
-    for _ in range(limit):
+    for _ in range(MAX_DEPTH):
         level = [
             inner
             for outer in level
@@ -55,24 +64,28 @@ def depth_exceeds(value: Any, limit: int) -> bool:
             if type(inner) is dict or type(inner) is list
         ]
         if not level:
-            return False
-    return True
+            return
+    refuse(where, f"nests more than {MAX_DEPTH} levels deep")
 
 
-def _refuse_decode_error(error: msgspec.DecodeError, data: bytes | msgspec.Raw, where: str) -> NoReturn:
-    text = str(error)
-    path = ""
-    if located := _PATH.search(text):
-        text, path = text[: located.start()], located[1]
-    if missing := _MISSING.search(text):
-        path = f"{path}.{missing[1]}"
-    elif (surrogate := _surrogate_path(bytes(data))) is not None:
-        text, path = "an unpaired surrogate escape (\\ud800 to \\udfff) is not valid Unicode", surrogate
-    refuse((where + path).lstrip("."), text[:1].lower() + text[1:], error)
+def quoted(text: str) -> str:
+    """Client text as an error may quote it: short and printable."""
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
-def _surrogate_path(data: bytes) -> str | None:
-    """Where the first string with an unpaired surrogate is. The decoder says at which byte, a person wants a field."""
+def is_absent(raw: bytes | Raw) -> bool:
+    """Whether a field was left out or is null."""
+    return len(view := memoryview(raw)) <= 4 and bytes(view) in _ABSENT
+
+
+def camel_case(key: str) -> str:
+    """A snake_case key as Google spells it; any other key as it is."""
+    return _UNDERSCORE_LETTER.sub(lambda found: found[1].upper(), key) if "_" in key else key
+
+
+def _path_of_surrogate(data: bytes) -> str | None:
+    """The path of the first string with an unpaired surrogate: the decoder gives a byte offset, a person needs the
+    field."""
     if _SURROGATE_ESCAPE.search(data) is None:
         return None
     try:

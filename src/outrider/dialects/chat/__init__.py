@@ -1,1 +1,55 @@
-"""OpenAI Chat Completions: its request bodies, replies and streams."""
+"""OpenAI Chat Completions, streamed and not: its routes, and `Dialect` put together from request, reply and stream.
+
+It knows no token and no transport. Invariant: a streamed reply and a whole reply say the same message.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
+from outrider.dialects.chat.reply import models_object, reply_object
+from outrider.dialects.chat.request import parse_request
+from outrider.dialects.chat.stream import ChatStream
+from outrider.dialects.errors import openai_error
+from outrider.dialects.json import quoted
+from outrider.errors import NotFound, OutriderError
+
+MODEL = "/v1/models/"
+ROUTES = {("POST", "/v1/chat/completions"): Action.GENERATE, ("GET", "/v1/models"): Action.MODELS}
+
+
+class ChatDialect:
+    """`Dialect` of `POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/{model}`. What it remembers for a
+    session is its tools, read once."""
+
+    name = "chat"
+
+    def action(self, call: WireCall) -> Action | None:
+        if call.method == "GET" and call.path.startswith(MODEL):
+            return Action.MODEL
+        return ROUTES.get((call.method, call.path))
+
+    def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
+        return parse_request(body, memory)
+
+    def reply(self, request: ModelRequest, completion: Completion) -> bytes:
+        return msgspec.json.encode(reply_object(request, completion))
+
+    def stream(self, request: ModelRequest) -> ChatStream:
+        return ChatStream(request)
+
+    def count(self, request: ModelRequest, tokens: int) -> bytes:
+        raise NotFound("Chat Completions has no route that counts tokens")
+
+    def error(self, error: OutriderError) -> tuple[int, bytes]:
+        return error.http_status, msgspec.json.encode(openai_error(error))
+
+    def models(self, call: WireCall, names: list[str], context_tokens: int | None) -> bytes:
+        listed = models_object(names, context_tokens)
+        if not call.path.startswith(MODEL):
+            return msgspec.json.encode(listed)
+        wanted = call.path.removeprefix(MODEL)
+        if wanted not in names:
+            raise NotFound(f"the model {quoted(wanted)} does not exist", field="model")
+        return msgspec.json.encode(listed["data"][names.index(wanted)])

@@ -1,7 +1,7 @@
-"""A finished model call, an error and the model list in the JSON shapes of Chat Completions.
+"""A finished model call and the model list in the JSON shapes of Chat Completions.
 
-It knows no request parsing and no streaming. Invariant: what `return_token_ids` and `logprobs` report are the
-engine's own numbers, position by position.
+It knows no request parsing and no streaming. Invariant: `return_token_ids` and `logprobs` report the engine's own
+numbers, position by position.
 
 Source: OpenAI API reference, "The chat completion object"; `prompt_token_ids`, `token_ids` and `max_model_len`
 as vLLM serves them.
@@ -19,23 +19,34 @@ import numpy as np
 import orjson
 
 from outrider.dialects.base import Completion, ModelRequest
-from outrider.errors import ContextOverflow, OutriderError, Unauthorized
-from outrider.messages import Message, ToolCall
+from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason, Ids
 
 OWNER = "outrider"
 UNKNOWN_LOGPROB = -9999.0
-"""Stands for a log-probability that JSON cannot write, as in vLLM."""
-
-_CODES = {ContextOverflow.code: "context_length_exceeded", Unauthorized.code: "invalid_api_key"}
+"""Stands for a log-probability that JSON cannot write, such as minus infinity; vLLM sends the same number."""
 
 
 def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any]:
     """The whole reply, ready to encode."""
-    choice: dict[str, Any] = {
+    said = completion.reply
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": said.content or (None if said.tool_calls else ""),
+        "refusal": None,
+    }
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["tool_calls"] = [tool_call_object(call) for call in said.tool_calls]
+    logprobs = None
+    if request.logprobs and completion.logprobs is not None:
+        ids = None if completion.output_ids is None else completion.output_ids.tolist()
+        logprobs = {"content": logprob_entries(ids, completion.logprobs.tolist(), completion.pieces)}
+    choice = {
         "index": 0,
-        "message": _message(completion.reply),
-        "logprobs": _logprobs(request, completion),
+        "message": message,
+        "logprobs": logprobs,
         "finish_reason": finish_reason(completion),
     }
     reply = {
@@ -53,15 +64,15 @@ def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any
 
 
 def finish_reason(completion: Completion) -> str:
-    """`tool_calls`, `stop` or `length`. A reply that was cut off, by its limit or by an abort, is `length` even
-    when it holds complete calls: the dialect has no word for an abort, and `stop` would call it whole."""
+    """`tool_calls`, `stop` or `length`. A reply that was cut off, by its limit or by an abort, is `length` even when it
+    holds complete calls: the dialect has no word for an abort, and a client takes `stop` for the whole reply."""
     if completion.finish is not FinishReason.STOP:
         return "length"
     return "tool_calls" if completion.reply.tool_calls else "stop"
 
 
 def usage(completion: Completion) -> dict[str, Any]:
-    """Token counts. How many of the output were reasoning is said only where it is known: none."""
+    """Token counts. The number of reasoning tokens is known only when there are none."""
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.completion_tokens,
@@ -96,23 +107,12 @@ def logprob_entries(
 
 
 def ids_json(ids: Ids | None) -> msgspec.Raw | None:
-    """Token ids as encoded JSON, or None: a prompt is too long to become a list of integers first."""
+    """Token ids as encoded JSON, or None where they are not known."""
     if ids is None:
         return None
+    # orjson writes the array itself: a prompt has too many ids to make a list of Python integers of it first.
     packed = np.ascontiguousarray(ids, dtype=np.int32)
     return msgspec.Raw(orjson.dumps(packed, option=orjson.OPT_SERIALIZE_NUMPY))
-
-
-def error_object(error: OutriderError) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`."""
-    return {
-        "error": {
-            "message": _error_message(error),
-            "type": _error_type(error.http_status),
-            "param": _printable(error.field) if error.field else None,
-            "code": "rate_limit_exceeded" if error.http_status == 429 else _CODES.get(error.code, error.code),
-        }
-    }
 
 
 def models_object(names: list[str], context_tokens: int | None) -> dict[str, Any]:
@@ -122,43 +122,3 @@ def models_object(names: list[str], context_tokens: int | None) -> dict[str, Any
         "object": "list",
         "data": [{"id": name, "object": "model", "created": 0, "owned_by": OWNER, **context} for name in names],
     }
-
-
-def _message(reply: Message) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": reply.content or (None if reply.tool_calls else ""),
-        "refusal": None,
-    }
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
-        message["tool_calls"] = [tool_call_object(call) for call in reply.tool_calls]
-    return message
-
-
-def _logprobs(request: ModelRequest, completion: Completion) -> dict[str, Any] | None:
-    if not request.logprobs or completion.logprobs is None:
-        return None
-    ids = None if completion.output_ids is None else completion.output_ids.tolist()
-    return {"content": logprob_entries(ids, completion.logprobs.tolist(), completion.pieces)}
-
-
-def _error_message(error: OutriderError) -> str:
-    """What went wrong and what to do about it. Clients know an overflow by the words, not by the code."""
-    message = _printable(error.message if error.hint is None else f"{error.message} ({error.hint})")
-    if isinstance(error, ContextOverflow):
-        overflow = f"This model's maximum context length is exceeded: {message.rstrip('. ')}."
-        return f"{overflow} Please reduce the length of the messages."
-    return message
-
-
-def _error_type(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
-
-
-def _printable(text: str) -> str:
-    """`text` without the unpaired surrogates that file names can carry: an error must always be encodable."""
-    return text.encode("utf-8", "replace").decode()

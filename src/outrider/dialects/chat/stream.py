@@ -1,10 +1,9 @@
 """One streamed Chat Completions reply, written as server-sent events.
 
-It knows no clock and no transport. Invariant: everything is sent once. Text and reasoning go out with the step
-that brings them, tool calls, finish and usage with `close`; after `close` or `error` nothing is written.
+It knows no clock and no transport. Invariant: everything is sent once. `delta` sends text and reasoning; `close` sends
+tool calls, the finish reason and usage; after `close` or `error` nothing is written.
 
-The bytes around a delta's text do not change within a stream: they are made once, in `open`. To write a delta
-before that is a bug of the caller's and raises AttributeError.
+Source: OpenAI API reference, "The chat completion chunk object".
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import msgspec
 from outrider.dialects import sse
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.dialects.chat.reply import (
-    error_object,
     finish_reason,
     ids_json,
     logprob_entries,
     tool_call_object,
     usage,
 )
+from outrider.dialects.errors import openai_error
 from outrider.errors import OutriderError
 from outrider.messages import Delta
 
@@ -30,10 +29,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatStream:
-    """`StreamWriter` of Chat Completions."""
+    """`StreamWriter` of Chat Completions. A call of `delta` before `open` raises AttributeError."""
 
     content_type = sse.CONTENT_TYPE
 
+    # The bytes around a delta's text are the same within a stream: `open` makes them once, which saves encoding a
+    # dictionary for every token.
     _head: bytes
     _choice_head: bytes
     _content_head: bytes
@@ -69,7 +70,7 @@ class ChatStream:
         if self._ended:
             return b""
         if self._logprobs or self._token_ids:
-            return self._delta_with_tokens(delta, pieces)
+            return self._chunk_with_tokens(delta, pieces)
         written = b""
         if delta.reasoning:
             written = self._reasoning_head + sse.one_line(_encode(delta.reasoning)) + self._content_tail
@@ -86,7 +87,7 @@ class ChatStream:
             for index, call in enumerate(completion.reply.tool_calls)
         ]
         chunks.append(self._chunk({}, finish=finish_reason(completion)))
-        if self._usage:
+        if self._usage:  # a chunk of its own without choices, as the API documents `stream_options`
             chunks.append(self._head + b'],"usage":' + _encode(usage(completion)) + b"}\n\n")
         chunks.append(sse.DONE)
         return b"".join(chunks)
@@ -95,13 +96,13 @@ class ChatStream:
         if self._ended:
             return b""
         self._ended = True
-        return sse.event(_encode(error_object(error))) + sse.DONE
+        return sse.event(_encode(openai_error(error))) + sse.DONE
 
     def ping(self) -> bytes:
         return b"" if self._ended else sse.PING
 
-    def _delta_with_tokens(self, delta: Delta, pieces: tuple[bytes, ...]) -> bytes:
-        """One chunk with the step's tokens, also when they bring no text (yet)."""
+    def _chunk_with_tokens(self, delta: Delta, pieces: tuple[bytes, ...]) -> bytes:
+        """One chunk with the step's tokens, also when they bring no text yet."""
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning

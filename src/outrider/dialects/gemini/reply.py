@@ -1,7 +1,7 @@
-"""A finished model call, an error, a token count and the model list in the JSON shapes of Google's API.
+"""A finished model call, an error and a model in the JSON shapes of Google's API.
 
-It knows no request parsing and no streaming. Invariant: a reply's parts are never empty and none is an empty object;
-clients throw a turn away that has such.
+It knows no request parsing and no streaming. Invariant: a reply has a part, and no part is an empty object: clients
+throw away a turn that breaks this.
 
 Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the error words.
 """
@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from outrider.dialects.base import Completion
-from outrider.dialects.gemini.parts import arguments_on_wire, signature
-from outrider.errors import ContextOverflow, OutriderError
+from outrider.dialects.errors import error_text
+from outrider.dialects.gemini.contents import arguments_on_wire, signature
+from outrider.errors import ContextOverflow, OutriderError, plain
 from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
 
@@ -34,6 +35,7 @@ _STATUS = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
+"""By HTTP status. Any other status below 500 is `INVALID_ARGUMENT`, from 500 on `INTERNAL`."""
 
 
 def reply_object(completion: Completion, *, thoughts: bool) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def reply_object(completion: Completion, *, thoughts: bool) -> dict[str, Any]:
 
 
 def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """A chunk that ends a reply: its last parts, why it ended, and the counts."""
+    """The chunk that ends a reply: its last parts, why it ended, and the token counts."""
     return {
         "candidates": [
             {
@@ -65,7 +67,7 @@ def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[st
 
 
 def call_part(call: ToolCall) -> dict[str, Any]:
-    """A call with its id, and a signature that names it to us once more."""
+    """A call with its id, and a signature that holds the id once more: many clients drop ids and keep signatures."""
     function = {"id": call.id, "name": call.name, "args": msgspec.Raw(arguments_on_wire(call.arguments))}
     return {"functionCall": function, "thoughtSignature": signature(call.id)}
 
@@ -76,7 +78,7 @@ def finish_reason(completion: Completion) -> str:
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Token counts. Thoughts are counted among the candidate's tokens, and apart only where there are none."""
+    """Token counts. Thoughts are counted among the candidate's tokens: their own number is known only when it is 0."""
     counts = {
         "promptTokenCount": completion.prompt_tokens,
         "candidatesTokenCount": completion.completion_tokens,
@@ -88,28 +90,18 @@ def usage(completion: Completion) -> dict[str, int]:
     return counts
 
 
-def count_object(tokens: int) -> dict[str, int]:
-    return {"totalTokens": tokens}
-
-
 def error_object(error: OutriderError) -> dict[str, Any]:
     """`{"error": {"code", "message", "status", "details"}}`."""
+    status, message = error.http_status, error_text(error)
+    if isinstance(error, ContextOverflow):
+        # Clients recognise an overflow by these words, not by the code.
+        message = f"The input token count exceeds the maximum number of tokens allowed: {message}"
     details: list[dict[str, Any]] = [{"@type": f"{TYPES}ErrorInfo", "reason": error.code.upper(), "domain": DOMAIN}]
     if error.field:
-        violation = {"field": _printable(error.field), "description": _printable(error.message)}
+        violation = {"field": plain(error.field), "description": plain(error.message)}
         details.append({"@type": f"{TYPES}BadRequest", "fieldViolations": [violation]})
-    return {
-        "error": {
-            "code": error.http_status,
-            "message": _error_message(error),
-            "status": _status(error.http_status),
-            "details": details,
-        }
-    }
-
-
-def models_object(names: list[str], context_tokens: int | None) -> dict[str, Any]:
-    return {"models": [model_object(name, context_tokens) for name in names]}
+    word = _STATUS.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
+    return {"error": {"code": status, "message": message, "status": word, "details": details}}
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
@@ -124,20 +116,3 @@ def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
         **limits,
         "supportedGenerationMethods": ["generateContent", "streamGenerateContent", "countTokens"],
     }
-
-
-def _status(status: int) -> str:
-    return _STATUS.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
-
-
-def _error_message(error: OutriderError) -> str:
-    """What went wrong and what to do about it. Clients know an overflow by the words, not by the code."""
-    message = _printable(error.message if error.hint is None else f"{error.message} ({error.hint})")
-    if isinstance(error, ContextOverflow):
-        return f"The input token count exceeds the maximum number of tokens allowed: {message}"
-    return message
-
-
-def _printable(text: str) -> str:
-    """`text` without the unpaired surrogates that file names can carry: an error must always be encodable."""
-    return text.encode("utf-8", "replace").decode()

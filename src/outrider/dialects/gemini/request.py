@@ -1,9 +1,10 @@
-"""A generateContent, streamGenerateContent or countTokens body read into a `ModelRequest`.
+"""A generateContent, streamGenerateContent or countTokens body read into a `ModelRequest`: its settings.
 
-It knows nothing of replies or tokens. Invariant: a history that was seen before is scanned, not decoded, so the cost
-of reading a request is one pass over its bytes plus what is new; a message is decoded by `GeminiMessages.parse` alone.
+It knows nothing of replies, tokens or the inside of contents. Invariant: a history that was seen before is scanned, not
+decoded, so that reading a request costs one pass over its bytes plus what is new; a message is decoded by
+`GeminiHistory.parse` alone.
 
-What becomes of each field is in `settings.GEMINI_BODY` and `GEMINI_GENERATION`.
+What becomes of each field is in `field_policy.GEMINI_BODY` and `GEMINI_GENERATION`.
 
 Source: Google AI API reference, "models.generateContent", "models.countTokens", "GenerationConfig".
 """
@@ -18,21 +19,35 @@ from msgspec import Meta, Raw
 
 from outrider.constraint import Constraint
 from outrider.dialects.base import AskedSampling, Caller, Memory, ModelRequest, WireCall
-from outrider.dialects.field_policy import GEMINI_BODY, GEMINI_GENERATION, HISTORY, bounded, by_name, judged_by_name
-from outrider.dialects.gemini.fields import Fields, absent, decode_object, fields, items
-from outrider.dialects.gemini.history import GeminiMessages
-from outrider.dialects.gemini.parts import role_of
-from outrider.dialects.gemini.tools import asked_tools
-from outrider.dialects.gemini.tools import json_schema as google_schema
-from outrider.dialects.json import depth_exceeds, refuse
-from outrider.dialects.server_extensions import JSON_OBJECT, MAX_DEPTH, Penalty, Thought, json_schema, one_of
+from outrider.dialects.field_policy import (
+    GEMINI_BODY,
+    GEMINI_GENERATION,
+    HISTORY,
+    apply_rules,
+    bounded_notes,
+    rules_by_name,
+)
+from outrider.dialects.gemini.contents import role_of
+from outrider.dialects.gemini.history import GeminiHistory
+from outrider.dialects.gemini.proto_json import Fields, decode_object, fields, items
+from outrider.dialects.gemini.tools import asked_tools, from_google_schema
+from outrider.dialects.json import check_depth, is_absent, refuse
+from outrider.dialects.sampling import (
+    JSON_OBJECT,
+    MAX_TOKENS,
+    Penalty,
+    Seed,
+    StopStrings,
+    Temperature,
+    TopP,
+    json_schema,
+    one_of,
+)
 from outrider.messages import Role
 
-MAX_TOKENS = 1 << 24
-"""An output limit above this means no limit; clients do send such."""
-
-_StopString = Annotated[str, Meta(min_length=1)]
-_Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_AT = "generationConfig"
+_THINKING_AT = f"{_AT}.thinkingConfig"
+_TEXT, _JSON, _ENUM = "text/plain", "application/json", "text/x.enum"
 
 
 class _Thinking(msgspec.Struct, rename="camel"):
@@ -42,14 +57,14 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Generation(msgspec.Struct, rename="camel"):
-    """Google's clients write whole numbers as 64 or as 64.0."""
+    """Google's clients write whole numbers as 64 or as 64.0: those are floats here."""
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[float, Meta(ge=-1, lt=1 << 31)] | None = None
     max_output_tokens: Annotated[float, Meta(ge=1)] | None = None
-    stop_sequences: Annotated[list[_StopString], Meta(max_length=64)] | None = None
-    seed: _Seed | None = None
+    stop_sequences: StopStrings | None = None
+    seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     response_mime_type: str | None = None
@@ -59,45 +74,49 @@ class _Generation(msgspec.Struct, rename="camel"):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What writing the reply needs to know: the history it continues, whether thoughts are shown, and whether a
-    stream is server-sent events or one JSON array."""
+    """What writing the reply needs to know: the history it continues, whether thoughts are shown, and whether a stream
+    is server-sent events or one JSON array."""
 
-    history: GeminiMessages
+    history: GeminiHistory
     thoughts: bool = False
     events: bool = False
 
 
-_TEXT, _JSON, _ENUM = "text/plain", "application/json", "text/x.enum"
-_BODY_FIELDS = frozenset({"contents", "systemInstruction", "tools", "toolConfig", "generationConfig"})
+_BODY_FIELDS = frozenset({"contents", "systemInstruction", "tools", "toolConfig", _AT})
 _GENERATION_FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(_Generation))
-_BODY_ROWS = by_name(GEMINI_BODY, _BODY_FIELDS)
-_GENERATION_ROWS = by_name(GEMINI_GENERATION, _GENERATION_FIELDS)
+_BODY_RULES = rules_by_name(GEMINI_BODY, _BODY_FIELDS)
+_GENERATION_RULES = rules_by_name(GEMINI_GENERATION, _GENERATION_FIELDS)
 _GENERATION = msgspec.json.Decoder(_Generation)
 _THINKING = msgspec.json.Decoder(_Thinking)
 
 
 def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, stream: bool) -> ModelRequest:
     """A request to generate. Raises RequestError."""
+    notes: list[str] = []
     wire = fields(body)
     contents = _contents(wire)
     if role_of(contents[-1], f"contents[{len(contents) - 1}]") is Role.ASSISTANT:
         refuse("contents", "must not end with a content of role 'model': the beginning of a reply cannot be given")
-    notes = judged_by_name(wire, _BODY_ROWS, _BODY_FIELDS)
-    generation = _generation(wire, notes)
-    thinking = _thinking(generation)
-    thought = _thought(thinking)
-    history = GeminiMessages(wire.get("systemInstruction", Raw()), contents, memory)
-    tools = asked_tools(wire)
+    apply_rules(wire, _BODY_RULES, _BODY_FIELDS, "", notes)
+    generation = _read_generation(wire, notes)
+    history = GeminiHistory(wire.get("systemInstruction", Raw()), contents, memory)
+    tools = asked_tools(wire, memory, notes)
+    notes += [HISTORY + name for name in history.hosted]
+    thinking = _read_thinking(generation, notes)
     return ModelRequest(
         model=model,
         messages=history,
         tools=tools.specs,
         tools_raw=tools.raw,
-        sampling=_asked_sampling(generation, thought),
-        ignored=bounded([*notes, *tools.notes, *(HISTORY + name for name in history.hosted), *thought.notes]),
+        sampling=_asked_sampling(generation, thinking),
+        ignored=bounded_notes(notes),
         stream=stream,
         caller=_caller(call),
-        private=Asked(history, thoughts=bool(thinking.include_thoughts), events=_as_events(call)),
+        reply_context=Asked(
+            history,
+            thoughts=bool(thinking.include_thoughts),
+            events=dict(parse_qsl(call.query.decode("latin-1"))).get("alt", "").lower() == "sse",
+        ),
     )
 
 
@@ -106,16 +125,18 @@ def parse_count(call: WireCall, model: str, body: bytes, memory: Memory) -> Mode
     wire = fields(body)
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
-    history = GeminiMessages(wire.get("systemInstruction", Raw()), _contents(wire), memory)
-    tools = asked_tools(wire)
+    history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
+    notes: list[str] = []  # a count has no turn to note them with
+    tools = asked_tools(wire, memory, notes)
+    thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
         model=model,
         messages=history,
         tools=tools.specs,
         tools_raw=tools.raw,
-        sampling=AskedSampling(thinking=_thought(_thinking(_generation(wire, []))).on),
+        sampling=AskedSampling(thinking=_thinking_switch(thinking)),
         caller=_caller(call),
-        private=Asked(history),
+        reply_context=Asked(history),
     )
 
 
@@ -126,55 +147,35 @@ def _contents(wire: Fields) -> list[Raw]:
     return contents
 
 
-def _generation(wire: Fields, notes: list[str]) -> _Generation:
-    """The configuration; `notes` get what of it has no effect."""
-    raw = wire.get("generationConfig")
+def _read_generation(wire: Fields, notes: list[str]) -> _Generation:
+    raw = wire.get(_AT)
     if raw is None:
         return _Generation()
-    generation = decode_object(_GENERATION, raw, "generationConfig")
-    sent = fields(raw, "generationConfig")
-    notes += judged_by_name(sent, _GENERATION_ROWS, _GENERATION_FIELDS, "generationConfig.")
+    generation = decode_object(_GENERATION, raw, _AT)
+    apply_rules(fields(raw, _AT), _GENERATION_RULES, _GENERATION_FIELDS, f"{_AT}.", notes)
     if generation.top_k is not None and not generation.top_k.is_integer():
-        refuse("generationConfig.topK", "must be a whole number")
+        refuse(f"{_AT}.topK", "must be a whole number")
     return generation
 
 
-def _thinking(generation: _Generation) -> _Thinking:
+def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
     raw = generation.thinking_config
-    if absent(raw):
+    if is_absent(raw):
         return _Thinking()
-    return decode_object(_THINKING, raw, "generationConfig.thinkingConfig")
-
-
-def _thought(thinking: _Thinking) -> Thought:
-    at = "generationConfig.thinkingConfig"
-    notes = [] if thinking.thinking_level is None else [f"{at}.thinkingLevel"]
+    thinking = decode_object(_THINKING, raw, _THINKING_AT)
+    if thinking.thinking_level is not None:
+        notes.append(f"{_THINKING_AT}.thinkingLevel")
     if thinking.thinking_budget is not None and thinking.thinking_budget > 0:
-        notes.append(f"{at}.thinkingBudget")
-    return Thought(False if thinking.thinking_budget == 0 else None, tuple(notes))
+        notes.append(f"{_THINKING_AT}.thinkingBudget")
+    return thinking
 
 
-def _form(generation: _Generation) -> Constraint | None:
-    """The form of the reply: of text/x.enum one of the schema's values, else JSON."""
-    schema, mime = generation.response_schema, generation.response_mime_type
-    if mime == _ENUM and schema is not None:
-        values = schema.get("enum")
-        if not isinstance(values, list) or not values or not all(isinstance(value, str) and value for value in values):
-            refuse("generationConfig.responseSchema.enum", "must be a list of texts")
-        return one_of(values)
-    if generation.response_json_schema is not None:
-        return json_schema(generation.response_json_schema, "generationConfig.responseJsonSchema")
-    if schema is not None:
-        at = "generationConfig.responseSchema"
-        if depth_exceeds(schema, MAX_DEPTH):
-            refuse(at, f"nests more than {MAX_DEPTH} levels deep")
-        return json_schema(google_schema(schema), at)
-    if mime in (None, "", _TEXT, _JSON):
-        return JSON_OBJECT if mime == _JSON else None
-    return refuse("generationConfig.responseMimeType", f"must be {_TEXT}, {_JSON} or {_ENUM}")
+def _thinking_switch(thinking: _Thinking) -> bool | None:
+    """Whether the model is to think; None leaves it to the model. A budget of -1 does so, too."""
+    return False if thinking.thinking_budget == 0 else None
 
 
-def _asked_sampling(generation: _Generation, thought: Thought) -> AskedSampling:
+def _asked_sampling(generation: _Generation, thinking: _Thinking) -> AskedSampling:
     limit, top_k = generation.max_output_tokens, generation.top_k
     return AskedSampling(
         temperature=generation.temperature,
@@ -185,13 +186,27 @@ def _asked_sampling(generation: _Generation, thought: Thought) -> AskedSampling:
         stop=tuple(generation.stop_sequences or ()),
         presence_penalty=generation.presence_penalty,
         frequency_penalty=generation.frequency_penalty,
-        constraint=_form(generation),
-        thinking=thought.on,
+        constraint=_constraint(generation),
+        thinking=_thinking_switch(thinking),
     )
 
 
-def _as_events(call: WireCall) -> bool:
-    return dict(parse_qsl(call.query.decode("latin-1"))).get("alt", "").lower() == "sse"
+def _constraint(generation: _Generation) -> Constraint | None:
+    """The form of the reply: for text/x.enum one of the schema's values, else JSON."""
+    schema, mime = generation.response_schema, generation.response_mime_type
+    if mime == _ENUM and schema is not None:
+        values = schema.get("enum")
+        if not isinstance(values, list) or not values or not all(isinstance(value, str) and value for value in values):
+            refuse(f"{_AT}.responseSchema.enum", "must be a list of texts")
+        return one_of(values)
+    if generation.response_json_schema is not None:
+        return json_schema(generation.response_json_schema, f"{_AT}.responseJsonSchema")
+    if schema is not None:
+        check_depth(schema, f"{_AT}.responseSchema")
+        return json_schema(from_google_schema(schema), f"{_AT}.responseSchema")
+    if mime in (None, "", _TEXT, _JSON):
+        return JSON_OBJECT if mime == _JSON else None
+    return refuse(f"{_AT}.responseMimeType", f"must be {_TEXT}, {_JSON} or {_ENUM}")
 
 
 def _caller(call: WireCall) -> Caller:

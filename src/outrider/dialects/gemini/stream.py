@@ -1,12 +1,8 @@
 """One streamed Google reply: server-sent events for `alt=sse`, else one JSON array that grows.
 
-It knows no clock and no transport. Invariant: everything is sent once. Thoughts (where asked for) and text go out with
-the step that brings them, tool calls, finish and usage with `close`; after `close` or `error` nothing is written, and
-an array is closed.
-
-A ping is an empty line, in an array white space: Google's Python client reads the comment of an event stream as JSON
-and fails. The bytes around a delta's text are made once, in `open`; to write a delta before that is a bug of the
-caller's and raises AttributeError.
+It knows no clock and no transport. Invariant: everything is sent once. `delta` sends thoughts (where asked for) and
+text; `close` sends tool calls, the finish reason and usage; after `close` or `error` nothing is written, and an array
+is closed.
 """
 
 from __future__ import annotations
@@ -24,19 +20,21 @@ from outrider.messages import Delta, Message
 
 ARRAY_TYPE = "application/json; charset=utf-8"
 PING = b"\n"
+"""An empty line, which is white space in an array. The other dialects' ping, a comment of the event stream, is read as
+JSON by Google's Python client, which then fails."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class GeminiStream:
-    """`StreamWriter` of streamGenerateContent."""
+    """`StreamWriter` of streamGenerateContent. A call of `delta` before `open` raises AttributeError."""
 
     _text_head: bytes
     _text_tail: bytes
     _thought_tail: bytes
 
     def __init__(self, answered: Callable[[Message], None], *, thoughts: bool, events: bool) -> None:
-        """`answered` is told the reply before its end is sent."""
+        """`answered` is called with the reply before its end is sent."""
         self._answered = answered
         self.content_type = sse.CONTENT_TYPE if events else ARRAY_TYPE
         self._thoughts = thoughts
@@ -45,6 +43,7 @@ class GeminiStream:
         self._ended = False
 
     def open(self, opening: Opening) -> bytes:
+        # The bytes around a delta's text are the same within a stream, and are made once.
         rest = b',"modelVersion":' + _encode(opening.model) + b',"responseId":' + _encode(opening.id) + b"}"
         head = b'{"candidates":[{"content":{"parts":[{'
         tail = b'}],"role":"model"},"index":0}]' + sse.one_line(rest)

@@ -1,37 +1,57 @@
-"""The content blocks of Anthropic Messages read into our `Message`.
+"""The messages of an Anthropic request: content blocks on the wire, read into our `Message`.
 
-It knows no request around them and no reply. A block is cut into the raw JSON of the fields that count, so that what
-counts for nothing (`cache_control`, `signature`, `citations`) is neither parsed nor compared. Invariant: nothing that
-the model would have seen is left out silently; a kind of block that cannot be shown is a 400 that names it, but for
-HOSTED_BLOCKS, which the request notes.
+It knows no request around them and no reply. A block is cut into the raw JSON of the fields that count; what does not
+count (`cache_control`, `signature`, `citations`) is neither parsed nor compared, so that a cache marker that moves does
+not change a message's bytes. Invariant: nothing that the model would have seen is left out silently; a kind of block
+that cannot be shown is a 400 that names it, except HOSTED_BLOCKS, which the request notes.
+
+One message on the wire is not always one of ours: each tool result of a user message is a message of its own, in its
+place among the message's other blocks, and adjacent assistant messages are one reply.
 
 What the model sees: text blocks of one message without anything between them; those of a system prompt on lines of
-their own; a document as its text between `<document>` tags; a tool result that is an error as it is, with
-`TOOL_ERROR` on a line of its own at the end. It does not see redacted thinking, which no model of ours wrote.
+their own; a document as its text between `<document>` tags; a tool result that is an error as it is, with `TOOL_ERROR`
+on a last line of its own. It does not see redacted thinking, which no model of ours wrote.
 
 Source: Anthropic API reference, "Create a Message".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.images import image_of_base64, kept_parts, text_of
-from outrider.dialects.json import decode, refuse, shown
+from outrider.dialects.json import decode, is_absent, quoted, refuse
+from outrider.dialects.parts import image_from_base64, joined_text, message_of_parts
+from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
 from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_url
 
 TOOL_ERROR = "[tool error]"
 """Ends what the model reads of a tool result with `is_error`."""
-INVALID_JSON = "INVALID_JSON"
-"""The one key of the `input` that stands for arguments that are no JSON object; their text is its value."""
 BILLING = "x-anthropic-billing-header:"
-"""Begins a line that Claude Code puts before its system prompt: accounting, which differs between its agents."""
+"""Begins a line of accounting that Claude Code puts before its system prompt. The line differs between its agents: left
+in, it would make every one of them a conversation of its own."""
 
+_ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
+HOSTED_BLOCKS = frozenset(
+    {
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "container_upload",
+    }
+)
+"""What tools of Anthropic's servers did, and files for them. They come in histories from elsewhere; the model is not
+shown them."""
 
 
 class Block(msgspec.Struct, gc=False):
@@ -51,16 +71,16 @@ class Block(msgspec.Struct, gc=False):
     context: Raw = Raw()
     tool_name: Raw = Raw()
 
-    def pieces(self) -> Iterable[bytes | Raw]:
-        """JSON values that determine what the block is read as: its kind, then as many as that kind has."""
-        fields = _READ.get(self.type)
-        return (msgspec.json.encode(self.type), *fields(self)) if fields else (msgspec.json.encode(self.type),)
-
 
 Content = str | list[Block]
 
 
-class Placed(msgspec.Struct, frozen=True, gc=False):
+class WireMessage(msgspec.Struct, gc=False):
+    role: str
+    content: Content
+
+
+class _PlacedBlock(msgspec.Struct, frozen=True, gc=False):
     """A block and its place in the request, as errors name it."""
 
     block: Block
@@ -75,32 +95,27 @@ class _Source(msgspec.Struct):
     content: Content | None = None
 
 
-_READ: dict[str, Callable[[Block], Iterable[Raw]]] = {
-    "text": lambda block: (block.text,),
-    "thinking": lambda block: (block.thinking,),
-    "tool_use": lambda block: (block.id, block.name, block.input),
-    "tool_result": lambda block: (block.tool_use_id, block.is_error, block.content),
-    "image": lambda block: (block.source,),
-    "document": lambda block: (block.source, block.title, block.context),
-    "tool_reference": lambda block: (block.tool_name,),
-}
-"""The fields that are read of each kind of block."""
+class _Span(msgspec.Struct, gc=False):
+    """Where one of our messages is on the wire: in messages [first, last), and of a user message in blocks
+    [start, stop)."""
 
-HOSTED_BLOCKS = frozenset(
-    {
-        "server_tool_use",
-        "web_search_tool_result",
-        "web_fetch_tool_result",
-        "code_execution_tool_result",
-        "bash_code_execution_tool_result",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "mcp_tool_use",
-        "mcp_tool_result",
-        "container_upload",
-    }
-)
-"""What tools of Anthropic's servers did, and files for them: never made here, and not shown to the model."""
+    role: Role
+    first: int
+    last: int
+    start: int = 0
+    stop: int | None = None
+
+
+_BYTES_OF: dict[str, Callable[[Block], tuple[bytes | Raw, ...]]] = {
+    "text": lambda block: (b'"text"', block.text),
+    "thinking": lambda block: (b'"thinking"', block.thinking),
+    "tool_use": lambda block: (b'"tool_use"', block.id, block.name, block.input),
+    "tool_result": lambda block: (b'"tool_result"', block.tool_use_id, block.is_error, block.content),
+    "image": lambda block: (b'"image"', block.source),
+    "document": lambda block: (b'"document"', block.source, block.title, block.context),
+    "tool_reference": lambda block: (b'"tool_reference"', block.tool_name),
+}
+"""The bytes that determine what a block is read as: JSON values, first its kind, then as many as that kind has."""
 
 _STRING = msgspec.json.Decoder(str)
 _NULLABLE = msgspec.json.Decoder(str | None)
@@ -110,47 +125,110 @@ _SOURCE = msgspec.json.Decoder(_Source)
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def text_block(text: str) -> Block:
-    """The block that says the same as `text` alone."""
-    return Block("text", text=Raw(msgspec.json.encode(text)))
+class MessagesHistory:
+    """`WireMessages` over the messages on the wire, the system prompt first. `hosted` are the kinds of the blocks that
+    tools of Anthropic's servers left. Raises RequestError for an unknown role."""
+
+    __slots__ = ("_has_system", "_spans", "_wire", "hosted")
+
+    def __init__(self, system: Content | None, wire: list[WireMessage]) -> None:
+        prompt = _system_text(_placed(system, "system"))
+        self._has_system = bool(prompt)
+        self._wire = [WireMessage("system", prompt), *wire] if prompt else wire
+        self._spans: list[_Span] = []
+        self.hosted: list[str] = []
+        for index, message in enumerate(self._wire):
+            if not isinstance(message.content, str):
+                hosted = [block.type for block in message.content if block.type in HOSTED_BLOCKS]
+                if hosted:
+                    self.hosted += hosted
+                    message.content = [block for block in message.content if block.type not in HOSTED_BLOCKS]
+            role = _ROLES.get(message.role)
+            if role is None:
+                where = f"messages[{index - self._has_system}].role"
+                refuse(where, f"unknown role {quoted(message.role)}; known: {', '.join(_ROLES)}")
+            last = self._spans[-1] if self._spans else None
+            if role is Role.ASSISTANT and last is not None and last.role is Role.ASSISTANT:
+                last.last = index + 1
+            elif role is Role.USER and not isinstance(message.content, str):
+                self._spans += _spans_of_user(index, message.content)
+            else:
+                self._spans.append(_Span(role, index, index + 1))
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def raw(self, index: int) -> bytes:
+        span = self._spans[index]
+        pieces: list[bytes | Raw] = [span.role.encode()]
+        for message in self._wire[span.first : span.last]:
+            content = message.content
+            if isinstance(content, str):  # the same bytes as a list of one text: clients switch between the two
+                pieces += (b'"text"', msgspec.json.encode(content))
+                continue
+            for block in content[span.start : span.stop]:
+                bytes_of = _BYTES_OF.get(block.type)
+                pieces += (msgspec.json.encode(block.type),) if bytes_of is None else bytes_of(block)
+        return b"\n".join(pieces)
+
+    def head(self, count: int) -> bytes:
+        return b"\0".join(map(self.raw, range(count)))
+
+    def size(self, index: int) -> int:
+        return len(self.raw(index))
+
+    def parse(self, index: int) -> Message:
+        span = self._spans[index]
+        blocks: list[_PlacedBlock] = []
+        for number in range(span.first, span.last):
+            where = f"messages[{number - self._has_system}].content" if number >= self._has_system else "system"
+            blocks += _placed(self._wire[number].content, where, span.start, span.stop)
+        match span.role:
+            case Role.SYSTEM:
+                return Message(role=Role.SYSTEM, content=_system_text(blocks))
+            case Role.USER:
+                return message_of_parts(Role.USER, [_part(at) for at in blocks])
+            case Role.ASSISTANT:
+                return _assistant_message(blocks)
+            case Role.TOOL:
+                return _tool_message(blocks[0])
 
 
-def placed(content: Content | None, where: str, start: int = 0, stop: int | None = None) -> list[Placed]:
+def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:
+    """The spans of a user message: every tool result, and every run of other blocks."""
+    start = 0
+    for at, block in enumerate(content):
+        if block.type == "tool_result":
+            if start < at:
+                yield _Span(Role.USER, index, index + 1, start, at)
+            yield _Span(Role.TOOL, index, index + 1, at, at + 1)
+            start = at + 1
+    if start < len(content) or not content:
+        yield _Span(Role.USER, index, index + 1, start, len(content))
+
+
+def _placed(content: Content | None, where: str, start: int = 0, stop: int | None = None) -> list[_PlacedBlock]:
     """The blocks [start, stop) of a content, which may be a string or left out."""
     if content is None:
         return []
     if isinstance(content, str):
-        return [Placed(text_block(content), where)]
-    return [Placed(block, f"{where}[{index}]") for index, block in enumerate(content[start:stop], start)]
+        return [_PlacedBlock(Block("text", text=Raw(msgspec.json.encode(content))), where)]
+    return [_PlacedBlock(block, f"{where}[{index}]") for index, block in enumerate(content[start:stop], start)]
 
 
-def system_text(blocks: Sequence[Placed]) -> str:
-    """A system prompt without its billing line. Raises RequestError."""
+def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
+    """A system prompt without its billing line."""
     texts = []
     for at in blocks:
         if at.block.type != "text":
-            _refuse_kind(at, "a system prompt is text")
-        texts.append(_unbilled(_string(at.block.text, f"{at.where}.text")))
+            _refuse_block(at, "a system prompt is text")
+        text = _string(at.block.text, f"{at.where}.text")
+        texts.append(text.partition("\n")[2] if text.startswith(BILLING) else text)
     return "\n".join(filter(None, texts))
 
 
-def user_message(blocks: Sequence[Placed]) -> Message:
-    """What a user says between tool results. Raises RequestError."""
-    return _spoken(Role.USER, _parts(blocks), None)
-
-
-def tool_message(at: Placed) -> Message:
-    """One `tool_result`. Raises RequestError."""
-    block = at.block
-    parts = _parts(placed(_optional(_CONTENT, block.content, f"{at.where}.content"), f"{at.where}.content"))
-    if _optional(_FLAG, block.is_error, f"{at.where}.is_error"):
-        said = "".join(part.text for part in parts if isinstance(part, Text))
-        parts.append(Text(TOOL_ERROR if not said or said.endswith("\n") else f"\n{TOOL_ERROR}"))
-    return _spoken(Role.TOOL, parts, _string(block.tool_use_id, f"{at.where}.tool_use_id"))
-
-
-def assistant_message(blocks: Iterable[Placed]) -> Message:
-    """A reply as a client sends it back. Raises RequestError."""
+def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
+    """A reply as a client sends it back."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -162,11 +240,12 @@ def assistant_message(blocks: Iterable[Placed]) -> Message:
             case "thinking":
                 thoughts.append(_string(block.thinking, f"{where}.thinking"))
             case "tool_use":
-                calls.append(_call(block, where))
+                name, call_id = _string(block.name, f"{where}.name"), _string(block.id, f"{where}.id")
+                calls.append(ToolCall(call_id, name, _arguments(block.input, f"{where}.input")))
             case "redacted_thinking":
                 pass
             case _:
-                _refuse_kind(at, "an assistant message holds text, thinking and tool_use")
+                _refuse_block(at, "an assistant message holds text, thinking and tool_use")
     return Message(
         role=Role.ASSISTANT,
         content="".join(texts),
@@ -175,20 +254,31 @@ def assistant_message(blocks: Iterable[Placed]) -> Message:
     )
 
 
-def _unbilled(text: str) -> str:
-    return text.partition("\n")[2] if text.startswith(BILLING) else text
+def _arguments(raw: Raw, where: str) -> str:
+    """A call's arguments as JSON text, or the text that a reply sent as an invalid one."""
+    if is_absent(raw):
+        return "{}"
+    value = decode(_ANY, raw, where)
+    if not isinstance(value, dict):
+        refuse(where, "must be an object")
+    if is_invalid_json_object(value):
+        return str(value[INVALID_JSON])
+    return msgspec.json.format(bytes(raw), indent=-1).decode()
 
 
-def _spoken(role: Role, parts: list[Part], tool_call_id: str | None) -> Message:
-    """The message of these parts, which it keeps only where there are images among them."""
-    return Message(role=role, content=text_of(parts), tool_call_id=tool_call_id, parts=kept_parts(parts))
+def _tool_message(at: _PlacedBlock) -> Message:
+    """One `tool_result`."""
+    block, where = at.block, at.where
+    content = _optional(_CONTENT, block.content, f"{where}.content")
+    parts = [_part(inner) for inner in _placed(content, f"{where}.content")]
+    if _optional(_FLAG, block.is_error, f"{where}.is_error"):
+        said = joined_text(parts)
+        parts.append(Text(TOOL_ERROR if not said or said.endswith("\n") else f"\n{TOOL_ERROR}"))
+    return message_of_parts(Role.TOOL, parts, tool_call_id=_string(block.tool_use_id, f"{where}.tool_use_id"))
 
 
-def _parts(blocks: Sequence[Placed]) -> list[Part]:
-    return [_part(at) for at in blocks]
-
-
-def _part(at: Placed) -> Part:
+def _part(at: _PlacedBlock) -> Part:
+    """A block of a user or a tool."""
     block, where = at.block, at.where
     match block.type:
         case "text":
@@ -200,36 +290,36 @@ def _part(at: Placed) -> Part:
         case "tool_reference":  # a tool that the client's own search found; all of them are offered anyway
             return Text(_string(block.tool_name, f"{where}.tool_name"))
         case _:
-            return _refuse_kind(at, "the model reads text, images and documents of text")
+            return _refuse_block(at, "the model reads text, images and documents of text")
 
 
 def _image(source: _Source, where: str) -> Image:
     if source.type == "base64":
         if source.media_type not in _IMAGE_TYPES:
             refuse(f"{where}.media_type", f"must be one of {', '.join(sorted(_IMAGE_TYPES))}")
-        return image_of_base64(source.media_type, source.data or "", f"{where}.data")
+        return image_from_base64(source.media_type, source.data or "", f"{where}.data")
     if source.type == "url":
         if source.url is None or not source.url.startswith(("http://", "https://")):
             refuse(f"{where}.url", "must be an http or https address")
         return image_from_url(source.url)
-    return _refuse_source(source, where, "base64 and url")
+    return refuse(f"{where}.type", f"a source of type {quoted(source.type)} is not supported: base64 and url are")
 
 
 def _document(block: Block, where: str) -> str:
-    """A document as the model reads it: title and context where there are, then its text."""
+    """A document as the model reads it: title and context where it has them, then its text."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:
             refuse(f"{at}.data", "is missing")
         text = source.data
     elif source.type == "content":
-        inner = placed(source.content, f"{at}.content")
+        inner = _placed(source.content, f"{at}.content")
         for part in inner:
             if part.block.type != "text":
-                _refuse_kind(part, "the model reads documents of text only")
+                _refuse_block(part, "the model reads documents of text only")
         text = "".join(_string(part.block.text, f"{part.where}.text") for part in inner)
     else:
-        _refuse_source(source, at, "text and content")
+        refuse(f"{at}.type", f"a source of type {quoted(source.type)} is not supported: text and content are")
     title = _optional(_NULLABLE, block.title, f"{where}.title")
     context = _optional(_NULLABLE, block.context, f"{where}.context")
     lines = "\n".join(line for line in (title, context, text) if line)
@@ -242,23 +332,6 @@ def _source(block: Block, where: str) -> _Source:
     return decode(_SOURCE, block.source, f"{where}.source")
 
 
-def _call(block: Block, where: str) -> ToolCall:
-    name = _string(block.name, f"{where}.name")
-    return ToolCall(_string(block.id, f"{where}.id"), name, _arguments(block.input, f"{where}.input"))
-
-
-def _arguments(raw: Raw, where: str) -> str:
-    """The call's arguments as JSON text, or the text that was given out as an invalid one."""
-    if bytes(raw) in (b"", b"null"):
-        return "{}"
-    value = decode(_ANY, raw, where)
-    if not isinstance(value, dict):
-        refuse(where, "must be an object")
-    if len(value) == 1 and isinstance(invalid := value.get(INVALID_JSON), str):
-        return invalid
-    return msgspec.json.format(bytes(raw), indent=-1).decode()
-
-
 def _string(raw: Raw, where: str) -> str:
     if not raw:
         refuse(where, "is missing")
@@ -269,9 +342,5 @@ def _optional(decoder: msgspec.json.Decoder[Any], raw: Raw, where: str) -> Any:
     return decode(decoder, raw, where) if raw else None
 
 
-def _refuse_kind(at: Placed, known: str) -> NoReturn:
-    refuse(f"{at.where}.type", f"a block of type {shown(at.block.type)} is not supported here: {known}")
-
-
-def _refuse_source(source: _Source, where: str, known: str) -> NoReturn:
-    refuse(f"{where}.type", f"a source of type {shown(source.type)} is not supported: {known} are")
+def _refuse_block(at: _PlacedBlock, known: str) -> NoReturn:
+    refuse(f"{at.where}.type", f"a block of type {quoted(at.block.type)} is not supported here: {known}")

@@ -1,7 +1,7 @@
 """A finished model call, an error and the model list in the JSON shapes of Anthropic Messages.
 
-It knows no request parsing and no streaming. Invariant: what a client sends back of a reply is read as that reply,
-whatever the model made of its tool arguments.
+It knows no request parsing and no streaming. Invariant: a reply that a client sends back is read as the same reply,
+whatever text the model wrote as tool arguments.
 
 Source: Anthropic API reference, "Create a Message", "List Models" and "Errors".
 """
@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 
 from outrider.dialects.base import Completion, ModelRequest
-from outrider.dialects.messages.content import INVALID_JSON
+from outrider.dialects.errors import error_text
+from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
 from outrider.errors import ContextOverflow, OutriderError
 from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
 
 UNKNOWN_TIME = "1970-01-01T00:00:00Z"
-"""What the API gives for a model whose age is not known."""
+"""The `created_at` that the API documents for a model whose release date is not known."""
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -33,7 +34,7 @@ ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""By HTTP status; any other below 500 is `invalid_request_error`, from there on `api_error`."""
+"""By HTTP status. Any other status below 500 is `invalid_request_error`, from 500 on `api_error`."""
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _NUMBER = re.compile(r"\d+")
@@ -47,8 +48,8 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Signer:
-    """The signature of a thinking block, made while its text comes. It proves nothing: clients want one, keep it and
-    send it back, and it is not read then."""
+    """Makes the signature of a thinking block from its text, in pieces or whole. The signature proves nothing: it
+    is there because clients expect one and send it back, and is then not read."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=24)
@@ -62,10 +63,19 @@ class Signer:
 
 def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any]:
     """The whole reply, ready to encode."""
+    reply = completion.reply
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:
+        signer = Signer()
+        signer.add(reply.reasoning)
+        blocks.append(thinking_block_object(reply.reasoning, signer.signature()))
+    if reply.content:
+        blocks.append(text_block_object(reply.content))
+    blocks += [tool_use_object(call, msgspec.Raw(input_json(call.arguments))) for call in reply.tool_calls]
     stop = stopped(request, completion)
     return {
         **message_head(completion.id, completion.model),
-        "content": _blocks(completion),
+        "content": blocks or [text_block_object("")],  # clients expect at least one block
         "stop_reason": stop.stop_reason,
         "stop_sequence": stop.stop_sequence,
         "usage": usage(completion),
@@ -77,8 +87,8 @@ def message_head(id: str, model: str) -> dict[str, Any]:
 
 
 def stopped(request: ModelRequest, completion: Completion) -> Stop:
-    """An aborted reply is `max_tokens`: the dialect has no word for it, and `end_turn` would call it whole.
-    Where the engine does not tell which sequence ended a reply, it is `end_turn`."""
+    """Why the reply ended. An aborted reply is `max_tokens`: the dialect has no word for it, and a client takes
+    `end_turn` for the whole reply. Where the engine does not say which sequence ended a reply, it is `end_turn`."""
     if completion.finish is not FinishReason.STOP:
         return Stop("max_tokens")
     if completion.reply.tool_calls:
@@ -89,7 +99,8 @@ def stopped(request: ModelRequest, completion: Completion) -> Stop:
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Token counts. As in the API, `input_tokens` is what the cache did not have: all three add up to the prompt."""
+    """Token counts. As in the API, `input_tokens` are those not in the cache: the three input counts add up to the
+    prompt."""
     return usage_object(completion.prompt_tokens, completion.completion_tokens, cached=completion.cached_tokens)
 
 
@@ -115,30 +126,30 @@ def tool_use_object(call: ToolCall, input: msgspec.Raw) -> dict[str, Any]:
 
 
 def input_json(arguments: str) -> str:
-    """The JSON object that tells a client of these arguments: themselves, `{}` where there are none, and where they
-    are no object their text under `INVALID_JSON`, which no tool takes for valid and which is read back as that text."""
+    """Arguments as the JSON object that the dialect asks for: themselves, `{}` for no text, and for text that is no
+    object an object with it under `INVALID_JSON`, which is read back as that text."""
     if not arguments.strip():
         return "{}"
     try:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    if isinstance(value, dict) and not (len(value) == 1 and isinstance(value.get(INVALID_JSON), str)):
+    # An object of the model's own that looks like the wrapper is wrapped once more, or it would be read back unwrapped.
+    if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments
     return msgspec.json.encode({INVALID_JSON: arguments}).decode()
 
 
 def error_object(error: OutriderError) -> dict[str, Any]:
-    """`{"type": "error", "error": {"type", "message"}, "request_id"}`; we give requests no ids."""
-    return {
-        "type": "error",
-        "error": {"type": error_type(error.http_status), "message": _error_message(error)},
-        "request_id": None,
-    }
-
-
-def error_type(status: int) -> str:
-    return ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    """`{"type": "error", "error": {"type", "message"}, "request_id"}`. Requests have no ids here."""
+    status, message = error.http_status, error_text(error)
+    if isinstance(error, ContextOverflow):
+        # Clients recognise an overflow by these words, and read the two numbers out of them.
+        numbers = _NUMBER.findall(error.message)
+        message = f"{numbers[0]} tokens > {numbers[1]} maximum" if len(numbers) == 2 else message
+        message = f"prompt is too long: {message}"
+    kind = ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
@@ -154,36 +165,10 @@ def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
 
 
 def models_object(names: list[str], context_tokens: int | None) -> dict[str, Any]:
-    """The list of models, which is always whole."""
+    """The list of models, always in one page."""
     return {
         "data": [model_object(name, context_tokens) for name in names],
         "has_more": False,
         "first_id": names[0] if names else None,
         "last_id": names[-1] if names else None,
     }
-
-
-def _blocks(completion: Completion) -> list[dict[str, Any]]:
-    """Never empty: clients look for a block."""
-    reply = completion.reply
-    blocks: list[dict[str, Any]] = []
-    if reply.reasoning:
-        signer = Signer()
-        signer.add(reply.reasoning)
-        blocks.append(thinking_block_object(reply.reasoning, signer.signature()))
-    if reply.content:
-        blocks.append(text_block_object(reply.content))
-    blocks += [tool_use_object(call, msgspec.Raw(input_json(call.arguments))) for call in reply.tool_calls]
-    return blocks or [text_block_object("")]
-
-
-def _error_message(error: OutriderError) -> str:
-    """What went wrong and what to do about it. Clients know an overflow by the words, and read its two numbers."""
-    message = error.message if error.hint is None else f"{error.message} ({error.hint})"
-    message = message.encode("utf-8", "replace").decode()
-    if not isinstance(error, ContextOverflow):
-        return message
-    numbers = _NUMBER.findall(error.message)
-    if len(numbers) == 2:
-        return f"prompt is too long: {numbers[0]} tokens > {numbers[1]} maximum"
-    return f"prompt is too long: {message}"

@@ -1,8 +1,7 @@
 """One streamed Anthropic Messages reply, written as server-sent events.
 
-It knows no clock and no transport. Invariant: blocks follow each other, one open at a time, with rising indexes. Text
-and reasoning go out with the step that brings them, tool calls, stop reason and usage with `close`; after `close` or
-`error` nothing is written. To write a delta before `open` is a bug of the caller's.
+It knows no clock and no transport. Invariant: one block is open at a time, and their indexes rise. `delta` sends text
+and reasoning; `close` sends tool calls, the stop reason and usage; after `close` or `error` nothing is written.
 
 Source: Anthropic API reference, "Streaming Messages".
 """
@@ -29,7 +28,7 @@ from outrider.dialects.messages.reply import (
     usage_object,
 )
 from outrider.errors import OutriderError
-from outrider.messages import Delta, ToolCall
+from outrider.messages import Delta
 
 PING = sse.event(b'{"type":"ping"}', b"ping")
 
@@ -37,8 +36,8 @@ _encode = msgspec.json.Encoder().encode
 _TAIL = b"}}\n\n"
 
 
-class _Kind(Enum):
-    """What can be open: the names of its block's delta and of the delta's field."""
+class _BlockKind(Enum):
+    """The kinds of blocks, by the name of their delta's type without `_delta`."""
 
     THINKING = "thinking"
     TEXT = "text"
@@ -55,7 +54,7 @@ class MessagesStream:
 
     def __init__(self, request: ModelRequest) -> None:
         self._request = request
-        self._open: _Kind | None = None
+        self._open: _BlockKind | None = None
         self._index = -1
         self._ended = False
 
@@ -72,16 +71,19 @@ class MessagesStream:
     def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
         if self._ended:
             return b""
-        written = self._more(_Kind.THINKING, delta.reasoning) if delta.reasoning else b""
-        return written + self._more(_Kind.TEXT, delta.text) if delta.text else written
+        written = self._more(_BlockKind.THINKING, delta.reasoning) if delta.reasoning else b""
+        return written + self._more(_BlockKind.TEXT, delta.text) if delta.text else written
 
     def close(self, completion: Completion) -> bytes:
         if self._ended:
             return b""
         self._ended = True
-        events = [self._call(call) for call in completion.reply.tool_calls]
-        if self._index < 0:
-            events.append(self._start(_Kind.TEXT, text_block_object("")))
+        events: list[bytes] = []
+        for call in completion.reply.tool_calls:
+            events.append(self._start(_BlockKind.TOOL, tool_use_object(call, msgspec.Raw(b"{}"))))
+            events.append(self._piece(input_json(call.arguments)))
+        if self._index < 0:  # clients expect at least one block
+            events.append(self._start(_BlockKind.TEXT, text_block_object("")))
         events.append(self._stop())
         stop = msgspec.structs.asdict(stopped(self._request, completion))
         events.append(_event("message_delta", delta=stop, usage=usage(completion)))
@@ -97,32 +99,29 @@ class MessagesStream:
     def ping(self) -> bytes:
         return b"" if self._ended else PING
 
-    def _more(self, kind: _Kind, text: str) -> bytes:
-        """Text of that kind, in the open block where it is one."""
+    def _more(self, kind: _BlockKind, text: str) -> bytes:
+        """More text of that kind, in the open block if it is of that kind, else in a new one."""
         started = b""
         if self._open is not kind:
-            thinking = kind is _Kind.THINKING
+            thinking = kind is _BlockKind.THINKING
             started = self._start(kind, thinking_block_object("", "") if thinking else text_block_object(""))
-        if kind is _Kind.THINKING:
+        if kind is _BlockKind.THINKING:
             self._signer.add(text)
         return started + self._piece(text)
 
-    def _call(self, call: ToolCall) -> bytes:
-        started = self._start(_Kind.TOOL, tool_use_object(call, msgspec.Raw(b"{}")))
-        return started + self._piece(input_json(call.arguments))
-
-    def _start(self, kind: _Kind, block: dict[str, Any]) -> bytes:
-        """The next block, after the end of the open one."""
+    def _start(self, kind: _BlockKind, block: dict[str, Any]) -> bytes:
+        """End the open block and begin the next."""
         ended = self._stop()
         self._open = kind
         self._index += 1
         name = kind.value.encode()
-        field = b"partial_json" if kind is _Kind.TOOL else name
+        field = b"partial_json" if kind is _BlockKind.TOOL else name
+        # The bytes before a delta's text are the same within a block, and are made once.
         self._delta_head = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"%b_delta","%b":' % (self._index, name, field)
         )
-        if kind is _Kind.THINKING:
+        if kind is _BlockKind.THINKING:
             self._signer = Signer()
         return ended + _event("content_block_start", index=self._index, content_block=block)
 
@@ -133,7 +132,7 @@ class MessagesStream:
         if self._open is None:
             return b""
         signed = b""
-        if self._open is _Kind.THINKING:
+        if self._open is _BlockKind.THINKING:
             signature = {"type": "signature_delta", "signature": self._signer.signature()}
             signed = _event("content_block_delta", index=self._index, delta=signature)
         self._open = None

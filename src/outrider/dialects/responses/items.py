@@ -1,31 +1,56 @@
-"""The items of a Responses conversation read into our messages.
+"""The messages of a Responses request: the items of a conversation read into our `Message`.
 
-It knows nothing of the request around them, of tools offered or of replies. Invariant: one scan of the body finds
-the fields of each item that count; a message is decoded by `ResponsesHistory.parse` alone, and ids and states that
-clients and servers give to items do not change its bytes.
+It knows nothing of the request around them or of replies. Invariant: one scan of the body finds the fields of each item
+that count; a message is decoded by `ResponsesHistory.parse` alone, and the ids and states that clients and servers give
+to items do not change its bytes. Nothing that the model would have seen is left out silently: an item or a part that
+cannot be shown is a 400 that names it, except HOSTED_ITEMS, which the request notes.
 
-Items are smaller than messages: the reasoning, text and calls of a reply are items of their own. Those that follow
-each other without anything else between them are one assistant message, in which text follows text directly.
+Items are smaller than messages: the reasoning, text and calls of a reply are items of their own. Adjacent items of the
+assistant are one message, in which text follows text directly.
+
+Source: OpenAI API reference, "Create a model response", input items.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.images import text_of
-from outrider.dialects.json import decode, refuse, shown
-from outrider.dialects.responses.content import WireContent, parts_of, spoken
-from outrider.dialects.responses.echo import CustomCall, custom_arguments, custom_call_id, flat_name, unseal
-from outrider.messages import Image, Message, Role, ToolCall
+from outrider.dialects.json import decode, quoted, refuse
+from outrider.dialects.parts import image_from_address, joined_text, message_of_parts
+from outrider.dialects.responses.tools import CustomCall, arguments_of_custom_call, flat_name, id_of_custom_call
+from outrider.dialects.tools import arguments_from_text
+from outrider.messages import Image, Message, Part, Role, Text, ToolCall
 
 STORED = -1
 """The position of an item that an earlier response has stored."""
 
 _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+_ASSISTANT_ITEMS = frozenset({"reasoning", "function_call", "custom_tool_call", "local_shell_call"})
+_SHELL = "local_shell"
+_SEAL = "outrider1:"
+"""Begins an `encrypted_content` of ours, so that it is told from what another provider encrypted."""
+HOSTED_ITEMS = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "mcp_call",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "tool_search_call",
+        "tool_search_output",
+    }
+)
+"""What tools of OpenAI's servers did. They come in histories from elsewhere, and the model is not shown them."""
 
 
 class Item(msgspec.Struct, gc=False):
@@ -50,11 +75,10 @@ class Item(msgspec.Struct, gc=False):
         return self.type or ("item_reference" if self.role is None else "message")
 
     def raw(self) -> bytes:
-        """Bytes that determine what the item is read as."""
+        """Bytes that determine what the item is read as: JSON values."""
         kind = self.kind()
-        fields = _READ.get(kind)
-        head = msgspec.json.encode([kind, self.role])
-        return head if fields is None else b",".join([head, *fields(self)])
+        bytes_of = _BYTES_OF.get(kind)
+        return msgspec.json.encode(kind) if bytes_of is None else b",".join(bytes_of(self))
 
     def copy(self) -> Item:
         """The same, without holding on to the body it was read from."""
@@ -63,7 +87,22 @@ class Item(msgspec.Struct, gc=False):
         return Item(**own)
 
 
-class Placed(msgspec.Struct, frozen=True, gc=False):
+_BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
+    "message": lambda item: (b'"message"', msgspec.json.encode(item.role), item.content),
+    "agent_message": lambda item: (b'"agent_message"', item.content),
+    "reasoning": lambda item: (b'"reasoning"', item.content, item.summary, item.encrypted_content),
+    "function_call": lambda item: (b'"function_call"', item.call_id, item.namespace, item.name, item.arguments),
+    "custom_tool_call": lambda item: (b'"custom_tool_call"', item.call_id, item.namespace, item.name, item.input),
+    "local_shell_call": lambda item: (b'"local_shell_call"', item.call_id, item.id, item.action),
+    "function_call_output": lambda item: (b'"function_call_output"', item.call_id, item.output),
+    "custom_tool_call_output": lambda item: (b'"custom_tool_call_output"', item.call_id, item.output),
+    "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
+    "additional_tools": lambda item: (b'"additional_tools"', item.tools),
+}
+"""The kind of each item and its fields that are read. All but additional tools are (part of) messages."""
+
+
+class PlacedItem(msgspec.Struct, frozen=True, gc=False):
     """An item and its position in `input`, STORED for one of an earlier response."""
 
     item: Item
@@ -74,12 +113,22 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
         return "previous_response_id" if self.position == STORED else f"input[{self.position}]"
 
 
+class _Part(msgspec.Struct, gc=False):
+    """One part of a content, or of a tool's output."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+    encrypted_content: str | None = None
+
+
 class _Text(msgspec.Struct):
     text: str
 
 
-class _Action(msgspec.Struct):
-    """What a shell call does; what is not declared here is no part of it."""
+class _ShellAction(msgspec.Struct):
+    """What a shell call does; fields that are not declared here are not shown to the model."""
 
     command: list[str]
     env: dict[str, str] | None = None
@@ -88,63 +137,28 @@ class _Action(msgspec.Struct):
     working_directory: str | None = None
 
 
-_READ: dict[str, Callable[[Item], Iterable[Raw]]] = {
-    "message": lambda item: (item.content,),
-    "agent_message": lambda item: (item.content,),
-    "reasoning": lambda item: (item.content, item.summary, item.encrypted_content),
-    "function_call": lambda item: (item.call_id, item.namespace, item.name, item.arguments),
-    "custom_tool_call": lambda item: (item.call_id, item.namespace, item.name, item.input),
-    "local_shell_call": lambda item: (item.call_id, item.id, item.action),
-    "function_call_output": lambda item: (item.call_id, item.output),
-    "custom_tool_call_output": lambda item: (item.call_id, item.output),
-    "local_shell_call_output": lambda item: (item.call_id, item.id, item.output),
-    "additional_tools": lambda item: (item.tools,),
-}
-"""The fields that are read of each kind of item. All but additional tools are (part of) messages."""
-
-HOSTED_ITEMS = frozenset(
-    {
-        "web_search_call",
-        "file_search_call",
-        "code_interpreter_call",
-        "image_generation_call",
-        "mcp_call",
-        "mcp_list_tools",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "tool_search_call",
-        "tool_search_output",
-    }
-)
-"""What tools of OpenAI's own servers did: no message of ours, and never made here."""
-
-_SPOKEN_BY_ASSISTANT = frozenset({"reasoning", "function_call", "custom_tool_call", "local_shell_call"})
-_SHELL = "local_shell"
-
-_STRING = msgspec.json.Decoder(str)
-_NULLABLE = msgspec.json.Decoder(str | None)
-_CONTENT: msgspec.json.Decoder[WireContent | None] = msgspec.json.Decoder(WireContent | None)
-_TEXTS: msgspec.json.Decoder[list[_Text] | None] = msgspec.json.Decoder(list[_Text] | None)
-_ACTION = msgspec.json.Decoder(_Action)
-_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-
-
 class _Span(msgspec.Struct, gc=False):
-    """One of our messages: items [first, last)."""
+    """One of our messages: items [first, last). The instructions are a span without items."""
 
     role: Role
     first: int
     last: int
 
 
+_STRING = msgspec.json.Decoder(str)
+_NULLABLE = msgspec.json.Decoder(str | None)
+_CONTENT: msgspec.json.Decoder[str | list[_Part] | None] = msgspec.json.Decoder(str | list[_Part] | None)
+_TEXTS: msgspec.json.Decoder[list[_Text] | None] = msgspec.json.Decoder(list[_Text] | None)
+_SHELL_ACTION = msgspec.json.Decoder(_ShellAction)
+
+
 class ResponsesHistory:
-    """`WireMessages` over the items of a conversation, the instructions first. Additional tools, and what hosted tools
-    did, are not among them.
-    Raises RequestError for an item of an unknown kind or role."""
+    """`WireMessages` over the items of a conversation, the instructions first. It is given no hosted items and no
+    additional tools. Raises RequestError for an item of an unknown kind or role."""
 
     __slots__ = ("_instructions", "_items", "_spans")
 
-    def __init__(self, instructions: str | None, items: Sequence[Placed]) -> None:
+    def __init__(self, instructions: str | None, items: Sequence[PlacedItem]) -> None:
         self._instructions = instructions
         self._items = items
         self._spans: list[_Span] = [_Span(Role.SYSTEM, 0, 0)] if instructions else []
@@ -183,27 +197,27 @@ class ResponsesHistory:
             case Role.TOOL:
                 return _tool_message(at)
             case role:
-                return spoken(role, _content(at.item.content, f"{at.where}.content"), f"{at.where}.content")
+                return message_of_parts(role, _parts(at.item.content, f"{at.where}.content"))
 
 
-def _role(at: Placed) -> Role:
+def _role(at: PlacedItem) -> Role:
     """Whose message an item is (part of). Raises RequestError for an item that cannot be shown to a model."""
     item, kind = at.item, at.item.kind()
     if kind == "message":
         role = _ROLES.get(item.role or "")
         if role is None:
-            refuse(f"{at.where}.role", f"unknown role {shown(item.role or '')}; known: {', '.join(_ROLES)}")
+            refuse(f"{at.where}.role", f"unknown role {quoted(item.role or '')}; known: {', '.join(_ROLES)}")
         return role
-    if kind in _SPOKEN_BY_ASSISTANT:
+    if kind in _ASSISTANT_ITEMS:
         return Role.ASSISTANT
-    if kind == "agent_message":  # from another of the client's agents, which its text names
+    if kind == "agent_message":  # Codex: from another of the client's agents, which the text names
         return Role.USER
-    if kind in _READ:
+    if kind in _BYTES_OF:
         return Role.TOOL
-    return refuse(f"{at.where}.type", f"an item of type {shown(kind)} is not supported; known: {', '.join(_READ)}")
+    return refuse(f"{at.where}.type", f"an item of type {quoted(kind)} is not supported; known: {', '.join(_BYTES_OF)}")
 
 
-def _assistant_message(items: Iterable[Placed]) -> Message:
+def _assistant_message(items: Iterable[PlacedItem]) -> Message:
     """A reply as a client sends it back."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -211,11 +225,14 @@ def _assistant_message(items: Iterable[Placed]) -> Message:
     for at in items:
         match at.item.kind():
             case "message":
-                texts.append(_said(at))
+                parts = _parts(at.item.content, f"{at.where}.content")
+                if any(isinstance(part, Image) for part in parts):
+                    refuse(f"{at.where}.content", "an assistant message holds text only")
+                texts.append(joined_text(parts))
             case "reasoning":
                 thoughts.append(_reasoning(at))
             case _:
-                calls.append(_call(at))
+                calls.append(_tool_call(at))
     return Message(
         role=Role.ASSISTANT,
         content="".join(texts),
@@ -224,17 +241,9 @@ def _assistant_message(items: Iterable[Placed]) -> Message:
     )
 
 
-def _said(at: Placed) -> str:
-    where = f"{at.where}.content"
-    parts = parts_of(_content(at.item.content, where), where)
-    if any(isinstance(part, Image) for part in parts):
-        refuse(where, "an assistant message holds text only")
-    return text_of(parts)
-
-
-def _reasoning(at: Placed) -> str:
-    """An item's thinking: what was sealed here, else its text, else its summary. What another provider encrypted
-    is left out: no model here has seen it."""
+def _reasoning(at: PlacedItem) -> str:
+    """An item's reasoning: what was sealed here, else its text, else its summary. What another provider encrypted is
+    left out: no model here has seen it."""
     item, where = at.item, at.where
     sealed = _optional(_NULLABLE, item.encrypted_content, f"{where}.encrypted_content")
     if sealed is not None and (own := unseal(sealed)) is not None:
@@ -246,57 +255,84 @@ def _reasoning(at: Placed) -> str:
     return "\n\n".join(part.text for part in summary or ())
 
 
-def _call(at: Placed) -> ToolCall:
+def seal(reasoning: str) -> str:
+    """Reasoning as `encrypted_content`. Anybody can read it; clients pass it back untouched, also those that keep no
+    other reasoning."""
+    return _SEAL + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
+
+
+def unseal(sealed: str) -> str | None:
+    """The reasoning in an `encrypted_content` of ours; None for anybody else's."""
+    if not sealed.startswith(_SEAL):
+        return None
+    try:
+        return base64.b64decode(sealed.removeprefix(_SEAL), validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _tool_call(at: PlacedItem) -> ToolCall:
     item, where = at.item, at.where
     if item.kind() == "local_shell_call":
         if not item.action:
             refuse(f"{where}.action", "is missing")
-        action = decode(_ACTION, item.action, f"{where}.action")
+        action = decode(_SHELL_ACTION, item.action, f"{where}.action")
         asked = {name: value for name, value in msgspec.structs.asdict(action).items() if value is not None}
-        return ToolCall(_shell_id(at), _SHELL, msgspec.json.encode(asked).decode())
+        return ToolCall(_shell_call_id(at), _SHELL, msgspec.json.encode(asked).decode())
     call_id = _string(item.call_id, f"{where}.call_id")
     namespace = _optional(_NULLABLE, item.namespace, f"{where}.namespace")
     name = flat_name(namespace, _string(item.name, f"{where}.name"))
     if item.kind() == "function_call":
-        return ToolCall(call_id, name, _arguments(item.arguments, f"{where}.arguments"))
+        return ToolCall(call_id, name, arguments_from_text(item.arguments, f"{where}.arguments"))
     sent = CustomCall(call_id, _string(item.input, f"{where}.input"))
-    return ToolCall(custom_call_id(call_id), name, custom_arguments(sent))
+    return ToolCall(id_of_custom_call(call_id), name, arguments_of_custom_call(sent))
 
 
-def _arguments(raw: Raw, where: str) -> str:
-    """The call's arguments as JSON text: a string as it is, an object compactly and otherwise untouched."""
-    if bytes(raw) in (b"", b"null"):
-        return "{}"
-    value = decode(_ANY, raw, where)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, dict):
-        refuse(where, "must be a string of JSON")
-    return msgspec.json.format(bytes(raw), indent=-1).decode()
-
-
-def _tool_message(at: Placed) -> Message:
+def _tool_message(at: PlacedItem) -> Message:
     item, where = at.item, at.where
     match item.kind():
         case "local_shell_call_output":
-            call_id = _shell_id(at)
+            call_id = _shell_call_id(at)
         case "custom_tool_call_output":
-            call_id = custom_call_id(_string(item.call_id, f"{where}.call_id"))
+            call_id = id_of_custom_call(_string(item.call_id, f"{where}.call_id"))
         case _:
             call_id = _string(item.call_id, f"{where}.call_id")
-    return spoken(Role.TOOL, _content(item.output, f"{where}.output"), f"{where}.output", call_id)
+    return message_of_parts(Role.TOOL, _parts(item.output, f"{where}.output"), tool_call_id=call_id)
 
 
-def _shell_id(at: Placed) -> str:
-    """Calls of the shell carry their call's id as `call_id`, their outputs may carry it as `id`."""
+def _shell_call_id(at: PlacedItem) -> str:
+    # Shell calls carry their id as `call_id`; their outputs may carry it as `id`.
     call_id = _optional(_NULLABLE, at.item.call_id, f"{at.where}.call_id")
     return call_id if call_id is not None else _string(at.item.id, f"{at.where}.id")
 
 
-def _content(raw: Raw, where: str) -> WireContent | None:
+def _parts(raw: Raw, where: str) -> list[Part]:
+    """The text and images of a content, which may be a string or null."""
     if not raw:
         refuse(where, "is missing")
-    return decode(_CONTENT, raw, where)
+    content = decode(_CONTENT, raw, where)
+    if isinstance(content, str):
+        return [Text(content)]
+    return [_part(part, f"{where}[{index}]") for index, part in enumerate(content or ())]
+
+
+def _part(part: _Part, where: str) -> Part:
+    if part.type in _TEXT_PARTS:
+        if part.text is None:
+            refuse(f"{where}.text", "is missing")
+        return Text(part.text)
+    if part.type == "refusal":
+        return Text(part.refusal or "")
+    # Codex hands text from agent to agent where OpenAI would have encrypted it; nobody here has.
+    if part.type == "encrypted_content":
+        return Text(part.encrypted_content or "")
+    if part.type == "input_image":
+        if part.image_url is None:
+            refuse(f"{where}.image_url", "is missing: images are sent by URL or as data, there are no files here")
+        return image_from_address(part.image_url, f"{where}.image_url")
+    return refuse(
+        f"{where}.type", f"a part of type {quoted(part.type)} is not supported: the model reads text and images"
+    )
 
 
 def _string(raw: Raw, where: str) -> str:

@@ -1,11 +1,11 @@
 """A finished model call, its items and an error in the JSON shapes of the Responses API.
 
-It knows no request parsing and no events. Invariant: an item is the same whether it was streamed or not, and all
-that it says of the model's reply is read back from it to the character (`responses_echo`).
+It knows no request parsing and no events. Invariant: an item is the same whether it was streamed or not, and what it
+says of the model's reply is read back from it to the character.
 
-A response has its reasoning, its text and its calls as items, in that order. Text that is empty is an item too where
-nothing was called, so that a client which keeps no reasoning still has a reply to send back. How many tokens were
-reasoning is not known: `reasoning_tokens` is always 0.
+A response has its reasoning, its text and its calls as items, in that order. A reply without calls has a text item even
+if the text is empty, so that a client that keeps no reasoning still has a reply to send back. The number of reasoning
+tokens is not known: `reasoning_tokens` is always 0.
 
 Source: OpenAI API reference, "The response object".
 """
@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from outrider.dialects.base import Completion, Opening
-from outrider.dialects.chat.reply import error_object
-from outrider.dialects.responses.echo import custom_call, seal
+from outrider.dialects.errors import openai_error
+from outrider.dialects.responses.items import seal
 from outrider.dialects.responses.request import Asked
+from outrider.dialects.responses.tools import custom_call
 from outrider.errors import ContextOverflow, OutriderError
 from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
@@ -55,8 +56,8 @@ def response_object(asked: Asked, about: Opening | Completion, outcome: Outcome)
 
 
 def finished(completion: Completion, output: list[dict[str, Any]]) -> Outcome:
-    """What became of a call that ran to its end. One that an abort cut off is `incomplete` as if by its limit: the
-    dialect has no word for it, and `completed` would call it whole."""
+    """The state of a response whose call ended. An aborted one is `incomplete` as if by its limit: the dialect has no
+    word for it, and a client takes `completed` for the whole reply."""
     whole = completion.finish is FinishReason.STOP
     return Outcome(
         status="completed" if whole else "incomplete",
@@ -79,7 +80,7 @@ def output_items(asked: Asked, completion: Completion) -> list[dict[str, Any]]:
 
 
 def reasoning_item(asked: Asked, id: str, text: str) -> dict[str, Any]:
-    """Thinking, as a summary where the client asked for one, and sealed where it asked for that."""
+    """Reasoning, as a summary where the client asked for one, and sealed where it asked for encrypted content."""
     item: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
     if asked.summary:
         item["summary"] = [{"type": "summary_text", "text": text}]
@@ -151,12 +152,12 @@ def usage(completion: Completion) -> dict[str, Any]:
 
 
 def failure(error: OutriderError) -> dict[str, Any]:
-    """The `error` of a response that failed. Clients compact their history when they see the code of an overflow,
-    and try again when they see a server's."""
+    """The `error` of a response that failed. Clients decide by the code: they shorten their history after an overflow,
+    and try again after a server's error."""
     if isinstance(error, ContextOverflow):
         code = "context_length_exceeded"
     elif error.http_status == 429:
         code = "rate_limit_exceeded"
     else:
         code = "server_error" if error.http_status >= 500 else "invalid_prompt"
-    return {"code": code, "message": error_object(error)["error"]["message"]}
+    return {"code": code, "message": openai_error(error)["error"]["message"]}

@@ -1,10 +1,8 @@
 """One streamed response, written as typed server-sent events with rising sequence numbers.
 
-It knows no clock and no transport. Invariant: everything is sent once. Text and reasoning go out with the step that
-brings them, each in an item that is open until the other begins; calls and the whole response go out with `close`;
-after `close` or `error` nothing is written. The items told one by one are those of the whole response.
-
-The bytes around a delta's text do not change within an item: they are made once, when it begins.
+It knows no clock and no transport. Invariant: everything is sent once. `delta` sends text and reasoning, each in an
+item that is open until the other begins; `close` sends calls and the whole response, whose items are those that were
+sent one by one; after `close` or `error` nothing is written.
 
 Source: OpenAI API reference, "Streaming events".
 """
@@ -17,7 +15,7 @@ import msgspec
 
 from outrider.dialects import sse
 from outrider.dialects.base import Completion, ModelRequest, Opening
-from outrider.dialects.chat.reply import error_object
+from outrider.dialects.errors import openai_error
 from outrider.dialects.responses.reply import (
     Outcome,
     call_item,
@@ -39,10 +37,11 @@ _encode = msgspec.json.Encoder().encode
 _UNOPENED = Opening(id="unopened", created=0, model="")
 
 
-class _Form(msgspec.Struct, frozen=True):
-    """How one kind of item is told: its place's key, its part, and the names of its events."""
+class _ItemForm(msgspec.Struct, frozen=True):
+    """How items of one kind are streamed: the prefix of their ids, the key of a part's index, and the names of their
+    events."""
 
-    kind: str
+    id_prefix: str
     index_key: str
     part: str
     delta: str
@@ -51,25 +50,25 @@ class _Form(msgspec.Struct, frozen=True):
         return f"response.{self.part}.{'done' if done else 'added'}"
 
 
-_TEXT = _Form("msg", "content_index", "content_part", "response.output_text")
-_THOUGHT = _Form("rs", "content_index", "content_part", "response.reasoning_text")
-_SUMMARY = _Form("rs", "summary_index", "reasoning_summary_part", "response.reasoning_summary_text")
+_TEXT = _ItemForm("msg", "content_index", "content_part", "response.output_text")
+_REASONING = _ItemForm("rs", "content_index", "content_part", "response.reasoning_text")
+_SUMMARY = _ItemForm("rs", "summary_index", "reasoning_summary_part", "response.reasoning_summary_text")
 
 
-class _Open(msgspec.Struct, frozen=True):
-    """The item that is being said."""
+class _OpenItem(msgspec.Struct, frozen=True):
+    """The item that is being streamed; `said` are the pieces of its text."""
 
-    form: _Form
+    form: _ItemForm
     id: str
     index: int
     said: list[str]
 
     def place(self) -> dict[str, Any]:
-        """What every event of the item says of where it belongs."""
+        """The fields by which every event of the item says where it belongs."""
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:
-        """The same of an event that brings text."""
+        """The same for an event that brings text."""
         return {**self.place(), "logprobs": []} if self.form is _TEXT else self.place()
 
     def delta_head(self) -> bytes:
@@ -85,13 +84,13 @@ class ResponsesStream:
     content_type = sse.CONTENT_TYPE
 
     def __init__(self, request: ModelRequest) -> None:
-        asked: Asked = request.private
+        asked: Asked = request.reply_context
         self._asked = asked
-        self._thought = _SUMMARY if asked.summary else _THOUGHT
+        self._reasoning_form = _SUMMARY if asked.summary else _REASONING
         self._about = _UNOPENED
         self._next = 0
         self._items: list[dict[str, Any]] = []
-        self._open: _Open | None = None
+        self._open: _OpenItem | None = None
         self._delta_head = b""
         self._ended = False
 
@@ -103,7 +102,7 @@ class ResponsesStream:
     def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
         if self._ended:
             return b""
-        written = self._say(self._thought, delta.reasoning) if delta.reasoning else b""
+        written = self._say(self._reasoning_form, delta.reasoning) if delta.reasoning else b""
         return written + self._say(_TEXT, delta.text) if delta.text else written
 
     def close(self, completion: Completion) -> bytes:
@@ -113,7 +112,7 @@ class ResponsesStream:
         status, calls = message_status(completion), completion.reply.tool_calls
         written = b""
         if not calls and (self._open is None or self._open.form is not _TEXT):
-            written += self._turn_to(_TEXT)
+            written += self._begin_item(_TEXT)
         written += self._end_item(status)
         written += b"".join([self._call(call) for call in calls])
         outcome = finished(completion, self._items)
@@ -127,7 +126,7 @@ class ResponsesStream:
         if self._ended:
             return b""
         self._ended = True
-        told = error_object(error)["error"]
+        told = openai_error(error)["error"]
         flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
         outcome = Outcome(status="failed", output=self._items, error=failure(error))
         failed = {"response": response_object(self._asked, self._about, outcome)}
@@ -136,21 +135,22 @@ class ResponsesStream:
     def ping(self) -> bytes:
         return b"" if self._ended else sse.PING
 
-    def _say(self, form: _Form, text: str) -> bytes:
-        """Add text to the item of that form, after what it takes to have it open."""
-        before = b"" if self._open is not None and self._open.form is form else self._turn_to(form)
+    def _say(self, form: _ItemForm, text: str) -> bytes:
+        """Add text to the open item if it is of that form, else to a new one."""
+        before = b"" if self._open is not None and self._open.form is form else self._begin_item(form)
         item = self._open
         assert item is not None
         item.said.append(text)
         number, self._next = self._next, self._next + 1
         return b'%b%b%b,"sequence_number":%d}\n\n' % (before, self._delta_head, sse.one_line(_encode(text)), number)
 
-    def _turn_to(self, form: _Form) -> bytes:
-        """End the item that is open and begin one of `form`."""
+    def _begin_item(self, form: _ItemForm) -> bytes:
+        """End the open item and begin one of `form`."""
         written = self._end_item("completed")
         index = len(self._items)
-        id = item_id(form.kind, self._about.id, index)
-        item = self._open = _Open(form, id, index, [])
+        id = item_id(form.id_prefix, self._about.id, index)
+        item = self._open = _OpenItem(form, id, index, [])
+        # The bytes before a delta's text are the same within an item, and are made once.
         self._delta_head = item.delta_head()
         begun: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
         if form is _TEXT:
@@ -159,7 +159,7 @@ class ResponsesStream:
         return written + self._event(form.part_event(done=False), {**item.place(), "part": _part(form, "")})
 
     def _end_item(self, status: str) -> bytes:
-        """End the item that is open, if one is; `status` is that of text."""
+        """End the open item, if there is one; `status` is that of a text item."""
         item, self._open = self._open, None
         if item is None:
             return b""
@@ -173,7 +173,7 @@ class ResponsesStream:
         )
 
     def _call(self, call: ToolCall) -> bytes:
-        """All events of one call: its arguments are known only when it is whole."""
+        """All events of one call. They come at once: its arguments are known only when it is whole."""
         index = len(self._items)
         item = call_item(self._asked, self._about.id, index, call)
         self._items.append(item)
@@ -194,7 +194,7 @@ class ResponsesStream:
         return sse.event(_encode({"type": name, **fields, "sequence_number": number}), name.encode())
 
 
-def _part(form: _Form, text: str) -> dict[str, Any]:
+def _part(form: _ItemForm, text: str) -> dict[str, Any]:
     if form is _TEXT:
         return text_part(text)
     return {"type": "summary_text" if form is _SUMMARY else "reasoning_text", "text": text}

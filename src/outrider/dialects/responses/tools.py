@@ -1,9 +1,11 @@
-"""The tools of a Responses request as a model is told of them, and the way back from a name to a tool.
+"""The tools of a Responses request as a model is told of them, and the way back from a name and a call to the wire.
 
-It knows no items and no reply. Invariant: every tool in the table is one that the client runs; each has one name.
+It knows no items and no reply. Invariant: every tool in the table is one that the client runs, under one name; a custom
+call that a client sends back is read as the call that the model made, to the character.
 
 - A function is told in the nested form of Chat Completions, its keys in the client's order.
-- A custom tool is told as a function with the one string `input`; a grammar is described, not enforced.
+- A custom tool, whose call on the wire is one string and not JSON, is told as a function with the one parameter
+  `input`; a grammar is described, not enforced.
 - The tools of a namespace are told with its name before theirs, and what it says of itself with the first of them.
 - All others are hosted: OpenAI's servers would run them, or only its models know their form (a shell, a computer,
   patches without a schema). The model is not told of them, the request notes them, and the reply's `tools`, which are
@@ -14,23 +16,31 @@ Source: OpenAI API reference, "Create a model response", tools.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from outrider.dialects.base import Memory
-from outrider.dialects.json import decode, depth_exceeds, refuse, shown
-from outrider.dialects.responses.echo import INPUT, flat_name
-from outrider.messages import ToolSpec
+from outrider.dialects.json import check_depth, decode, quoted, refuse
+from outrider.dialects.tools import check_function, remembered_tools
+from outrider.messages import ToolCall, ToolSpec
 
-MAX_TOOL_DEPTH = 64
-"""How deep a tool's schema may nest: chat templates print it recursively."""
-_READ = frozenset({"function", "custom", "namespace"})
+INPUT = "input"
+"""The one parameter of a custom tool as the model is told of it."""
+
+_SUPPORTED = frozenset({"function", "custom", "namespace"})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
 """For servers, not for models. (`strict` promises that arguments follow their schema: nothing here enforces that.)"""
-_KEY = "tools"
+_JOIN = "__"
+_AS_JSON = "~json"
+"""Ends the call id of a custom call whose input is the JSON of its arguments."""
+_AS_TEXT = "~text"
+"""Ends a call id that would otherwise seem to have an ending of ours."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
@@ -46,7 +56,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 class Tools(msgspec.Struct, frozen=True):
     """A request's tools by the name that the model knows. `raw` is the bytes that determine them, `in_force` the
-    client's own JSON of those that are, for the reply; `hosted` are the kinds of those that are not."""
+    client's own JSON of those that are told, for the reply; `hosted` are the kinds of those that are not."""
 
     table: dict[str, Tool] = {}
     raw: bytes = b""
@@ -58,38 +68,43 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 class ToolList(msgspec.Struct, frozen=True):
-    """One list of tools on the wire and its place; `top` says whether it is the request's own."""
+    """One list of tools on the wire and its place. `top` is True for the request's own list, False for one that comes
+    among its items."""
 
     raw: msgspec.Raw
     where: str
     top: bool
 
 
+class CustomCall(msgspec.Struct, frozen=True):
+    """A call of a custom tool as the wire has it."""
+
+    call_id: str
+    input: str
+
+
 def read_tools(lists: list[ToolList], memory: Memory) -> Tools:
-    """All tools of a request. Raises RequestError. `memory` keeps the last ones, so that a session's unchanged tools
-    are read once."""
+    """All tools of a request. Raises RequestError."""
     raw = b"\n".join([bytes(part.raw) for part in lists])
-    tools = memory.get(_KEY)
-    if not isinstance(tools, Tools) or tools.raw != raw:
-        tools = memory[_KEY] = _read(lists, raw)
-    return tools
+    return remembered_tools(memory, raw, lambda: _read(lists, raw))
 
 
-def check_choice(choice: str | dict[str, Any] | None, tools: Tools) -> None:
-    """Raise RequestError for a choice that does not exist. Like `required`, a choice by name is a wish: what the
-    model samples is not constrained."""
-    if choice is None:
+def check_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, notes: list[str]) -> None:
+    """Raise RequestError for a choice that does not exist. Any choice but `none` and `auto` is noted: nothing makes the
+    model call a tool."""
+    if choice in (None, "none", "auto"):
         return
+    notes.append("tool_choice")
     if isinstance(choice, str):
         if choice not in _CHOICES:
-            refuse("tool_choice", f"unknown choice {shown(choice)}; known: {', '.join(sorted(_CHOICES))}")
+            refuse("tool_choice", f"unknown choice {quoted(choice)}; known: {', '.join(sorted(_CHOICES))}")
         return
-    kind = choice.get("type")
+    kind, name = (choice or {}).get("type"), (choice or {}).get("name")
     if kind == "allowed_tools":
         return
     if kind not in ("function", "custom"):
-        refuse("tool_choice.type", f"{shown(str(kind))} cannot be chosen: only function, custom and allowed_tools can")
-    if not any(choice.get("name") in (tool.name, flat) for flat, tool in tools.table.items()):
+        refuse("tool_choice.type", f"{quoted(str(kind))} cannot be chosen: only function, custom and allowed_tools can")
+    if not any(name in (tool.name, flat) for flat, tool in tools.table.items()):
         refuse("tool_choice.name", "must be the name of one of the tools")
 
 
@@ -98,75 +113,64 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
     in_force: list[Any] = []
     hosted: list[str] = []
     for part in lists:
-        sent = decode(_TOOLS, part.raw, part.where) or []
-        for index, spec in enumerate(sent):
+        sent = decode(_TOOLS, part.raw, part.where)
+        for index, spec in enumerate(sent or []):
             where = f"{part.where}[{index}]"
-            if depth_exceeds(spec, MAX_TOOL_DEPTH):
-                refuse(where, f"nests more than {MAX_TOOL_DEPTH} levels deep")
+            check_depth(spec, where)
             kind = spec.get("type")
             if not isinstance(kind, str) or not kind:
                 refuse(f"{where}.type", "must be a non-empty string")
-            if kind not in _READ:
+            if kind not in _SUPPORTED:
                 hosted.append(kind)
                 continue
             if part.top:
                 in_force.append(spec)
-            for flat, tool in _tools_of(spec, where):
+            for tool in _tools_of(spec, where):
+                flat = tool.spec["function"]["name"]
                 known = table.get(flat)
                 if known is not None and (known.name, known.namespace) != (tool.name, tool.namespace):
-                    refuse(where, f"two tools would be told to the model as {shown(flat)}")
+                    refuse(where, f"two tools would be told to the model as {quoted(flat)}")
                 table[flat] = tool
     if not table:
         return Tools(raw=raw, hosted=tuple(hosted))
     return Tools(table, raw, msgspec.Raw(msgspec.json.encode(in_force)), tuple(hosted))
 
 
-def _tools_of(spec: dict[str, Any], where: str) -> Iterator[tuple[str, Tool]]:
-    """The tools in one entry, each with the name that the model is told."""
+def _tools_of(spec: dict[str, Any], where: str) -> Iterator[Tool]:
+    """The tools in one entry: itself, or those of a namespace."""
     if spec.get("type") != "namespace":
-        tool = _tool(spec, None, where)
-        yield tool.name, tool
+        yield _tool(spec, None, where)
         return
-    namespace, inner = _name(spec, where), spec.get("tools")
-    about = _text(spec, "description", where)
+    check_function(spec, where)
+    about, inner = spec.get("description"), spec.get("tools")
     if not isinstance(inner, list):
         refuse(f"{where}.tools", "must be a list of tools")
     for index, nested in enumerate(inner):
         at = f"{where}.tools[{index}]"
         if not isinstance(nested, dict):
             refuse(at, "must be an object")
-        tool = _tool(nested, namespace, at)
+        tool = _tool(nested, spec["name"], at)
         if about:
-            _introduce(tool.spec["function"], about)
-            about = ""
-        yield tool.spec["function"]["name"], tool
+            function = tool.spec["function"]
+            own = function.get("description")
+            function["description"] = f"{about}\n\n{own}" if own else about
+            about = None
+        yield tool
 
 
 def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> Tool:
-    kind, name = spec.get("type"), ""
-    if kind in ("function", "custom"):
-        name = _name(spec, where)
-    told = flat_name(namespace, name)
-    match kind:
-        case "function":
-            _text(spec, "description", where)
-            if not isinstance(spec.get("parameters"), dict | None):
-                refuse(f"{where}.parameters", "must be an object")
-            function = {key: told if key == "name" else value for key, value in spec.items() if key not in _NOT_TOLD}
-        case "custom":
-            function = _custom_function(spec, told, where)
-        case _:
-            refuse(
-                f"{where}.type", f"a tool of type {shown(str(kind))} is not supported: send a function or custom tool"
-            )
-    return Tool({"type": "function", "function": function}, name, namespace, kind == "custom")
-
-
-def _custom_function(spec: dict[str, Any], name: str, where: str) -> dict[str, Any]:
-    """The function that stands for a custom tool."""
-    text = {"type": "string", **_input_description(spec.get("format"), f"{where}.format")}
-    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
-    return {"name": name, "description": _text(spec, "description", where), "parameters": parameters}
+    kind = spec.get("type")
+    if kind not in ("function", "custom"):
+        refuse(f"{where}.type", f"a tool of type {quoted(str(kind))} is not supported: send a function or custom tool")
+    check_function(spec, where)
+    flat = flat_name(namespace, spec["name"])
+    if kind == "function":
+        function = {key: flat if key == "name" else value for key, value in spec.items() if key not in _NOT_TOLD}
+    else:
+        text = {"type": "string", **_input_description(spec.get("format"), f"{where}.format")}
+        parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+        function = {"name": flat, "description": spec.get("description") or "", "parameters": parameters}
+    return Tool({"type": "function", "function": function}, spec["name"], namespace, kind == "custom")
 
 
 def _input_description(form: Any, where: str) -> dict[str, str]:
@@ -175,25 +179,50 @@ def _input_description(form: Any, where: str) -> dict[str, str]:
         return {}
     if not isinstance(form, dict) or form.get("type") != "grammar":
         refuse(f"{where}.type", "must be 'text' or 'grammar'")
-    syntax, definition = _text(form, "syntax", where), _text(form, "definition", where)
+    for key in ("syntax", "definition"):
+        if not isinstance(form.get(key), str | None):
+            refuse(f"{where}.{key}", "must be a string")
+    syntax, definition = form.get("syntax") or "", form.get("definition") or ""
     return {"description": f"Text that this {syntax} grammar accepts:\n{definition}"}
 
 
-def _introduce(function: dict[str, Any], about: str) -> None:
-    """Put what a namespace says of itself before what its first function says."""
-    own = function.get("description")
-    function["description"] = f"{about}\n\n{own}" if own else about
+def flat_name(namespace: str | None, name: str) -> str:
+    """The function name that the model is told for `name` in `namespace`."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith(_JOIN) else namespace + _JOIN + name
 
 
-def _name(spec: dict[str, Any], where: str) -> str:
-    name = spec.get("name")
-    if not isinstance(name, str) or not name:
-        refuse(f"{where}.name", "must be a non-empty string")
-    return name
+def custom_call(call: ToolCall) -> CustomCall:
+    """A call that the model made of a custom tool, as the wire has it.
+
+    The model may send other arguments than the one `input`. The client is then given their JSON as the input, under a
+    call id that says so: its tool refuses them, and the model can learn from that.
+    """
+    said = _only_input(call.arguments)
+    if said is None:
+        return CustomCall(call.id + _AS_JSON, call.arguments)
+    return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, said)
 
 
-def _text(spec: dict[str, Any], key: str, where: str) -> str:
-    value = spec.get(key)
-    if not isinstance(value, str | None):
-        refuse(f"{where}.{key}", "must be a string")
-    return value or ""
+def arguments_of_custom_call(sent: CustomCall) -> str:
+    """The arguments of a call as the model made them: the inverse of `custom_call`."""
+    if sent.call_id.endswith(_AS_JSON):
+        return sent.input
+    return msgspec.json.encode({INPUT: sent.input}).decode()
+
+
+def id_of_custom_call(sent: str) -> str:
+    """The id of a call as the model made it: the inverse of `custom_call`."""
+    return sent.removesuffix(_AS_JSON) if sent.endswith(_AS_JSON) else sent.removesuffix(_AS_TEXT)
+
+
+def _only_input(arguments: str) -> str | None:
+    """The string of `{"input": "..."}`, None for other arguments."""
+    try:
+        value: Any = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or len(value) != 1 or not isinstance(said := value.get(INPUT), str):
+        return None
+    return None if _SURROGATE.search(said) else said

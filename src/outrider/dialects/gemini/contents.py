@@ -1,13 +1,13 @@
 """One `Content` of the Google dialect read: its parts, and the text, images, calls and answers in them.
 
-It knows one content at a time and makes up nothing: which call an answer belongs to is the history's business.
-Invariant: a part that the model could not be shown raises RequestError; none is dropped silently. What tools of
-Google's own servers did (`WirePart.hosted`) is not shown either, and noted by whoever reads the request.
+It knows one content at a time; `history.py` finds which call a tool's answer belongs to. Invariant: a part that the
+model could not be shown raises RequestError; none is dropped silently, except what tools of Google's own servers did
+(`WirePart.hosted`), which the request notes.
 
-A tool's answer is shown to the model as text. `response` is an object on the wire; clients that have only text put
-it under one key, so an object that holds nothing but `output`, `result` or `content` (and perhaps the tool's own
-`name` beside it) is shown as that value: a string as it is, anything else as JSON. Every other object, `{"error":
-...}` among them, is shown whole, as JSON: the model should see that it is an error.
+A tool's answer is shown to the model as text. `response` is an object on the wire; clients that have only text put it
+under one key, so an object that holds nothing but `output`, `result` or `content` (and perhaps the tool's own `name`
+beside it) is shown as that value: a string as it is, anything else as JSON. Every other object, `{"error": ...}` among
+them, is shown whole, as JSON: the model should see that it is an error.
 
 Source: Google AI API reference, "Content", "Part", "FunctionCall", "FunctionResponse".
 """
@@ -23,18 +23,19 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.gemini.fields import ANY, absent, fields, has_escaped_letters, is_text, items
-from outrider.dialects.json import decode, refuse, shown
-from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_bytes, image_from_url
+from outrider.dialects.gemini.proto_json import fields, has_escaped_letters, is_text, items
+from outrider.dialects.json import decode, is_absent, quoted, refuse
+from outrider.dialects.parts import image_from_base64, message_of_parts
+from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
+from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_url
 
-INVALID_JSON = "INVALID_JSON"
-"""The one key of the `args` that stand for arguments that are no JSON object; their text is its value."""
 SIGNED = b"outrider:"
 """Begins our thought signatures; the id of the call that carries one follows."""
 
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
-_SNAKE_CASE = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
+_SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
+"""The end of a part's key in snake_case. Most contents have none, and are decoded at once."""
 _INVALID_KEY = b'{"' + INVALID_JSON.encode()
 _LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # every letter an escape
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
@@ -95,7 +96,7 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def kinds(self) -> int:
-        """How many kinds of data it holds: one, or none in a part that has, perhaps, a signature."""
+        """How many kinds of data it holds: one, or none in a part that has, perhaps, only a signature."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
         return (1 if self.text else 0) + len(others) - others.count(None)
 
@@ -117,21 +118,22 @@ _CONTENT = msgspec.json.Decoder(_Content)
 _LOOSE_CONTENT = msgspec.json.Decoder(_LooseContent)
 _PART = msgspec.json.Decoder(WirePart)
 _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+_STRING = msgspec.json.Decoder(str)
 
 
 def role_of(raw: Raw, where: str) -> Role:
-    """Who speaks in a content, its parts unread."""
+    """Who speaks in a content, its parts unread. Raises RequestError."""
     head = decode(_HEAD, raw, where)
     role = _ROLES.get(head.role)
     if role is None:
-        refuse(f"{where}.role", f"unknown role {shown(str(head.role))}; known: user, model, function")
+        refuse(f"{where}.role", f"unknown role {quoted(str(head.role))}; known: user, model, function")
     return role
 
 
 def parts_of(raw: Raw, where: str) -> list[WirePart]:
     """The parts of a content. Raises RequestError naming the part."""
     data = bytes(raw)
-    if (b"_" in data and _SNAKE_CASE.search(data)) or has_escaped_letters(data):
+    if (b"_" in data and _SNAKE_CASE_KEY.search(data)) or has_escaped_letters(data):
         wire = decode(_LOOSE_CONTENT, raw, where)
         return [
             _part(item, f"{where}.parts[{index}]") for index, item in enumerate(items(wire.parts, f"{where}.parts"))
@@ -139,78 +141,77 @@ def parts_of(raw: Raw, where: str) -> list[WirePart]:
     parts = decode(_CONTENT, raw, where).parts or []
     parts = [parts] if isinstance(parts, WirePart) else parts
     for index, part in enumerate(parts):
-        _check(part, where, index)
+        if part.kinds > 1:
+            _refuse_mixed_part(f"{where}.parts[{index}]")
     return parts
 
 
 def system_message(raw: Raw, where: str) -> Message:
-    """The system instruction: a text, a Content (whatever its role), or parts."""
+    """The system instruction: a text, a Content (whatever its role), or parts. Raises RequestError."""
     if is_text(raw):
-        return Message(role=Role.SYSTEM, content=decode(ANY, raw, where))
-    pieces: list[str] = []
+        return Message(role=Role.SYSTEM, content=decode(_STRING, raw, where))
+    texts: list[str] = []
     for index, item in enumerate(items(raw, where)):
         at = f"{where}[{index}]"
         inner = Raw() if is_text(item) else fields(item, at).get("parts", Raw())
-        parts = [item] if absent(inner) else items(inner, at)
-        pieces += [_system_text(part, at) for part in parts]
-    return Message(role=Role.SYSTEM, content="".join(pieces))
+        for one in [item] if is_absent(inner) else items(inner, at):
+            if is_text(one):
+                texts.append(decode(_STRING, one, at))
+                continue
+            part = _part(one, at)
+            if (part.kinds and part.text is None) or part.hosted:
+                refuse(at, "a system instruction holds text only")
+            texts.append(part.text or "")
+    return Message(role=Role.SYSTEM, content="".join(texts))
 
 
 def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Message:
-    """What a user says in `parts`, of which the first is part `start` of the content `where`."""
-    shown_parts: list[Part] = []
+    """What a user says in `parts`, of which the first is part `start` of the content `where`. Raises RequestError."""
+    read: list[Part] = []
     for index, part in enumerate(parts, start):
         at = f"{where}.parts[{index}]"
         if part.function_call is not None:
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
+        # A tool's answer is no part of a user's message; `history.py` looks for one by the bytes of its key.
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "is spelled with escapes: spell it plainly")
         if part.hosted:
             refuse(f"{at}.{part.hosted[0]}", "only a content of role 'model' has what Google's tools did")
-        if (image := _image_of(part, at)) is not None:
-            shown_parts.append(image)
+        if (image := _image(part, at)) is not None:
+            read.append(image)
         elif part.text:
-            shown_parts.append(Text(part.text))
-    return _mixed(Role.USER, shown_parts)
+            read.append(Text(part.text))
+    return message_of_parts(Role.USER, read)
 
 
 def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
-    """What a tool answered to the call `call_id`; `where` names its part."""
+    """What a tool answered to the call `call_id`; `where` names its part. Raises RequestError."""
     answer = part.function_response
     assert answer is not None
     at = f"{where}.functionResponse"
-    shown_parts: list[Part] = []
-    if text := _answer_text(answer, at):
-        shown_parts.append(Text(text))
+    read: list[Part] = [Text(_answer_text(answer, at))]
     for index, item in enumerate(items(answer.parts, f"{at}.parts")):
         inner = f"{at}.parts[{index}]"
-        image = _image_of(_part(item, inner), inner)
+        image = _image(_part(item, inner), inner)
         if image is None:
             refuse(inner, "has neither inlineData nor fileData")
-        shown_parts.append(image)
-    return _mixed(Role.TOOL, shown_parts, tool_call_id=call_id, name=answer.name)
+        read.append(image)
+    return message_of_parts(Role.TOOL, read, tool_call_id=call_id, name=answer.name)
 
 
-def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
-    """What the model said, its calls named by `ids`."""
-    calls = [part.function_call for part in parts if part.function_call is not None]
-    return Message(
-        role=Role.ASSISTANT,
-        content=said(parts),
-        reasoning="".join([part.text for part in parts if part.thought and part.text]) or None,
-        tool_calls=tuple(
-            ToolCall(id, call.name, arguments_from_wire(call.args)) for id, call in zip(ids, calls, strict=True)
-        ),
-    )
-
-
-def said(parts: Sequence[WirePart]) -> str:
-    """The text of a model's parts, without its thoughts."""
-    return "".join([part.text for part in parts if part.text and not part.thought])
+def _answer_text(answer: FunctionResponse, where: str) -> str:
+    """What the model reads of a tool's answer (module heading)."""
+    if is_absent(answer.response):
+        return ""
+    value: Any = decode(_OBJECT, answer.response, f"{where}.response")
+    keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == answer.name)]
+    if len(keys) == 1 and keys[0] in _TEXT_KEYS:
+        value = value[keys[0]]
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
-    """Raises RequestError for what a model does not say."""
+    """Raise RequestError for what a model does not say."""
     for index, part in enumerate(parts):
         at = f"{where}.parts[{index}]"
         if part.function_response is not None:
@@ -219,11 +220,29 @@ def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
             refuse(at, "a content of role 'model' can hold text, thoughts and function calls only")
 
 
+def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
+    """What the model said, its calls named by `ids`."""
+    calls = [part.function_call for part in parts if part.function_call is not None]
+    return Message(
+        role=Role.ASSISTANT,
+        content=said_text(parts),
+        reasoning="".join([part.text for part in parts if part.thought and part.text]) or None,
+        tool_calls=tuple(
+            ToolCall(id, call.name, arguments_from_wire(call.args)) for id, call in zip(ids, calls, strict=True)
+        ),
+    )
+
+
+def said_text(parts: Sequence[WirePart]) -> str:
+    """The text of a model's parts, without its thoughts."""
+    return "".join([part.text for part in parts if part.text and not part.thought])
+
+
 def arguments_on_wire(arguments: str) -> bytes:
     """A call's arguments as the JSON object that the dialect asks for. Text that is none is wrapped in one, which
     `arguments_from_wire` takes off again; so is an object that looks like such a wrapper."""
     try:
-        if not _is_wrapper(_OBJECT.decode(arguments)):
+        if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
     except (msgspec.DecodeError, ValueError, RecursionError):
         pass  # no object
@@ -232,20 +251,16 @@ def arguments_on_wire(arguments: str) -> bytes:
 
 def arguments_from_wire(args: Raw) -> str:
     """A call's arguments as JSON text, compact and otherwise as sent."""
-    if absent(args):
+    if is_absent(args):
         return "{}"
     compact = msgspec.json.format(bytes(args), indent=-1)
+    # Arguments can be long, and wrappers are rare: the first key says whether it is worth decoding them.
     key = compact[:_LONGEST_KEY].partition(b'":"')[0]
     if key == _INVALID_KEY or has_escaped_letters(key):
         value = _OBJECT.decode(compact)
-        if _is_wrapper(value):
+        if is_invalid_json_object(value):
             return str(value[INVALID_JSON])
     return compact.decode()
-
-
-def _is_wrapper(value: dict[str, Any]) -> bool:
-    """Whether an object stands for arguments that are no JSON object."""
-    return len(value) == 1 and isinstance(value.get(INVALID_JSON), str)
 
 
 def signature(call_id: str) -> str:
@@ -253,12 +268,12 @@ def signature(call_id: str) -> str:
     return base64.b64encode(SIGNED + call_id.encode("utf-8", "replace")).decode()
 
 
-def signed_id(told: str | None) -> str | None:
-    """The id in a signature of ours, in either alphabet of base64; None for any other."""
-    if not told:
+def signed_id(sent: str | None) -> str | None:
+    """The id in a signature of ours, in either alphabet of base64; None for any other signature."""
+    if not sent:
         return None
     try:
-        data = base64.b64decode(told.encode().translate(_URLSAFE), validate=True)
+        data = base64.b64decode(sent.encode().translate(_URLSAFE), validate=True)
         return data.removeprefix(SIGNED).decode() if data.startswith(SIGNED) else None
     except (binascii.Error, ValueError):
         return None
@@ -271,78 +286,29 @@ def _part(raw: Raw, where: str) -> WirePart:
         if name in named:
             named[name] = Raw(msgspec.json.encode(fields(named[name], f"{where}.{name}")))
     part = decode(_PART, msgspec.json.encode(named), where)
-    _check(part, where)
+    if part.kinds > 1:
+        _refuse_mixed_part(where)
     return part
 
 
-def _check(part: WirePart, where: str, index: int | None = None) -> None:
-    """Raises RequestError for a part that cannot be shown, or is two at once."""
-    if part.kinds > 1:
-        refuse(where if index is None else f"{where}.parts[{index}]", "holds more than one kind of data")
+def _refuse_mixed_part(where: str) -> None:
+    refuse(where, "holds more than one kind of data")
 
 
-def _system_text(raw: Raw, where: str) -> str:
-    if is_text(raw):
-        text = decode(ANY, raw, where)
-        assert isinstance(text, str)
-        return text
-    part = _part(raw, where)
-    if (part.kinds and part.text is None) or part.hosted:
-        refuse(where, "a system instruction holds text only")
-    return part.text or ""
-
-
-def _mixed(role: Role, parts: list[Part], *, tool_call_id: str | None = None, name: str | None = None) -> Message:
-    pictured = any(isinstance(part, Image) for part in parts)
-    return Message(
-        role=role,
-        content="".join([part.text for part in parts if isinstance(part, Text)]),
-        tool_call_id=tool_call_id,
-        name=name,
-        parts=tuple(parts) if pictured else (),
-    )
-
-
-def _answer_text(answer: FunctionResponse, where: str) -> str:
-    """What the model reads of a tool's answer (module heading)."""
-    if absent(answer.response):
-        return ""
-    whole = decode(_OBJECT, answer.response, f"{where}.response")
-    told = [key for key, value in whole.items() if value is not None and not (key == "name" and value == answer.name)]
-    if len(told) != 1 or told[0] not in _TEXT_KEYS:
-        return _json_text(whole)
-    value = whole[told[0]]
-    return value if isinstance(value, str) else _json_text(value)
-
-
-def _json_text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _image_of(part: WirePart, where: str) -> Image | None:
-    if part.inline_data is not None:
-        return _inline(part.inline_data, f"{where}.inlineData")
-    if part.file_data is not None:
-        return _linked(part.file_data, f"{where}.fileData")
+def _image(part: WirePart, where: str) -> Image | None:
+    """The image of a part that holds one."""
+    if (blob := part.inline_data) is not None:
+        at = f"{where}.inlineData"
+        if blob.mime_type is None or not blob.mime_type.startswith("image/"):
+            refuse(f"{at}.mimeType", f"only images are taken, not {quoted(str(blob.mime_type))}")
+        # ProtoJSON accepts both alphabets of base64, with and without padding.
+        encoded = (blob.data or "").encode().translate(_URLSAFE).rstrip(b"=").decode()
+        return image_from_base64(blob.mime_type, encoded + "=" * (-len(encoded) % 4), f"{at}.data")
+    if (file := part.file_data) is not None:
+        at = f"{where}.fileData"
+        if file.mime_type is not None and not file.mime_type.startswith("image/"):
+            refuse(f"{at}.mimeType", f"only images are taken, not {quoted(file.mime_type)}")
+        if not file.file_uri.startswith(("http://", "https://")):
+            refuse(f"{at}.fileUri", "must be an http or https address: files are not kept here")
+        return image_from_url(file.file_uri)
     return None
-
-
-def _inline(blob: Blob, where: str) -> Image:
-    if blob.mime_type is None or not blob.mime_type.startswith("image/"):
-        refuse(f"{where}.mimeType", f"only images are taken, not {shown(str(blob.mime_type))}")
-    encoded = (blob.data or "").encode().translate(_URLSAFE).rstrip(b"=")
-    try:
-        data = base64.b64decode(encoded + b"=" * (-len(encoded) % 4), validate=True)
-    except (binascii.Error, ValueError) as error:
-        refuse(f"{where}.data", "is not valid base64", error)
-    if not data:
-        refuse(f"{where}.data", "is missing")
-    return image_from_bytes(blob.mime_type, data)
-
-
-def _linked(file: FileData, where: str) -> Image:
-    if file.mime_type is not None and not file.mime_type.startswith("image/"):
-        refuse(f"{where}.mimeType", f"only images are taken, not {shown(file.mime_type)}")
-    if not file.file_uri.startswith(("http://", "https://")):
-        refuse(f"{where}.fileUri", "must be an http or https address: files are not kept here")
-    return image_from_url(file.file_uri)

@@ -1,0 +1,37 @@
+"""Errors as clients are told them: the text that all dialects share, and OpenAI's error object.
+
+It knows no streams and no HTTP headers. Invariant: whatever an error says, its text can be encoded as UTF-8.
+
+Source: OpenAI API reference, "Error codes".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import ContextOverflow, OutriderError, Unauthorized, plain
+
+_OPENAI_CODES = {ContextOverflow.code: "context_length_exceeded", Unauthorized.code: "invalid_api_key"}
+
+
+def error_text(error: OutriderError) -> str:
+    """What went wrong, and what to do about it where that is known."""
+    return plain(error.message if error.hint is None else f"{error.message} ({error.hint})")
+
+
+def openai_error(error: OutriderError) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`, as Chat Completions and Responses have it."""
+    status, text = error.http_status, error_text(error)
+    if isinstance(error, ContextOverflow):
+        # Clients recognise an overflow by these words, not by the code, and then shorten their history.
+        text = f"This model's maximum context length is exceeded: {text.rstrip('. ')}."
+        text += " Please reduce the length of the messages."
+    kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": text,
+            "type": kind,
+            "param": plain(error.field) if error.field else None,
+            "code": "rate_limit_exceeded" if status == 429 else _OPENAI_CODES.get(error.code, error.code),
+        }
+    }

@@ -1,0 +1,59 @@
+"""Text and images as clients send them, and the messages that are made of them.
+
+It knows no dialect and fetches nothing. Invariant: an image is an http(s) address or decoded data; anything else is
+refused by the name of its field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from outrider.concurrency.base64_pieces import base64_bytes
+from outrider.dialects.json import quoted, refuse
+from outrider.messages import Image, Message, Part, Role, Text, image_from_bytes, image_from_url
+
+_DATA_URL = re.compile(r"data:(image/[\w.+-]+)(?:;[^,;]*)*;base64,", re.ASCII)
+
+
+def image_from_address(url: str, where: str) -> Image:
+    """The image at an http(s) address, which the engine is to fetch, or in a data URL. Raises RequestError."""
+    if url.startswith(("http://", "https://")):
+        return image_from_url(url)
+    if (head := _DATA_URL.match(url)) is None:
+        refuse(where, "must be an http or https address, or a data URL of an image in base64")
+    return image_from_base64(head[1], url[head.end() :], where)
+
+
+def image_from_base64(media_type: str, data: str, where: str) -> Image:
+    """Raises RequestError for data that is empty or not base64, and for other media than images."""
+    if not media_type.startswith("image/"):
+        refuse(where, f"is of media type {quoted(media_type)}: the model reads text and images")
+    try:
+        decoded = base64_bytes(data)
+    except ValueError as error:
+        refuse(where, "is not valid base64", error)
+    if not decoded:
+        refuse(where, "has no data")
+    return image_from_bytes(media_type, decoded)
+
+
+def joined_text(parts: Sequence[Part]) -> str:
+    """The text of the parts, with nothing between them."""
+    return "".join([part.text for part in parts if isinstance(part, Text)])
+
+
+def message_of_parts(
+    role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
+) -> Message:
+    """A message of text and images. It keeps `parts` only where there is an image among them: then adjacent texts are
+    joined and empty ones left out, so that however a client cuts its text, the message is the same."""
+    text = joined_text(parts)
+    kept: list[Part] = []
+    if any(isinstance(part, Image) for part in parts):
+        for part in parts:
+            if isinstance(part, Text) and kept and isinstance(kept[-1], Text):
+                kept[-1] = Text(kept[-1].text + part.text)
+            elif part != Text(""):
+                kept.append(part)
+    return Message(role=role, content=text, tool_call_id=tool_call_id, name=name, parts=tuple(kept))
