@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from outrider.dialects import dialects
+from outrider.dialects import dialect_of_unknown_routes, dialects
 from outrider.dialects.base import Action, Completion, Dialect, ModelRequest, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.file_descriptors import EACH_MOST
@@ -46,6 +46,7 @@ class Gateway:
         self._sessions = sessions
         self._calls = calls
         self._dialects = dialects()
+        self._fallback = dialect_of_unknown_routes()
 
     def serves(self, scope: Scope) -> bool:
         """Whether a call is for the gateway, be it to refuse it."""
@@ -62,7 +63,7 @@ class Gateway:
         key, path = _split(scope["path"])
         call = _wire_call(scope, path)
         reply = _Reply(send)
-        dialect: Dialect = self._dialects[-1]
+        dialect = self._fallback
         try:
             routed = self._route(call)
             if routed is None:
