@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.tokens.branches.branch_signals import GIVEN, LABELS, LOOK_BACK, PURPOSES
+from outrider.tokens.branches.branch_signals import LABELS, LOOK_BACK, MAX_TOOL_TEXTS, PURPOSES
 from outrider.tokens.branches.classify import RULES, TURN_RULES
 from outrider.tokens.branches.segments import QUOTE_SHARE
 from outrider.tokens.samples import POLICY
@@ -41,7 +41,7 @@ def test_every_purpose_label_and_limit_is_there() -> None:
     assert set(PAGE.spans) >= {label for _, label in LABELS}
     assert f"at least {QUOTE_SHARE:.0%} of".replace("%", " %") in PAGE.text
     assert f"the last {LOOK_BACK} turns" in PAGE.text
-    assert f"the last {GIVEN} texts" in PAGE.text
+    assert f"the last {MAX_TOOL_TEXTS} texts" in PAGE.text
 
 
 def test_every_family_is_there_with_what_it_shows() -> None:

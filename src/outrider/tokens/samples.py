@@ -16,7 +16,7 @@ import numpy as np
 from outrider.messages import images_in
 from outrider.spec import Branches
 from outrider.tokens.branches.classify import Lineage, lineages
-from outrider.tokens.branches.segments import was_seen
+from outrider.tokens.branches.segments import reached_agent
 from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
@@ -87,7 +87,7 @@ def _gone_on(turns: Sequence[Turn], lines: Sequence[Lineage]) -> set[int]:
     continuation itself."""
     found: set[int] = set()
     for turn in reversed(turns):
-        if turn.parent is not None and (was_seen(turn) or turn.index in found):
+        if turn.parent is not None and (reached_agent(turn) or turn.index in found):
             own, before = lines[turn.index], lines[turn.parent]
             if (own.kind, own.label) == (before.kind, before.label):
                 found.add(turn.parent)

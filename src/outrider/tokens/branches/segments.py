@@ -1,7 +1,12 @@
-"""A session's turns as strands: each one request and all that was added to it, with what tells strands apart.
+"""Cuts a session's turns into segments, and answers what the turns of a session have in common.
 
-Pure, and read after the session: nothing here decides what a strand is for (`branches.py` does). Invariant: every turn
-is in exactly one strand, and a strand's head is the first of its turns.
+A segment is a request and all that was appended to it. A new one begins with a conversation, and where a request
+repeats a recorded conversation and then has assistant messages that were not sampled there.
+
+This module is used after the session, on its stored turns, and does not decide what a segment is for (`classify.py`
+does). Invariants: every turn is in exactly one segment, and a segment's turns are in the order of their indexes; to ask
+about all turns costs time in proportion to their number (tests/tokens/test_long_sessions.py), for sessions may have
+thousands.
 """
 
 from __future__ import annotations
@@ -16,28 +21,29 @@ from outrider.messages import Message, Role
 from outrider.tokens.tree.canonical import PrintedFields, message_key
 from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn
 
-Request = tuple[int | None, bytes]
-"""What tells a session's requests apart: the turn gone on from, and the ids added to it."""
+RequestKey = tuple[int | None, bytes]
+"""Tells the requests of a session apart: the turn that a request continues, and the packed ids that it added."""
 
 QUOTE_LENGTH = 12
-"""Characters that a text needs for its reappearance to mean anything."""
+"""Characters that a text needs for its reappearance to mean anything: any conversation may repeat "Done."."""
 QUOTE_SHARE = 0.8
-"""How much of a summary, by its lines, has to reappear: clients wrap summaries, and leave parts out."""
+"""How much of a summary has to reappear, by the characters of its lines: clients wrap summaries and leave parts out."""
 
-STEPS = 100
-"""Turns that are gone back at once, or for each turn of a session, where histories are compared."""
+STEPS_PER_TURN = 100
+"""Turns that are visited at most for one question about what was said, and on average for each turn of a session in
+all such questions: without a bound a session of many long histories would take time quadratic in its length."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
-_PLAIN = PrintedFields(call_ids=False, names=False)
+_WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
 
-class Strand(msgspec.Struct, frozen=True):
-    """`opener` is whether its conversation begins with it; `number` counts the strands by their heads; `system` are the
-    system messages at its beginning."""
+class Segment(msgspec.Struct, frozen=True):
+    """`number` counts the segments in the order of their first turns; `starts_conversation` is whether the conversation
+    begins with it; `system` are the system messages at the beginning of its first request."""
 
     number: int
-    head: Turn
-    opener: bool
+    first: Turn
+    starts_conversation: bool
     turns: list[Turn]
     system: tuple[str, ...]
 
@@ -45,155 +51,168 @@ class Strand(msgspec.Struct, frozen=True):
     def last(self) -> Turn:
         return self.turns[-1]
 
-    def before(self, index: int) -> Turn | None:
-        """The last of its turns before one."""
+    def last_before(self, index: int) -> Turn | None:
+        """Its last turn with a smaller index."""
         at = bisect_left(self.turns, index, key=lambda turn: turn.index)
         return self.turns[at - 1] if at else None
 
 
-class Session:
-    """The strands of a session; `turns[i].index` must be `i`. `elsewhere` are, by turns, the strands that go on from
-    its history with other tools or another system prompt; `gone_on` are the turns that anything went on from."""
+class SegmentedSession:
+    """A session's segments; `turns[i].index` must be `i`.
+
+    continued: the turns that anything went on from (`continued_turns`).
+    taken_over: by turn index, the segments that go on from the turn's history with other tools or another system
+        prompt.
+
+    A reply's *body* is the digest by which replies are compared, without call ids and reasoning.
+    """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.turns = turns
-        self.strands: list[Strand] = []
-        self._strand_of: list[Strand] = []
+        self.segments: list[Segment] = []
+        self.continued = continued_turns(turns)
+        self.taken_over: dict[int, list[Segment]] = {}
+        self._segment_of: list[Segment] = []
+        self._conversations: dict[int, list[Segment]] = {}
         self._bodies: dict[Message, bytes] = {}
         self._first_seen: dict[Message, int] = {}
         self._answers: dict[int, list[str]] = {}
-        self._carried_on: dict[int, bool] = {}
-        self._conversations: dict[int, list[Strand]] = {}
-        self.gone_on = gone_on(turns)
-        self.elsewhere: dict[int, list[Strand]] = {}
-        requests: dict[Request, Strand] = {}
+        self._replies_added: dict[int, set[bytes]] = {}
+        self._followed_up: dict[int, bool] = {}
+        requests: dict[RequestKey, Segment] = {}
         for turn in turns:
             for message in turn.messages:
                 self._first_seen.setdefault(message, turn.index)
-            strand = requests.get(request_key(turn))
-            if strand is None:
-                strand = requests[request_key(turn)] = self._place(turn)
-            strand.turns.append(turn)
-            self._strand_of.append(strand)
-        self._sayings = [self._said_in(turn) for turn in turns]
-        self._lines = _Lines(turns, self._sayings)
-        self._quoted: dict[int, set[bytes]] = {}
-        self._steps = STEPS * len(turns)
+            segment = requests.get(request_key(turn))
+            if segment is None:
+                segment = requests[request_key(turn)] = self._segment_for(turn)
+            segment.turns.append(turn)
+            self._segment_of.append(segment)
+        self._said = [
+            self.replies_among([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
+            for turn in turns
+        ]
+        self._ancestry = _Ancestry(turns, self._said)
+        self._steps_left = STEPS_PER_TURN * len(turns)
 
-    def _place(self, turn: Turn) -> Strand:
+    def _segment_for(self, turn: Turn) -> Segment:
+        """The segment of the first turn of a request."""
         if turn.parent is not None and all(message.role is not Role.ASSISTANT for message in turn.messages):
-            return self._strand_of[turn.parent]
+            return self._segment_of[turn.parent]
+        system = []
+        for message in turn.messages:
+            if message.role is not Role.SYSTEM:
+                break
+            system.append(message.content)
         conversation = self._conversations.setdefault(turn.conversation, [])
-        strand = Strand(len(self.strands), turn, not conversation, [], _system_of(turn))
-        self.strands.append(strand)
-        conversation.append(strand)
-        if (before := history_of(turn)) is not None:
-            self.elsewhere.setdefault(before, []).append(strand)
-        return strand
+        segment = Segment(len(self.segments), turn, not conversation, [], tuple(system))
+        self.segments.append(segment)
+        conversation.append(segment)
+        if (source := history_source(turn)) is not None:
+            self.taken_over.setdefault(source, []).append(segment)
+        return segment
 
-    def strand_of(self, index: int) -> Strand:
-        return self._strand_of[index]
+    def segment_of(self, index: int) -> Segment:
+        """The segment of the turn with this index."""
+        return self._segment_of[index]
 
-    def conversation(self, number: int) -> list[Strand]:
-        """Its strands, in order."""
-        return self._conversations[number]
+    def segments_in(self, conversation: int) -> list[Segment]:
+        return self._conversations[conversation]
 
-    def quoted(self, turn: Turn) -> set[bytes]:
-        """What the assistant says in the messages that the turn added."""
-        found = self._quoted.get(turn.index)
+    def body(self, message: Message) -> bytes:
+        found = self._bodies.get(message)
         if found is None:
-            found = self._quoted[turn.index] = self.said(turn.messages)
+            found = self._bodies[message] = message_key(message, _WITHOUT_IDS_AND_NAMES).body
         return found
 
-    def shows(self, head: Turn, body: bytes) -> bool:
-        """Whether the assistant says that in the turn's request."""
-        return body in self.quoted(head) or (head.parent is not None and self._lines.had(head.parent, body))
+    def replies_among(self, messages: Sequence[Message]) -> set[bytes]:
+        """The bodies of the assistant messages that say something: any conversation may have an empty one."""
+        return {
+            self.body(message)
+            for message in messages
+            if message.role is Role.ASSISTANT and (message.content or message.tool_calls)
+        }
 
-    def had(self, turn: Turn, body: bytes) -> bool:
-        """Whether the assistant had said that by the end of the turn."""
-        return self._lines.had(turn.index, body)
+    def replies_added(self, turn: Turn) -> set[bytes]:
+        """The replies in the messages that the turn's request added."""
+        found = self._replies_added.get(turn.index)
+        if found is None:
+            found = self._replies_added[turn.index] = self.replies_among(turn.messages)
+        return found
 
-    def lacks(self, head: Turn, old: Turn) -> bool:
-        """Whether the head's request is without something that the assistant had said by the end of `old`. Only
-        STEPS steps a turn are taken for all of a session's answers, so that it is read in good time."""
+    def request_shows(self, turn: Turn, body: bytes) -> bool:
+        """Whether a reply is in the turn's request."""
+        return body in self.replies_added(turn) or (
+            turn.parent is not None and self._ancestry.was_said_by(turn.parent, body)
+        )
+
+    def was_said_by(self, turn: Turn, body: bytes) -> bool:
+        """Whether a reply was given by the end of the turn: in its request, or as its own."""
+        return self._ancestry.was_said_by(turn.index, body)
+
+    def lacks_replies(self, turn: Turn, old: Turn) -> bool:
+        """Whether the turn's request is without a reply that was given by the end of `old`. False when the steps of the
+        session are used up (STEPS_PER_TURN)."""
         at: int | None = old.index
-        while at is not None and not (head.parent is not None and self._lines.leads_to(at, head.parent)):
-            self._steps -= 1
-            if self._steps < 0 or any(not self.shows(head, body) for body in self._sayings[at]):
-                return self._steps >= 0
+        while at is not None and not (turn.parent is not None and self._ancestry.leads_to(at, turn.parent)):
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                return False
+            if any(not self.request_shows(turn, body) for body in self._said[at]):
+                return True
             at = self.turns[at].parent
         return False
 
-    def begins_with(self, head: Turn, turn: Turn) -> bool:
-        """Whether the head goes on, with other tools or another system prompt, from a history that has the turn."""
-        at = history_of(head)
-        while at is not None and not self._lines.leads_to(turn.index, at):
-            at = history_of(self.strand_of(at).head)
+    def history_has(self, turn: Turn, earlier: Turn) -> bool:
+        """Whether the turn goes on, with other tools or another system prompt, from a history that has the earlier
+        turn."""
+        at = history_source(turn)
+        while at is not None and not self._ancestry.leads_to(earlier.index, at):
+            at = history_source(self.segment_of(at).first)
         return at is not None
 
-    def read(self, turn: Turn) -> set[bytes]:
-        """What the assistant says in the turn's request, or in the end of it that STEPS turns added."""
-        found, parent = set(self.quoted(turn)), turn.parent
-        for _ in range(STEPS):
+    def replies_read(self, turn: Turn) -> set[bytes]:
+        """The replies in the turn's request, or in the end of it that STEPS_PER_TURN turns added."""
+        found, parent = set(self.replies_added(turn)), turn.parent
+        for _ in range(STEPS_PER_TURN):
             if parent is None:
                 break
-            found |= self._sayings[parent]
+            found |= self._said[parent]
             parent = self.turns[parent].parent
         return found
 
-    def _said_in(self, turn: Turn) -> set[bytes]:
-        return self.said([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
-
-    def answer(self, turn: Turn) -> list[str]:
-        """The lines of a reply that calls no tool; none where there is no such reply."""
+    def answer_lines(self, turn: Turn) -> list[str]:
+        """The lines of a reply that calls no tool, or of the <summary> in it, that say something, stripped; none where
+        there is no such reply."""
         lines = self._answers.get(turn.index)
         if lines is None:
-            reply = turn.reply
-            lines = lines_of(reply.content) if reply is not None and not reply.tool_calls else []
+            lines = []
+            if turn.reply is not None and not turn.reply.tool_calls:
+                wrapped = _SUMMARY.search(turn.reply.content)
+                text = wrapped[1] if wrapped else turn.reply.content
+                lines = [line for line in map(str.strip, text.splitlines()) if line]
             self._answers[turn.index] = lines
         return lines
 
-    def fresh(self, turn: Turn) -> list[Message]:
+    def new_messages(self, turn: Turn) -> list[Message]:
         """The messages of a turn that no earlier request had."""
         return [message for message in turn.messages if self._first_seen[message] == turn.index]
 
-    def body(self, message: Message) -> bytes:
-        """What tells messages apart, call ids and reasoning aside."""
-        found = self._bodies.get(message)
+    def is_followed_up(self, conversation: int) -> bool:
+        """Whether the conversation went on from any of its replies, as recorded or as the client quoted it."""
+        found = self._followed_up.get(conversation)
         if found is None:
-            found = self._bodies[message] = message_key(message, _PLAIN).body
+            segments = self.segments_in(conversation)
+            turns = [turn for segment in segments for turn in segment.turns]
+            found = any(turn.parent is not None or turn.index in self.taken_over for turn in turns)
+            if not found:
+                replies = self.replies_among([turn.reply for turn in turns if turn.reply is not None])
+                found = any(replies & self.replies_added(segment.first) for segment in segments)
+            self._followed_up[conversation] = found
         return found
 
-    def said(self, messages: Sequence[Message]) -> set[bytes]:
-        """The bodies of the assistant's messages that say something: any conversation may have an empty one."""
-        spoken = (message for message in messages if message.role is Role.ASSISTANT)
-        return {self.body(message) for message in spoken if message.content or message.tool_calls}
 
-    def carried_on(self, conversation: int) -> bool:
-        """Whether any reply of the conversation was gone on with in it, as recorded or as the client quoted it."""
-        found = self._carried_on.get(conversation)
-        if found is None:
-            found = self._carried_on[conversation] = self._is_carried_on(self.conversation(conversation))
-        return found
-
-    def _is_carried_on(self, strands: Sequence[Strand]) -> bool:
-        turns = [turn for strand in strands for turn in strand.turns]
-        if any(turn.parent is not None or turn.index in self.elsewhere for turn in turns):
-            return True
-        replies = self.said([turn.reply for turn in turns if turn.reply is not None])
-        return any(replies & self.quoted(strand.head) for strand in strands)
-
-
-def _system_of(turn: Turn) -> tuple[str, ...]:
-    texts = []
-    for message in turn.messages:
-        if message.role is not Role.SYSTEM:
-            break
-        texts.append(message.content)
-    return tuple(texts)
-
-
-def opening_of(messages: Sequence[Message]) -> str:
+def opening_text(messages: Sequence[Message]) -> str:
     """What users say before the assistant first speaks."""
     texts = []
     for message in messages:
@@ -204,78 +223,72 @@ def opening_of(messages: Sequence[Message]) -> str:
     return "\n".join(texts)
 
 
-def lines_of(text: str) -> list[str]:
-    """The lines of a text, or of the <summary> in it, that say something, without their outer white space."""
-    wrapped = _SUMMARY.search(text)
-    lines = (line.strip() for line in (wrapped[1] if wrapped else text).splitlines())
-    return [line for line in lines if line]
-
-
 def quotes(lines: Sequence[str], within: str) -> bool:
-    """Whether `within` has most of the lines."""
+    """Whether `within` has QUOTE_SHARE of the lines, by their characters."""
     length = sum(map(len, lines))
+    if length < QUOTE_LENGTH:
+        return False
     missing, allowed = 0, (1 - QUOTE_SHARE) * length
-    for line in lines if length >= QUOTE_LENGTH else ():
-        missing += 0 if line in within else len(line)
-        if missing > allowed:
-            return False
-    return length >= QUOTE_LENGTH
+    for line in lines:
+        if line not in within:
+            missing += len(line)
+            if missing > allowed:
+                return False
+    return True
 
 
-def request_key(turn: Turn) -> Request:
+def request_key(turn: Turn) -> RequestKey:
     """Turns without ids are all requests of their own."""
     return turn.parent, turn.prompt_delta or b"%d" % turn.index
 
 
-def history_of(turn: Turn) -> int | None:
-    """The turn whose history it goes on from with other tools or another system prompt."""
+def history_source(turn: Turn) -> int | None:
+    """The turn whose history this one goes on from with other tools or another system prompt."""
     return turn.forked_from if turn.cause in HEAD_CHANGES else None
 
 
-def gone_on(turns: Sequence[Turn]) -> set[int]:
-    """The turns with a continuation that sampled something the agent saw, or that has such a continuation; be it with
-    other tools or another system prompt."""
-    found: set[int] = set()
-    for turn in reversed(turns):
-        if was_seen(turn) or turn.index in found:
-            found |= {before for before in (turn.parent, history_of(turn)) if before is not None}
-    return found
-
-
-def was_seen(turn: Turn) -> bool:
+def reached_agent(turn: Turn) -> bool:
+    """Whether the turn sampled something, and the agent was given it."""
     return bool(turn.output_ids) and turn.finish is not FinishReason.ABORT
 
 
-def used_answers(session: Session) -> dict[Request, int]:
-    """Per request that was answered more than once, of the answers that were not cut off, the one that was gone on
-    with, else one that a later request quotes, else the last one."""
-    answers: dict[Request, list[Turn]] = {}
+def continued_turns(turns: Sequence[Turn]) -> set[int]:
+    """The turns with a continuation that reached the agent, or that has such a continuation itself; also one with other
+    tools or another system prompt."""
+    found: set[int] = set()
+    for turn in reversed(turns):
+        if reached_agent(turn) or turn.index in found:
+            found |= {before for before in (turn.parent, history_source(turn)) if before is not None}
+    return found
+
+
+def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
+    """For each request that was answered more than once, the answer that the agent used: of those that were not cut
+    off, the one that was continued, else the last one that a later request quotes, else the last one."""
+    answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:
             answers.setdefault(request_key(turn), []).append(turn)
     several = {request: turns for request, turns in answers.items() if len(turns) > 1}
-    quoted = set().union(*(session.quoted(strand.head) for strand in session.strands)) if several else set()
-    return {request: _used(session, turns, quoted) for request, turns in several.items()}
+    quoted = set().union(*(session.replies_added(segment.first) for segment in session.segments)) if several else set()
+    used: dict[RequestKey, int] = {}
+    for request, turns in several.items():
+        continued = [turn for turn in turns if turn.index in session.continued][:1]
+        echoed = [turn for turn in turns if turn.reply is not None and session.body(turn.reply) in quoted][-1:]
+        used[request] = (continued or echoed or turns[-1:])[0].index
+    return used
 
 
-def _used(session: Session, answers: Sequence[Turn], quoted: set[bytes]) -> int:
-    for turn in answers:
-        if turn.index in session.gone_on:
-            return turn.index
-    for turn in reversed(answers):
-        if turn.reply is not None and session.body(turn.reply) in quoted:
-            return turn.index
-    return answers[-1].index
+class _Ancestry:
+    """Which turns lead to which, and which replies were given on the way to each, in logarithmic time.
 
-
-class _Lines:
-    """Which turns lead to which, and what was said on the way to each; asking takes no longer in a long session. A turn
-    leads to all that `entered` from it on until it `left`."""
+    The turns are numbered depth first: a turn leads to those that were entered from its own entry until it was left.
+    """
 
     def __init__(self, turns: Sequence[Turn], said: Sequence[set[bytes]]) -> None:
         self._entered = [0] * len(turns)
         self._left = [0] * len(turns)
-        self._first: dict[bytes, tuple[list[int], list[int]]] = {}
+        self._first_said: dict[bytes, tuple[list[int], list[int]]] = {}
         children: list[list[int]] = [[] for _ in turns]
         roots: list[int] = []
         for turn in turns:
@@ -292,16 +305,18 @@ class _Lines:
             self._left[index] = self._entered[index] + 1 if last is None else self._left[last]
         for index in order:
             for body in said[index]:
-                if not self.had(index, body):
-                    entered, left = self._first.setdefault(body, ([], []))
+                if not self.was_said_by(index, body):
+                    entered, left = self._first_said.setdefault(body, ([], []))
                     entered.append(self._entered[index])
                     left.append(self._left[index])
 
     def leads_to(self, one: int, other: int) -> bool:
+        """Whether `one` is `other`, or a turn on the path to it."""
         return self._entered[one] <= self._entered[other] < self._left[one]
 
-    def had(self, index: int, body: bytes) -> bool:
-        """Whether it was said by the end of a turn. No turn that first said it leads to another such turn."""
-        entered, left = self._first.get(body, ((), ()))
+    def was_said_by(self, index: int, body: bytes) -> bool:
+        """Whether a reply was given on the path to a turn, or by it. The turns that first gave it are never on each
+        other's paths, so only the last one that was entered before can lead to this turn."""
+        entered, left = self._first_said.get(body, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]
