@@ -19,7 +19,15 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT, SandboxContext
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
-from outrider.sandboxes.warm_pool import ASSUMED_MB, LOOK_SECONDS, SHARE, TRIES, Warm, WarmLimits, kind_of
+from outrider.sandboxes.warm_pool import (
+    ASSUMED_MB,
+    CHECK_SECONDS,
+    MAX_AGE_SHARE,
+    MAX_FAILURES,
+    WarmLimits,
+    WarmPool,
+    kind_key,
+)
 from outrider.spec import RuntimeSpec
 from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 
@@ -85,14 +93,14 @@ def watcher() -> Iterator[Watcher]:
 
 
 @asynccontextmanager
-async def a_shelf(*, each: int = 2, memory_mb: int = 4096) -> AsyncIterator[tuple[Warm, Watcher]]:
+async def a_pool(*, each: int = 2, memory_mb: int = 4096) -> AsyncIterator[tuple[WarmPool, Watcher]]:
     with tempfile.TemporaryDirectory(prefix="or-") as name, watcher() as seen:
         folder = Path(name)
         async with Host(folder) as host, asyncio.TaskGroup() as owner:
             sandboxes = Sandboxes(host=host, background=owner, files=folder, gateway_socket=folder / "s")
             limits = WarmLimits(each=each, memory_mb=memory_mb)
-            async with Warm(sandboxes, limits, pauses=AT_ONCE, clock=lambda: seen.now) as warm:
-                yield warm, seen
+            async with WarmPool(sandboxes, limits, pauses=AT_ONCE, clock=lambda: seen.now) as pool:
+                yield pool, seen
         assert seen.ledger.balanced
         assert set(seen.ledger.stopped.values()) <= {1}
         assert [left for left in os.listdir(folder) if left.startswith("warm")] == []
@@ -111,23 +119,23 @@ async def until(true: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
-async def taken(warm: Warm, wanted: RuntimeSpec) -> Sandbox:
-    sandbox = await warm.take(wanted, ())
+async def taken(pool: WarmPool, wanted: RuntimeSpec) -> Sandbox:
+    sandbox = await pool.take(wanted, ())
     assert sandbox is not None
     return sandbox
 
 
 async def test_the_second_to_want_one_is_given_it_ready(tmp_path: Path) -> None:
-    async with a_shelf() as (warm, seen):
+    async with a_pool() as (pool, seen):
         wanted = spec(prepare=[{"run": "echo x > prepared"}])
-        assert await warm.take(wanted, ()) is None
-        await until(lambda: warm.stats().ready == 2)
-        first, second = await taken(warm, wanted), await taken(warm, wanted)
+        assert await pool.take(wanted, ()) is None
+        await until(lambda: pool.stats().ready == 2)
+        first, second = await taken(pool, wanted), await taken(pool, wanted)
         assert first is not second
         await first.ready()  # is done already: nothing is started twice
         assert await first.runtime.read("prepared") == b"x\n"
-        await until(lambda: warm.stats().ready == 2)
-        assert (warm.stats().taken, warm.stats().misses) == (2, 1)
+        await until(lambda: pool.stats().ready == 2)
+        assert (pool.stats().taken, pool.stats().misses) == (2, 1)
         assert seen.standing == 4
         await first.stop()
         await second.stop()
@@ -135,18 +143,18 @@ async def test_the_second_to_want_one_is_given_it_ready(tmp_path: Path) -> None:
 
 
 async def test_none_are_made_unless_they_are_asked_for() -> None:
-    async with a_shelf(each=0) as (warm, seen):
-        assert await warm.take(spec(), ()) is None
-        assert (warm.stats().misses, seen.tries) == (0, 0)
+    async with a_pool(each=0) as (pool, seen):
+        assert await pool.take(spec(), ()) is None
+        assert (pool.stats().misses, seen.tries) == (0, 0)
 
 
 async def test_another_spec_or_other_mounts_are_another_kind(tmp_path: Path) -> None:
-    async with a_shelf() as (warm, _):
-        assert await warm.take(spec(1), ()) is None
-        await until(lambda: warm.stats().ready == 2)
-        assert await warm.take(spec(2), ()) is None
-        assert await warm.take(spec(1), (tmp_path,)) is None
-        await (await taken(warm, spec(1))).stop()
+    async with a_pool() as (pool, _):
+        assert await pool.take(spec(1), ()) is None
+        await until(lambda: pool.stats().ready == 2)
+        assert await pool.take(spec(2), ()) is None
+        assert await pool.take(spec(1), (tmp_path,)) is None
+        await (await taken(pool, spec(1))).stop()
 
 
 async def test_a_change_of_what_is_uploaded_is_another_kind(tmp_path: Path) -> None:
@@ -154,13 +162,13 @@ async def test_a_change_of_what_is_uploaded_is_another_kind(tmp_path: Path) -> N
     file = tmp_path / "tree/file"
     file.write_text("one")
     wanted = spec(prepare=[{"upload": "tree", "to": "t"}])
-    first = kind_of(wanted, (), tmp_path)
-    assert first == kind_of(wanted, (), tmp_path)
+    first = kind_key(wanted, (), tmp_path)
+    assert first == kind_key(wanted, (), tmp_path)
     file.write_text("other")
-    second = kind_of(wanted, (), tmp_path)
+    second = kind_key(wanted, (), tmp_path)
     assert second not in (first, None)
     (tmp_path / "tree/out").symlink_to("/etc/passwd")
-    assert kind_of(wanted, (), tmp_path) is None
+    assert kind_key(wanted, (), tmp_path) is None
 
 
 async def test_what_is_mounted_by_a_link_that_was_changed_is_another_kind(tmp_path: Path) -> None:
@@ -169,137 +177,137 @@ async def test_what_is_mounted_by_a_link_that_was_changed_is_another_kind(tmp_pa
     link = tmp_path / "link"
     link.symlink_to("old")
     wanted = spec(mounts=[{"source": str(link), "target": "/data"}])
-    first, as_program = kind_of(wanted, (), tmp_path), kind_of(spec(), (link,), tmp_path)
+    first, as_program = kind_key(wanted, (), tmp_path), kind_key(spec(), (link,), tmp_path)
     (tmp_path / "old/more").touch()  # which is seen in a sandbox that stands already
-    assert kind_of(wanted, (), tmp_path) == first
+    assert kind_key(wanted, (), tmp_path) == first
     link.unlink()
     link.symlink_to("new")
-    assert kind_of(wanted, (), tmp_path) not in (first, None)
-    assert kind_of(spec(), (link,), tmp_path) not in (as_program, None)
+    assert kind_key(wanted, (), tmp_path) not in (first, None)
+    assert kind_key(spec(), (link,), tmp_path) not in (as_program, None)
     link.unlink()
-    assert kind_of(wanted, (), tmp_path) is None
+    assert kind_key(wanted, (), tmp_path) is None
 
 
 async def test_a_name_that_stands_for_another_image_now_is_not_given_what_was_made_of_the_old_one() -> None:
-    async with a_shelf() as (warm, seen):
-        assert await warm.take(spec(), ()) is None
-        await until(lambda: warm.stats().ready == 2)
+    async with a_pool() as (pool, seen):
+        assert await pool.take(spec(), ()) is None
+        await until(lambda: pool.stats().ready == 2)
         seen.image = "built anew"
-        given = await warm.take(spec(), ())
+        given = await pool.take(spec(), ())
         assert seen.ledger.stopped.keys() >= {("warm-0", 1), ("warm-1", 1)}
         if given is not None:  # made meanwhile
             assert await given.runtime.current()  # type: ignore[attr-defined]  # a Watched
             await given.stop()
-        await until(lambda: warm.stats().ready == 2)
-        await (await taken(warm, spec())).stop()
+        await until(lambda: pool.stats().ready == 2)
+        await (await taken(pool, spec())).stop()
 
 
 async def test_the_budget_is_kept_for_the_kinds_wanted_last() -> None:
-    async with a_shelf(memory_mb=4 * ASSUMED_MB) as (warm, seen):
+    async with a_pool(memory_mb=4 * ASSUMED_MB) as (pool, seen):
         for number in range(3):
-            assert await warm.take(spec(number), ()) is None
-            await until(lambda number=number: warm.stats().ready == min(4, 2 + 2 * number))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+            assert await pool.take(spec(number), ()) is None
+            await until(lambda number=number: pool.stats().ready == min(4, 2 + 2 * number))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
         await until(lambda: seen.ledger.stopped.keys() == {("warm-0", 1), ("warm-1", 1)})
-        await until(lambda: warm.stats().ready == 4)
+        await until(lambda: pool.stats().ready == 4)
         assert seen.most == 4
-        assert await warm.take(spec(0), ()) is None
-        await (await taken(warm, spec(2))).stop()
+        assert await pool.take(spec(0), ()) is None
+        await (await taken(pool, spec(2))).stop()
 
 
 async def test_declared_memory_counts() -> None:
-    async with a_shelf(each=8, memory_mb=1000) as (warm, _):
-        assert await warm.take(spec(resources={"memory_mb": 300}), ()) is None
-        await until(lambda: warm.stats().ready == 3)
-        assert await warm.take(spec(resources={"memory_mb": 1001}), ()) is None
+    async with a_pool(each=8, memory_mb=1000) as (pool, _):
+        assert await pool.take(spec(resources={"memory_mb": 300}), ()) is None
+        await until(lambda: pool.stats().ready == 3)
+        assert await pool.take(spec(resources={"memory_mb": 1001}), ()) is None
         await asyncio.sleep(0)
-        assert warm.stats().ready <= 3
+        assert pool.stats().ready <= 3
 
 
 async def test_what_has_died_is_not_given_away() -> None:
-    async with a_shelf() as (warm, seen):
-        assert await warm.take(spec(), ()) is None
-        await until(lambda: warm.stats().ready == 2)
-        (shelf,) = warm._shelves.values()
-        await shelf.ready[0].sandbox.runtime.stop()
-        alive = await taken(warm, spec())
+    async with a_pool() as (pool, seen):
+        assert await pool.take(spec(), ()) is None
+        await until(lambda: pool.stats().ready == 2)
+        (kind,) = pool._kinds.values()
+        await kind.ready[0].sandbox.runtime.stop()
+        alive = await taken(pool, spec())
         assert await alive.runtime.exec("true", seconds=1)
         assert ("warm-0", 1) in seen.ledger.stopped
         await alive.stop()
 
 
 async def test_what_has_stood_for_too_long_is_not_given_away() -> None:
-    async with a_shelf() as (warm, seen):
+    async with a_pool() as (pool, seen):
         wanted = spec(lifetime_seconds=1000)
-        assert await warm.take(wanted, ()) is None
-        await until(lambda: warm.stats().ready == 2)
+        assert await pool.take(wanted, ()) is None
+        await until(lambda: pool.stats().ready == 2)
         seen.now = 101.0
-        given = await warm.take(wanted, ())  # none, or one that was made while the old ones were stopped
+        given = await pool.take(wanted, ())  # none, or one that was made while the old ones were stopped
         assert seen.ledger.stopped.keys() == {("warm-0", 1), ("warm-1", 1)}
-        await until(lambda: warm.stats().ready == 2)
+        await until(lambda: pool.stats().ready == 2)
         seen.now = 200.0
-        await (await taken(warm, wanted)).stop()
+        await (await taken(pool, wanted)).stop()
         if given is not None:
             await given.stop()
 
 
 async def test_what_has_stood_for_too_long_makes_room_for_new_ones() -> None:
     """Whatever has the keeper look: here a session that wants another kind, of which none is worth to be made."""
-    async with a_shelf() as (warm, seen):
-        assert await warm.take(spec(lifetime_seconds=1000), ()) is None
-        await until(lambda: warm.stats().ready == 2)
+    async with a_pool() as (pool, seen):
+        assert await pool.take(spec(lifetime_seconds=1000), ()) is None
+        await until(lambda: pool.stats().ready == 2)
         seen.now = 101.0
-        short = spec(lifetime_seconds=LOOK_SECONDS / SHARE - 1)
-        assert await warm.take(short, ()) is None
-        await until(lambda: len(seen.ledger.started) == 4 and warm.stats().ready == 2)
+        short = spec(lifetime_seconds=CHECK_SECONDS / MAX_AGE_SHARE - 1)
+        assert await pool.take(short, ()) is None
+        await until(lambda: len(seen.ledger.started) == 4 and pool.stats().ready == 2)
         assert seen.ledger.stopped.keys() == {("warm-0", 1), ("warm-1", 1)}
-        assert await warm.take(short, ()) is None
+        assert await pool.take(short, ()) is None
 
 
 async def test_another_is_made_as_soon_as_the_budget_allows() -> None:
-    async with a_shelf(memory_mb=2 * ASSUMED_MB) as (warm, _):
-        assert await warm.take(spec(), ()) is None
-        await until(lambda: warm.stats().ready == 2)
-        first = await taken(warm, spec())
-        await until(lambda: warm.stats().ready == 2)
+    async with a_pool(memory_mb=2 * ASSUMED_MB) as (pool, _):
+        assert await pool.take(spec(), ()) is None
+        await until(lambda: pool.stats().ready == 2)
+        first = await taken(pool, spec())
+        await until(lambda: pool.stats().ready == 2)
         await first.stop()
 
 
 async def test_a_failing_kind_is_told_once_and_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with a_shelf() as (warm, seen):
+    async with a_pool() as (pool, seen):
         seen.fails = 1000
-        assert await warm.take(spec(), ()) is None
-        await until(lambda: not warm._shelves)
-        assert seen.tries in (TRIES, TRIES + 1)
+        assert await pool.take(spec(), ()) is None
+        await until(lambda: not pool._kinds)
+        assert seen.tries in (MAX_FAILURES, MAX_FAILURES + 1)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         seen.fails = 0
-        assert await warm.take(spec(), ()) is None
-        await until(lambda: warm.stats().ready == 2)
+        assert await pool.take(spec(), ()) is None
+        await until(lambda: pool.stats().ready == 2)
 
 
 async def test_a_kind_that_fails_for_a_while_is_made_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    async with a_shelf() as (warm, seen):
+    async with a_pool() as (pool, seen):
         seen.fails = 3
-        assert await warm.take(spec(), ()) is None
-        await until(lambda: warm.stats().ready == 2)
+        assert await pool.take(spec(), ()) is None
+        await until(lambda: pool.stats().ready == 2)
         assert len(caplog.records) == 1
 
 
 async def test_a_hanging_preparation_is_ended_with_the_node() -> None:
-    async with a_shelf() as (warm, seen):
-        assert await warm.take(spec(prepare=[{"run": "sleep 60"}]), ()) is None
+    async with a_pool() as (pool, seen):
+        assert await pool.take(spec(prepare=[{"run": "sleep 60"}]), ()) is None
         await seen.started.wait()
 
 
 async def test_a_cancelled_take_keeps_nothing() -> None:
-    async with a_shelf() as (warm, _):
-        assert await warm.take(spec(), ()) is None
-        await until(lambda: warm.stats().ready == 2)
-        (shelf,) = warm._shelves.values()
-        for standing in shelf.ready:
+    async with a_pool() as (pool, _):
+        assert await pool.take(spec(), ()) is None
+        await until(lambda: pool.stats().ready == 2)
+        (kind,) = pool._kinds.values()
+        for standing in kind.ready:
             standing.sandbox.runtime.read = _never  # type: ignore[method-assign]  # a sandbox that breaks
         async with asyncio.TaskGroup() as group:
-            taking = group.create_task(warm.take(spec(), ()))
-            await until(lambda: warm.stats().ready == 1)
+            taking = group.create_task(pool.take(spec(), ()))
+            await until(lambda: pool.stats().ready == 1)
             taking.cancel()
 
 
@@ -315,10 +323,10 @@ async def test_a_storm_of_takers(seed: int, room: int) -> None:
     rng = random.Random(seed)
     budget = room * ASSUMED_MB
 
-    async def session(warm: Warm, given: set[int], fate: str) -> None:
+    async def session(pool: WarmPool, given: set[int], fate: str) -> None:
         await asyncio.sleep(rng.uniform(0, 0.5))
         wanted = spec(rng.randrange(4), prepare=[{"run": "false" if fate == "fails" else "true"}])
-        sandbox = await warm.take(wanted, ())
+        sandbox = await pool.take(wanted, ())
         if sandbox is None:
             return
         try:
@@ -332,12 +340,12 @@ async def test_a_storm_of_takers(seed: int, room: int) -> None:
         finally:
             await sandbox.stop()
 
-    async def storm(warm: Warm, given: set[int]) -> None:
+    async def storm(pool: WarmPool, given: set[int]) -> None:
         async with asyncio.TaskGroup() as group:
             tasks = []
             for _ in range(300):
                 fate = rng.choice(("well", "well", "well", "fails", "cancelled"))
-                tasks.append((fate, group.create_task(session(warm, given, fate))))
+                tasks.append((fate, group.create_task(session(pool, given, fate))))
             await asyncio.sleep(0.2)
             for fate, task in tasks:
                 if fate == "cancelled":
@@ -345,11 +353,11 @@ async def test_a_storm_of_takers(seed: int, room: int) -> None:
                     task.cancel()
 
     kept: list[Sandbox] = []
-    async with a_shelf(each=3, memory_mb=budget) as (warm, seen):
+    async with a_pool(each=3, memory_mb=budget) as (pool, seen):
         given: set[int] = set()
-        await storm(warm, given)
+        await storm(pool, given)
         while room == 100 and len(given) <= 10:  # the machine was too busy to make them in time
-            await storm(warm, given)
-        assert warm.stats().taken == len(given)
-        assert warm._memory_mb <= budget
+            await storm(pool, given)
+        assert pool.stats().taken == len(given)
+        assert pool._memory_mb <= budget
     assert seen.standing == 0

@@ -1,8 +1,8 @@
-"""Sandboxes that are started and prepared before a session wants them, of the kinds that were wanted last.
+"""Warm sandboxes: started and prepared before a session wants them, of the kinds that were wanted last.
 
-A kind is a runtime spec, what its steps upload, and the harness's mounts. It knows no session. Invariant: a sandbox
-that stands here has been touched by nobody; it is given away once, alive and young, or stopped here; and all that
-stand or are being made are within the budget of memory.
+A kind is a runtime spec, the files that its prepare steps upload, and the harness's mounts. This module knows no
+session. Invariant: nobody has used a sandbox of the pool; it is given away once, alive and young, or stopped here; and
+all that are ready or starting are within the limit of memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Self
 import msgspec
 
 from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.events import wait_for_event
 from outrider.errors import OutriderError, RequestError, RuntimeFailure
 from outrider.rootfs.store import ImageStore
 from outrider.runtimes.base import Aging
@@ -33,62 +34,68 @@ from outrider.spec import RuntimeSpec, Upload
 log = logging.getLogger("outrider.node")
 
 ASSUMED_MB = 64
-"""Of a sandbox whose task declares none. Idle ones take 2 to 4 MiB, as measured; the rest is for what their prepare
-steps have written, which lives in memory."""
-AT_ONCE = 2
-"""Made at once: sessions that wait for theirs come first."""
-MAKE_SECONDS = 3600.0
-LOOK_SECONDS = 30.0
+"""Memory counted for a sandbox whose task declares none. An idle one takes 2 to 4 MiB as measured; the rest is for the
+files that its prepare steps write, which are in memory."""
+
+MAX_STARTING = 2
+"""Warm sandboxes that start at once. Few, because they compete with those that sessions wait for."""
+
+START_SECONDS = 3600.0
+CHECK_SECONDS = 30.0
+"""How often the ready sandboxes are checked."""
+
 PROBE_SECONDS = 5.0
-SHARE = 0.1
-"""Of its lifetime, that a sandbox may have stood here when it is given away: the rest is its session's."""
-TRIES = 6
-"""In a row that fail, before a kind is given up until it is wanted again."""
+MAX_AGE_SHARE = 0.1
+"""The part of a sandbox's lifetime that it may have spent here when it is given away: the rest is its session's."""
+
+MAX_FAILURES = 6
+"""Failed starts in a row before a kind is given up until it is wanted again."""
+
 PAUSES = Backoff(first=1.0, longest=300.0)
-"""Between tries to make one of a kind that cannot be made."""
+"""Between starts of a kind that fails."""
 
 
 class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """So many sandboxes of a kind, as long as all of them are declared, or assumed, to take no more than so much."""
+    """At most `each` sandboxes of a kind, and `memory_mb` for all kinds together, as declared or assumed."""
 
     each: int = 0
     memory_mb: int = 0
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """A sandbox that can be given away, and when its lifetime began."""
+class WarmSandbox(msgspec.Struct, frozen=True):
+    """A ready sandbox, and when its start began by the pool's clock."""
 
     sandbox: Sandbox
-    born: float
+    since: float
 
 
-class Shelf:
-    """The sandboxes of one kind, the oldest first. `wanted` is how many there should be, `longest` how many seconds one
-    of them may stand."""
+class SandboxKind:
+    """The ready sandboxes of one kind, the oldest first, and how many there should be."""
 
     def __init__(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> None:
         self.spec = spec
         self.mounts = mounts
-        self.cost = spec.resources.memory_mb or ASSUMED_MB
-        self.longest = SHARE * spec.lifetime_seconds
-        self.wanted = 0
-        self.making = 0
-        self.ready: deque[Standing] = deque()
+        self.memory_mb = spec.resources.memory_mb or ASSUMED_MB
+        self.max_age = MAX_AGE_SHARE * spec.lifetime_seconds
+        self.target = 0
+        self.starting = 0
+        self.ready: deque[WarmSandbox] = deque()
         self.failures = 0
-        self.not_before = 0.0
+        """Failed starts since the last that succeeded."""
+        self.retry_at = 0.0
+        """In the event loop's time."""
 
-    def worth(self, each: int) -> int:
-        """How many it is worth to make: of what fails, one at a time, and after some tries none; and none that would be
-        too old when they are looked at for the first time."""
-        if self.longest < LOOK_SECONDS:
-            return 0
+    def most(self, each: int) -> int:
+        """How many of at most `each` are worth starting."""
+        if self.max_age < CHECK_SECONDS:
+            return 0  # they would be too old before anybody looks at them
         if self.failures:
-            return min(each, 1) if self.failures < TRIES else 0
+            return min(each, 1) if self.failures < MAX_FAILURES else 0
         return each
 
 
-class Warm:
-    """`async with Warm(...) as warm`: it keeps itself full; leaving it stops all that is left."""
+class WarmPool:
+    """`async with WarmPool(...) as pool`: it keeps itself full; leaving it stops all that is left."""
 
     def __init__(
         self,
@@ -102,16 +109,17 @@ class Warm:
         self._limits = limits
         self._pauses = pauses
         self._clock = clock
-        self._shelves: OrderedDict[str, Shelf] = OrderedDict()
-        """The kind that was wanted last is the last."""
+        self._kinds: OrderedDict[str, SandboxKind] = OrderedDict()
+        """By `kind_key`, the kind that was wanted last at the end."""
         self._memory_mb = 0
+        """Of all that are ready, starting or stopping."""
         self._numbers = count()
         self._work = asyncio.Event()
         self._taken = 0
         self._misses = 0
 
     async def __aenter__(self) -> Self:
-        self._keeper = self._sandboxes.background.create_task(self._keep(), name="keep sandboxes warm")
+        self._keeper = self._sandboxes.background.create_task(self._keep_full(), name="keep sandboxes warm")
         return self
 
     async def __aexit__(
@@ -119,193 +127,176 @@ class Warm:
     ) -> None:
         self._keeper.cancel()
         await asyncio.wait({self._keeper})
-        for shelf in self._shelves.values():
-            shelf.wanted = 0
-        await self._trim()
+        for sandbox_kind in self._kinds.values():
+            sandbox_kind.target = 0
+        await self._stop_surplus()
 
     def stats(self) -> WarmStats:
-        ready = sum(len(shelf.ready) for shelf in self._shelves.values())
+        ready = sum(len(kind.ready) for kind in self._kinds.values())
         return WarmStats(ready=ready, taken=self._taken, misses=self._misses)
 
     async def take(self, spec: RuntimeSpec, mounts: tuple[Path, ...]) -> Sandbox | None:
-        """A ready one, the caller's to stop from now on. None when there is none; there will be some for the next."""
+        """A ready sandbox, which the caller stops from now on. None if there is none; then some are started for the
+        sessions that come next."""
         if not self._limits.each:
             return None
-        key = await asyncio.to_thread(kind_of, spec, mounts, self._sandboxes.files)
+        key = await asyncio.to_thread(kind_key, spec, mounts, self._sandboxes.files)
         if key is None:
             return None
-        shelf = self._shelves.setdefault(key, Shelf(spec, mounts))
-        self._shelves.move_to_end(key)
-        while shelf.ready:
-            standing = shelf.ready.popleft()
-            if await self._good(standing, shelf):
+        kind = self._kinds.setdefault(key, SandboxKind(spec, mounts))
+        self._kinds.move_to_end(key)
+        while kind.ready:
+            warm = kind.ready.popleft()
+            good = False
+            try:
+                good = not self._too_old(warm, kind) and await usable(warm.sandbox)
+            finally:  # a cancelled take gives it to nobody
+                if not good:
+                    await self._stop(warm, kind)
+            if good:
                 self._taken += 1
-                self._give_back(shelf)
-                return standing.sandbox
+                self._free_memory(kind)
+                return warm.sandbox
         self._misses += 1
         self._work.set()
         return None
 
-    async def _good(self, standing: Standing, shelf: Shelf) -> bool:
-        """Whether one that was taken off its shelf can be given away; else it is stopped."""
-        good = False
-        try:
-            good = not self._old(standing, shelf) and await usable(standing.sandbox)
-        finally:
-            if not good:
-                await self._stop(standing, shelf)
-        return good
+    def _too_old(self, warm: WarmSandbox, kind: SandboxKind) -> bool:
+        return self._clock() - warm.since > kind.max_age
 
-    def _old(self, standing: Standing, shelf: Shelf) -> bool:
-        return self._clock() - standing.born > shelf.longest
-
-    async def _stop(self, standing: Standing, shelf: Shelf) -> None:
+    async def _stop(self, warm: WarmSandbox, kind: SandboxKind) -> None:
         try:
-            await standing.sandbox.stop()
+            await warm.sandbox.stop()
         except Exception:  # a bug of a plugin must not cost the node its sessions
-            log.exception("a sandbox that was made ahead cannot be stopped")
+            log.exception("a warm sandbox cannot be stopped")
         finally:
-            self._give_back(shelf)
+            self._free_memory(kind)
 
-    def _give_back(self, shelf: Shelf) -> None:
-        """One of this shelf takes none of the budget any more; only then another can be made in its stead."""
-        self._memory_mb -= shelf.cost
+    def _free_memory(self, kind: SandboxKind) -> None:
+        """A sandbox of this kind is given away or has stopped: only then another may start in its place."""
+        self._memory_mb -= kind.memory_mb
         self._work.set()
 
-    async def _keep(self) -> None:
-        async with asyncio.TaskGroup() as makers:
+    async def _keep_full(self) -> None:
+        async with asyncio.TaskGroup() as starts:
             while True:
                 self._work.clear()
-                self._plan()
-                await self._trim()
-                self._fill(makers)
-                if not await self._rung():
-                    await self._look()
+                self._set_targets()
+                await self._stop_surplus()
+                self._start_missing(starts)
+                now = asyncio.get_running_loop().time()
+                retries = [kind.retry_at - now for kind in self._kinds.values() if kind.retry_at > now]
+                await wait_for_event(self._work, seconds=min([CHECK_SECONDS, *retries]))
+                if not self._work.is_set():
+                    await self._stop_unusable()
 
-    def _plan(self) -> None:
-        """Share the budget out, to the kinds that were wanted last before others."""
+    def _set_targets(self) -> None:
+        """Share the memory out; kinds that were wanted last come first."""
         left = self._limits.memory_mb
-        for shelf in reversed(self._shelves.values()):
-            shelf.wanted = min(shelf.worth(self._limits.each), left // shelf.cost)
-            left -= shelf.wanted * shelf.cost
+        for kind in reversed(self._kinds.values()):
+            kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
+            left -= kind.target * kind.memory_mb
 
-    async def _trim(self) -> None:
-        """Stop what nobody wants any more or should be given, and forget kinds of which none is to be kept."""
-        for key, shelf in list(self._shelves.items()):
-            while len(shelf.ready) > shelf.wanted or (shelf.ready and self._old(shelf.ready[0], shelf)):
-                await self._stop(shelf.ready.popleft(), shelf)
-            if not shelf.wanted and not shelf.making and not shelf.ready:
-                del self._shelves[key]
+    async def _stop_surplus(self) -> None:
+        """Stop sandboxes above their kind's target or too old, and forget kinds of which none is kept."""
+        for key, kind in list(self._kinds.items()):
+            while len(kind.ready) > kind.target or (kind.ready and self._too_old(kind.ready[0], kind)):
+                await self._stop(kind.ready.popleft(), kind)
+            if not kind.target and not kind.starting and not kind.ready:
+                del self._kinds[key]
 
-    def _fill(self, makers: asyncio.TaskGroup) -> None:
+    def _start_missing(self, starts: asyncio.TaskGroup) -> None:
         now = asyncio.get_running_loop().time()
-        making = sum(shelf.making for shelf in self._shelves.values())
-        for shelf in reversed(self._shelves.values()):
-            lacks = shelf.wanted - len(shelf.ready) - shelf.making if shelf.not_before <= now else 0
-            for _ in range(min(lacks, AT_ONCE - making)):
-                if self._memory_mb + shelf.cost > self._limits.memory_mb:
+        starting = sum(kind.starting for kind in self._kinds.values())
+        for kind in reversed(self._kinds.values()):
+            missing = kind.target - len(kind.ready) - kind.starting if kind.retry_at <= now else 0
+            for _ in range(min(missing, MAX_STARTING - starting)):
+                if self._memory_mb + kind.memory_mb > self._limits.memory_mb:
                     return
-                making += 1
-                shelf.making += 1
-                self._memory_mb += shelf.cost
-                makers.create_task(self._make(shelf), name="make a warm sandbox")
+                starting += 1
+                kind.starting += 1
+                self._memory_mb += kind.memory_mb
+                starts.create_task(self._start(kind), name="start a warm sandbox")
 
-    async def _make(self, shelf: Shelf) -> None:
+    async def _start(self, kind: SandboxKind) -> None:
+        since = self._clock()
         try:
-            async with asyncio.timeout(MAKE_SECONDS):
-                standing = await self._made(shelf)
-        except Exception as error:  # of a plugin, perhaps: it is the next session's to meet it
-            self._give_back(shelf)
-            self._failed(shelf, error)
-        except BaseException:  # also a cancel: what was begun is undone
-            self._give_back(shelf)
+            async with asyncio.timeout(START_SECONDS):
+                sandbox = self._sandboxes.make(kind.spec, f"warm-{next(self._numbers)}", 1, mounts=kind.mounts)
+                await sandbox.ready()
+        except Exception as error:  # of a plugin, perhaps; a session that needs this kind will report it
+            self._free_memory(kind)
+            kind.retry_at = asyncio.get_running_loop().time() + self._pauses.wait(kind.failures)
+            kind.failures += 1
+            if kind.failures == 1:
+                text = error.message if isinstance(error, OutriderError) else repr(error)
+                log.warning("a warm sandbox cannot be started, and is tried again, less and less often: %s", text)
+        except BaseException:
+            self._free_memory(kind)
             raise
         else:
-            shelf.failures = 0
-            shelf.ready.append(standing)
+            kind.failures = 0
+            kind.ready.append(WarmSandbox(sandbox, since))
         finally:
-            shelf.making -= 1
+            kind.starting -= 1
             self._work.set()
 
-    async def _made(self, shelf: Shelf) -> Standing:
-        born = self._clock()
-        sandbox = self._sandboxes.make(shelf.spec, f"warm-{next(self._numbers)}", 1, mounts=shelf.mounts)
-        await sandbox.ready()
-        return Standing(sandbox, born)
-
-    def _failed(self, shelf: Shelf, error: Exception) -> None:
-        pause = self._pauses.wait(shelf.failures)
-        shelf.not_before = asyncio.get_running_loop().time() + pause
-        shelf.failures += 1
-        if shelf.failures == 1:
-            text = error.message if isinstance(error, OutriderError) else repr(error)
-            log.warning("a sandbox cannot be made ahead, and is tried again, more and more rarely: %s", text)
-
-    async def _rung(self) -> bool:
-        """Whether there is something new to do, before it is time to look after what stands or to try again."""
-        now = asyncio.get_running_loop().time()
-        later = [shelf.not_before - now for shelf in self._shelves.values() if shelf.not_before > now]
-        try:
-            async with asyncio.timeout(min([LOOK_SECONDS, *later])):
-                await self._work.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    async def _look(self) -> None:
-        """Stop those that nobody can use any more; who wants one meanwhile may have it."""
-        for shelf in list(self._shelves.values()):
-            for standing in list(shelf.ready):
-                if not await usable(standing.sandbox) and standing in shelf.ready:
-                    shelf.ready.remove(standing)
-                    await self._stop(standing, shelf)
+    async def _stop_unusable(self) -> None:
+        for kind in list(self._kinds.values()):
+            for warm in list(kind.ready):
+                # A session may have taken it while it was checked.
+                if not await usable(warm.sandbox) and warm in kind.ready:
+                    kind.ready.remove(warm)
+                    await self._stop(warm, kind)
 
 
 async def usable(sandbox: Sandbox) -> bool:
-    """Whether a session may have it: it does what it is told, by the cheapest of all calls, which starts no process;
-    and its image is still what a new one would get."""
+    """Whether a session can be given it: its image is still the one that a new sandbox would get, and it answers."""
     runtime = sandbox.runtime
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             if isinstance(runtime, Aging) and not await runtime.current():
                 return False
-            await runtime.read("/", limit=1)
+            await runtime.read("/", limit=1)  # the cheapest call: it starts no process
     except IsADirectoryError:
         return True
-    except Exception:  # of whatever kind, also of a plugin's own: it is not what was asked for
+    except Exception:  # also of a plugin's own
         return False
     return False
 
 
-def kind_of(spec: RuntimeSpec, mounts: tuple[Path, ...], files: Path) -> str | None:
-    """Tells kinds apart, also before and after a change of what a sandbox is made from. None for what cannot be read.
-    Blocks."""
-    kind = hashlib.sha256(spec.model_dump_json().encode())
-    kind.update(repr(mounts).encode())
+def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], files: Path) -> str | None:
+    """A digest of what a sandbox is made from: it changes when a file, a mount or an image does. None if one of these
+    cannot be read. Blocks."""
+    digest = hashlib.sha256(spec.model_dump_json().encode())
+    digest.update(repr(mounts).encode())
     try:
         for source in (*mounts, *(Path(mount.source) for mount in spec.mounts)):
-            status = source.stat()  # of what is shown: a link may lead elsewhere tomorrow
-            kind.update(f"{status.st_dev} {status.st_ino}\0".encode())
+            status = source.stat()  # of its target: a link may lead elsewhere tomorrow
+            digest.update(f"{status.st_dev} {status.st_ino}\0".encode())
         for step in spec.prepare:
             if isinstance(step, Upload):
                 for entry in entries(files / step.upload):
-                    kind.update(
+                    digest.update(
                         f"{entry.name}\0{entry.link}\0{_state(entry.path)}\0".encode("utf-8", "surrogateescape")
                     )
         for root in filter(None, (spec.rootfs, spec.image)):
-            kind.update((_state(Path(root).resolve(strict=True)) if os.path.isabs(root) else _digest(root)).encode())
+            digest.update(
+                (_state(Path(root).resolve(strict=True)) if os.path.isabs(root) else _image_digest(root)).encode()
+            )
     except (RuntimeFailure, OSError):
         return None
-    return kind.hexdigest()
+    return digest.hexdigest()
 
 
 def _state(path: Path) -> str:
+    """Changes when a file does, without reading it."""
     status = path.lstat()
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
-def _digest(image: str) -> str:
-    """Of an image by that name, "" for one that only its runtime knows, which is then Aging."""
+def _image_digest(image: str) -> str:
+    """Of the image by that name. "" for one that only a container engine knows: its runtime is then `Aging`."""
     try:
         return ImageStore().image(image).digest
     except RequestError:

@@ -22,7 +22,7 @@ from outrider.lifecycle import StopReason
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
 from outrider.sandboxes.sandbox import Sandboxes
-from outrider.sandboxes.warm_pool import Warm, WarmLimits
+from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import Collector
 from outrider.sessions.attempt import Attempt, session_result
@@ -81,7 +81,7 @@ class LocalNode:
                 files=self._files,
                 gateway_socket=self.gateway_socket,
             )
-            self._warm = await held.enter_async_context(Warm(self._sandboxes, self._warm_limits))
+            self._warm_pool = await held.enter_async_context(WarmPool(self._sandboxes, self._warm_limits))
             self._services = NodeServices(
                 model=self.backend,
                 store=self._store,
@@ -89,7 +89,7 @@ class LocalNode:
                 lanes=self._lanes,
                 resources=self._resources,
                 sandboxes=self._sandboxes,
-                warm=self._warm,
+                warm_pool=self._warm_pool,
                 watchdog=self._watchdog,
             )
             self._held = held.pop_all()
@@ -120,7 +120,7 @@ class LocalNode:
             capacity=self._lanes.capacity,
             lanes=self._lanes.stats(),
             resources=self._resources.stats(),
-            warm=self._warm.stats(),
+            warm=self._warm_pool.stats(),
             stalls=self._watchdog.stalls,
         )
 

@@ -25,7 +25,7 @@ from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import contained
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
-from outrider.sandboxes.warm_pool import Warm
+from outrider.sandboxes.warm_pool import WarmPool
 from outrider.sessions.artifacts import Collector
 from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.calls.call import ModelBackend
@@ -58,7 +58,7 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     lanes: Lanes
     resources: NodeResources
     sandboxes: Sandboxes
-    warm: Warm
+    warm_pool: WarmPool
     watchdog: Watchdog
 
 
@@ -135,7 +135,7 @@ class Rollout:
             self._stopwatch.lap("queued")
             try:
                 async with self._budget.spend():
-                    sandbox = await self._node.warm.take(self._task.runtime, mounts) or self._node.sandboxes.make(
+                    sandbox = await self._node.warm_pool.take(self._task.runtime, mounts) or self._node.sandboxes.make(
                         self._task.runtime, self._session.id, self._session.attempt, mounts=mounts
                     )
                     held.push_async_callback(sandbox.stop)
