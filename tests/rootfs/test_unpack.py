@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.rootfs.remove import remove_tree
+from outrider.concurrency.build_once import remove_tree
 from outrider.rootfs.store import ImageStore
 from outrider.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, unpack
 

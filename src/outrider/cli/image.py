@@ -12,10 +12,9 @@ import typer
 from outrider.cli.options import Json
 from outrider.cli.tables import table
 from outrider.cli.terminal import terminal_of
-from outrider.rootfs.bootstrap import bootstrap
 from outrider.rootfs.build import Builder, Reuse
-from outrider.rootfs.definition import load_recipe
 from outrider.rootfs.pull import pull
+from outrider.rootfs.recipe import load_recipe
 from outrider.rootfs.store import Image, ImageStore
 
 MEGABYTE = 1_000_000
@@ -42,7 +41,6 @@ def image_commands() -> typer.Typer:
     app.command("import")(import_image)
     app.command("pull")(pull_image)
     app.command("build")(build_image)
-    app.command("bootstrap")(bootstrap_image)
     app.command("list")(list_images)
     app.command("rm")(remove_image)
     return app
@@ -108,29 +106,6 @@ def build_image(
     sif = Builder(store, note=terminal.note).build(load_recipe(recipe), reuse)
     terminal.note(f"importing {sif}")
     _told(ctx, ImageRow(name=name, image=store.import_(sif, name), path=str(store.root(store.image(name)))))
-
-
-def bootstrap_image(
-    ctx: typer.Context,
-    name: Name,
-    suite: Annotated[str, typer.Option(help="The Debian suite.")] = "stable",
-    include: Annotated[str, typer.Option(metavar="PACKAGES", help="More packages, separated by commas.")] = "",
-    mirror: Annotated[str | None, typer.Option(help="URL of the mirror.", show_default="Debian's own")] = None,
-    json: Json = False,
-) -> None:
-    """Make a Debian root file system.
-
-    Needs the program mmdebstrap, and a mirror of Debian.
-
-    Example:
-
-        outrider image bootstrap debian --include git,python3
-    """
-    store = ImageStore()
-    packages = [package.strip() for package in include.split(",") if package.strip()]
-    terminal_of(ctx).note(f"getting the packages of {suite}")
-    image = bootstrap(name, store, suite=suite, packages=packages, mirror=mirror)
-    _told(ctx, ImageRow(name=name, image=image, path=str(store.root(store.image(name)))))
 
 
 def list_images(ctx: typer.Context, json: Json = False) -> None:

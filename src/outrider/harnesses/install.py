@@ -21,7 +21,7 @@ from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses.interpreters import find_python
 from outrider.harnesses.placeholders import fill
 from outrider.harnesses.presets import Install, Preset, load_preset
-from outrider.harnesses.sealed import Contents, build_once, is_sealed, unseal
+from outrider.harnesses.sealed import Contents, build_in_place, is_sealed, unseal
 
 Progress = Callable[[str], None]
 
@@ -78,12 +78,12 @@ def install(name: str, progress: Progress | None = None) -> Path:
     if recipe.node is None:
         if prefix.exists() and _python_installation(prefix) is None:
             unseal(prefix)
-        build_once(prefix, _contents(recipe), lambda: _build_python(prefix, recipe, say))
+        build_in_place(prefix, _contents(recipe), lambda: _build_python(prefix, recipe, say))
         return prefix
     node = _prefix("node", recipe.node)
     contents = _node_contents(recipe.node)
-    build_once(node, contents, lambda: _build_node(node, contents.packages, say))
-    build_once(prefix, _contents(recipe), lambda: _build_npm(prefix, node, recipe, say))
+    build_in_place(node, contents, lambda: _build_node(node, contents.packages, say))
+    build_in_place(prefix, _contents(recipe), lambda: _build_npm(prefix, node, recipe, say))
     return prefix
 
 

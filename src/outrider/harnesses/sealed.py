@@ -7,13 +7,13 @@ any number of concurrent builders, in any number of processes, exactly one build
 
 from __future__ import annotations
 
-import fcntl
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
+from outrider.concurrency.build_once import locked
 
 SEAL = ".outrider-sealed.json"
 
@@ -39,11 +39,11 @@ def unseal(folder: Path) -> None:
     (folder / SEAL).unlink(missing_ok=True)
 
 
-def build_once(folder: Path, contents: Contents, build: Callable[[], None]) -> None:
+def build_in_place(folder: Path, contents: Contents, build: Callable[[], None]) -> None:
     """Return with `folder` sealed. `build` finds it empty; when it raises, nothing of it stays. Blocks while
     another process builds the same folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.parent / f".{folder.name}.lock"):
+    with locked(folder):
         if is_sealed(folder, contents):
             return
         if folder.exists():
@@ -57,10 +57,3 @@ def build_once(folder: Path, contents: Contents, build: Callable[[], None]) -> N
         except BaseException:  # also an interrupt: a folder is whole, or not there
             shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

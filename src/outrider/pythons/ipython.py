@@ -1,8 +1,8 @@
 """The service's own IPython, for sandboxes whose Python has none.
 
-It is the interpreter of portable.py with IPython and what that needs beside its standard library, in one folder that
-is shown at its own path. It knows no sandbox. Invariant: nothing but IPython's own distributions gets into that
-folder, whatever else the service's environment holds.
+It is the interpreter of portable.py with IPython and its requirements beside the standard library, in one folder that
+sandboxes see at its own path. It knows no sandbox. Invariant: that folder holds IPython's own distributions and no
+others of the service's environment.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from outrider.concurrency.build_once import build_once
 from outrider.config import cache_home
 from outrider.pythons.portable import portable_command, portable_digest, portable_python
-from outrider.pythons.publish import published
 
 WITHOUT_IPYTHON = (
     "install IPython for the sandbox's own python3, in its image; or install it beside Outrider "
@@ -28,15 +28,15 @@ WITHOUT_IPYTHON = (
 
 
 def ipython_mounts() -> tuple[Path, ...]:
-    """The host folders to show read-only at the same path; none when IPython is not installed beside Outrider. Made
-    at the first call, which blocks for a second or two. Raises RuntimeUnavailable when that cannot be done."""
+    """The host folders to show read-only at the same path; none when IPython is not installed beside Outrider. They are
+    made at the first call, which blocks for a second or two. Raises RuntimeUnavailable when that fails."""
     place = _place()
-    return () if place is None else (published(place, _build),)
+    return () if place is None else (build_once(place, _build),)
 
 
 def ipython_command() -> list[str]:
-    """How to start that interpreter where `ipython_mounts` are shown; empty without IPython. Its own folders only, and
-    no variables, decide what it imports."""
+    """The command that starts that interpreter where `ipython_mounts` are shown; empty without IPython. -E and -s: no
+    variable of the sandbox and no folder of its user decides what is imported."""
     place = _place()
     return [] if place is None else [*portable_command(str(place)), "-E", "-s"]
 
@@ -54,7 +54,8 @@ def _digest() -> str | None:
 
 
 def _closure(name: str) -> dict[str, metadata.Distribution]:
-    """A distribution and all that it requires and is installed. What a requirement's marker rules out is not."""
+    """A distribution and those of its requirements, however indirect, that are installed. Extras are left out; what a
+    marker rules out is mostly not installed."""
     found: dict[str, metadata.Distribution] = {}
     waiting = [name]
     while waiting:
@@ -86,7 +87,7 @@ def _build(folder: Path) -> None:
 
 
 def _linked(source: str, target: str) -> None:
-    """The same file at another place, where the file system can do that."""
+    """A hard link where the file system has them: the standard library need not be on the disk twice."""
     try:
         os.link(source, target)
     except OSError:

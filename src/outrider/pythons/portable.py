@@ -1,9 +1,9 @@
-"""An interpreter that runs in any root of this machine's architecture: one without Python, without libraries, empty.
+"""A Python interpreter that runs in any root of this machine's architecture: without Python, without libraries, empty.
 
-It is the interpreter that runs Outrider, with its dynamic loader, every shared library it may need, and the standard
-library, in one folder that is shown at PORTABLE_AT. Started through its own loader it looks at nothing else, and what
-it starts in turn is given nothing of it. Invariant: what is at `python/DIGEST` in the cache is whole, has been tried,
-and never changes.
+It is the interpreter that runs Outrider, with its dynamic loader, every shared library that it may need, and the
+standard library, in one folder that sandboxes see at PORTABLE_AT. Started through its own loader it uses nothing else,
+and programs that it starts inherit nothing of it. It knows no sandbox. Invariant: what is at `python/DIGEST` in the
+cache is whole, has been tried, and never changes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from outrider.concurrency.build_once import build_once
 from outrider.config import cache_home
 from outrider.errors import RuntimeUnavailable
-from outrider.pythons.publish import published
 
 PORTABLE_AT = "/run/outrider-python"
-RECIPE = "1"
-"""Part of the digest: another one makes everybody build anew."""
+FORMAT = "1"
+"""Part of the digest. Change it when `_build` changes, so that existing folders are no longer used."""
 LEFT_OUT = frozenset(
     [
         "test",
@@ -41,21 +41,22 @@ LEFT_OUT = frozenset(
         "lib-dynload",
     ]
 )
+"""Folders of the standard library that no tool server needs; `lib-dynload` is copied by itself."""
 MODULES_LEFT_OUT = ("_tkinter", "_test", "_ctypes_test", "xx")
 BESIDE_LIBC = ("libgcc_s.so.1",)
-"""What no program names but libc itself opens, to end a thread."""
+"""Libraries that no program names: glibc opens this one itself when a thread is cancelled."""
 PT_INTERP = 3
 TRY_SECONDS = 60
 
 
 def portable_python() -> Path:
-    """The folder to show at PORTABLE_AT. Made once for each interpreter, by one of however many ask; that blocks for a
-    few seconds. Raises RuntimeUnavailable."""
-    return _python(cache_home().absolute() / "python")
+    """The folder to show at PORTABLE_AT. It is made at the first call for each interpreter, which blocks for a few
+    seconds. Raises RuntimeUnavailable."""
+    return _built(cache_home().absolute() / "python")
 
 
 def portable_command(at: str = PORTABLE_AT) -> list[str]:
-    """How to start the interpreter when the folder is at `at`; options of Python follow."""
+    """The command that starts the interpreter when the folder is at `at`. Python's options follow it."""
     loader = _loader()
     program = f"{at}/bin/python3"
     if loader is None:
@@ -63,13 +64,13 @@ def portable_command(at: str = PORTABLE_AT) -> list[str]:
     return [f"{at}/lib/{loader.name}", "--library-path", f"{at}/lib", program]
 
 
-@functools.lru_cache(maxsize=8)  # what is published never changes
-def _python(home: Path) -> Path:
-    return published(home / portable_digest(), _build)
+@functools.lru_cache(maxsize=8)  # every sandbox asks, and what is built never changes
+def _built(home: Path) -> Path:
+    return build_once(home / portable_digest(), _build)
 
 
 def _executable() -> Path:
-    """The program itself, not a virtual environment's link to it."""
+    """The interpreter's own file, not a virtual environment's link to it."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(getattr(sys, "_base_executable", None) or Path(sys.base_prefix, "bin", name))
     return base.resolve()
@@ -86,8 +87,8 @@ def _extensions() -> Path:
 
 
 def portable_digest() -> str:
-    """Tells one interpreter from another. Raises RuntimeUnavailable."""
-    parts = [RECIPE, sys.version, sys.platlibdir]
+    """A name for this interpreter's copy, by its version and its files' times. Raises RuntimeUnavailable."""
+    parts = [FORMAT, sys.version, sys.platlibdir]
     for path in (_executable(), _stdlib(), _extensions()):
         try:
             status = path.stat()
@@ -98,13 +99,13 @@ def portable_digest() -> str:
 
 
 def _build(folder: Path) -> None:
-    """Fill an empty folder, and try what came of it."""
+    """Fill an empty folder, and try the result."""
     if sys.platform != "linux":
         raise RuntimeUnavailable("an interpreter for sandboxes can only be made on Linux")
     executable, extensions = _executable(), _extensions()
     place = folder / sys.platlibdir / f"python{sys.version_info.major}.{sys.version_info.minor}"
     shutil.copytree(_stdlib(), place, ignore=_left_out)
-    compileall.compile_dir(place, quiet=2)  # nothing, where the copied files are compiled
+    compileall.compile_dir(place, quiet=2)  # quick where the copied files are compiled already
     modules = [path for path in extensions.glob("*.so") if not path.name.startswith(MODULES_LEFT_OUT)]
     (folder / "bin").mkdir()
     (folder / "lib").mkdir(exist_ok=True)
@@ -124,7 +125,7 @@ def _left_out(folder: str, names: list[str]) -> list[str]:
 
 
 def _loader() -> Path | None:
-    """The dynamic loader that the interpreter names; None when it is a static program."""
+    """The dynamic loader that the interpreter names; None for a static program."""
     named = _interpreter_of(_executable())
     return Path(named) if named else None
 
@@ -150,8 +151,8 @@ def _interpreter_of(program: Path) -> str | None:
 
 
 def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
-    """All that the programs load, by the name they ask for it. What this host lacks is left out: the module that
-    wants it cannot be imported here either."""
+    """The libraries that the programs load, by the names they ask for. One that this host lacks is left out: the module
+    that needs it cannot be imported here either."""
     found: dict[str, Path] = {}
     for program in programs:
         found.update(_loaded(loader, program))
@@ -162,7 +163,7 @@ def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
 
 
 def _loaded(loader: Path, program: Path) -> Iterator[tuple[str, Path]]:
-    """Lines are `NAME => PATH (ADDRESS)`; what has no path comes from the kernel."""
+    """What the loader itself says a program needs, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path."""
     done = subprocess.run([str(loader), "--list", str(program)], capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         name, arrow, rest = line.strip().partition(" => ")

@@ -1,44 +1,40 @@
-"""Images built by Apptainer from a recipe, and what is used again of earlier builds.
+"""Images built by Apptainer from a recipe, and the reuse of earlier builds.
 
-    builds/KEY.sif      what was built
-    builds/.locks/KEY   held by whoever builds it
+    builds/KEY.sif    the result of a build; its key says what it was built from
 
-It knows recipes only as definitions (see definition.py). Invariant: what is at `KEY.sif` is whole, and of any number
-of processes that want it at once one builds it.
+It knows recipes only as definitions (see recipe.py). Invariant: what is at `KEY.sif` is whole, and of any number of
+processes that want it at once one builds it (see concurrency/build_once.py).
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
+from outrider.concurrency.build_once import build_once
 from outrider.config import cache_home
 from outrider.rootfs.apptainer import apptainer_program
-from outrider.rootfs.definition import Definition, Recipe, definition_of, local_base
+from outrider.rootfs.recipe import Definition, Recipe, definition_of, local_base
 from outrider.rootfs.store import ImageStore
 from outrider.rootfs.unpack import BadImage
 
 BUILD_SECONDS = 6 * 3600
 LOG_TAIL = 4000
+SIF = "image.sif"
 
 
 class Reuse(StrEnum):
-    """When an earlier build is as good as a new one.
+    """When an earlier build is used instead of a new one.
 
-    scratch: never. versioned: when base, recipe, the contents of its files and Outrider's version are the same. lock:
-    what is installed, when base, packages and requirements are the same; files and commands are put on it in a second,
-    short build.
+    scratch: never. versioned: if base, recipe, the contents of its files and Outrider's version are the same. lock: if
+    base, packages and requirements are the same; files and commands are added to it in a second, short build.
     """
 
     SCRATCH = "scratch"
@@ -47,7 +43,8 @@ class Reuse(StrEnum):
 
 
 class Builder:
-    """Its methods block. `program` is Apptainer, looked for if it is not given; `note` is told of long work."""
+    """Builds into `folder`. Its methods block. `program` is Apptainer, by default the one on the PATH; `note` is called
+    with a line before long work."""
 
     def __init__(
         self,
@@ -78,22 +75,28 @@ class Builder:
         return self._built(rest.key("rest"), rest)
 
     def _built(self, key: str, definition: Definition, *, since: float = 0.0) -> Path:
-        """What has the key, built no longer ago than `since`."""
-        target = self._folder / f"{key}.sif"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self._locked(key):
-            if target.exists() and target.stat().st_mtime >= since:
-                self._note(f"using {target}, which was built before")
-                return target
-            for left in self._folder.glob(f".draft-{key}-*"):  # by builders that were killed: we hold their lock
-                shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(prefix=f".draft-{key}-", dir=self._folder) as draft:
-                os.replace(self._run(definition, Path(draft)), target)
-        return target
+        """The build of that key, made no earlier than `since`."""
+        ran = False
 
-    def _run(self, definition: Definition, draft: Path) -> Path:
+        def run(draft: Path) -> None:
+            nonlocal ran
+            ran = True
+            self._run(definition, draft)
+
+        place = build_once(
+            self._folder / f"{key}.sif",
+            run,
+            part=SIF,
+            is_built=lambda path: path.exists() and path.stat().st_mtime >= since,
+            on_wait=lambda: self._note("waiting for another process that builds the same"),
+        )
+        if not ran:
+            self._note(f"using {place}, which was built before")
+        return place
+
+    def _run(self, definition: Definition, draft: Path) -> None:
         program = self._program or apptainer_program()
-        recipe, requirements, sif, log = (draft / name for name in ("image.def", "requirements.txt", "sif", "log"))
+        recipe, requirements, sif, log = (draft / name for name in ("image.def", "requirements.txt", SIF, "log"))
         requirements.write_text(definition.pip, encoding="utf-8")
         recipe.write_text(definition.render(requirements), encoding="utf-8")
         self._note(f"building with {program}; this takes minutes where much is installed")
@@ -114,17 +117,3 @@ class Builder:
                 log_tail=log.read_bytes()[-LOG_TAIL:].decode(errors="replace"),
             )
         sif.chmod(0o644)
-        return sif
-
-    @contextmanager
-    def _locked(self, key: str) -> Iterator[None]:
-        """The lock goes with its process, however that ends."""
-        locks = self._folder / ".locks"
-        locks.mkdir(exist_ok=True)
-        with (locks / key).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._note("waiting for another process that builds the same")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield

@@ -1,43 +1,40 @@
-"""The images of this user on this machine: root folders by content, and the names that people gave them.
+"""The images of this user on this machine: root folders by their content, and the names that people gave them.
 
     images/HEX/root         the root file system, owned by the user
     images/HEX/image.json   what it is
     images/names/NAME       the HEX that a name stands for
 
-It runs nothing. Unpacking is done beside its place and then moved there, under a lock for each content: any number of
-processes may import, use and remove at once. Invariant: what is at `HEX/root` is whole, and never changes.
+It runs nothing. Any number of processes may import, use and remove at once (see concurrency/build_once.py). Invariant:
+what is at `HEX/root` is whole, and never changes.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 import msgspec
 
+from outrider.concurrency.build_once import build_once, locked, new_draft, remove_tree
 from outrider.config import cache_home
 from outrider.errors import InvalidField, NotFound, RequestError
 from outrider.rootfs.archives import layered
-from outrider.rootfs.remove import remove_tree
 from outrider.rootfs.sif import is_sif, unpack_sif
 from outrider.rootfs.unpack import UNREADABLE, BadImage, unpack
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?")
 CHUNK = 1 << 20
-STALE_SECONDS = 86_400
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
-    """`digest` is that of what it was made from; `env` and `workdir` are the image's own; `created` is when it was
-    imported, in seconds since the epoch; `bytes` are those of its files."""
+    """`digest` is that of its source; `env` and `workdir` are what the image sets; `created` is when it was imported,
+    in seconds since the epoch; `bytes` are those of its files; `left_out` counts devices, sockets and pipes."""
 
     digest: str
     source: str
@@ -56,9 +53,9 @@ class ImageStore:
         self._folder = folder or cache_home() / "images"
 
     def import_(self, source: Path, name: str) -> Image:
-        """Make an image of an archive and give it a name, which another image may have had. Content that is there
-        already is not unpacked again. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable
-        without the tool that the archive needs."""
+        """Make an image of an archive and give it a name; an image that had the name loses it. Content that was
+        imported before is not unpacked again. Raises BadImage, NotFound, InvalidField for the name, and
+        RuntimeUnavailable without the tool that the archive needs."""
         checked_name(name)
         if not source.exists():
             raise NotFound(f"no file or folder {source}")
@@ -93,15 +90,18 @@ class ImageStore:
         return self._folder / _hex(image.digest) / "root"
 
     def remove(self, name: str) -> bool:
-        """Take a name away, and what it stood for if no other name does: whether that was so. Sandboxes that run on it
-        break. Raises NotFound."""
+        """Remove a name, and the image if it has no other name. Returns whether the image was removed. Sandboxes that
+        run on it break. Raises NotFound."""
         image = self.image(name)
         self._name(name).unlink()
         if image in self.images().values():
             return False
-        with self._locked(image.digest):
-            gone = Path(tempfile.mkdtemp(prefix=".gone-", dir=self._folder))
-            os.rename(self._folder / _hex(image.digest), gone / "image")
+        place = self._folder / _hex(image.digest)
+        with locked(place):
+            # Renamed first: an image that is half removed must not be found. As a draft, it is removed by the next
+            # import if this process is killed.
+            gone = new_draft(place)
+            os.rename(place, gone / "image")
             remove_tree(gone)
         return True
 
@@ -136,44 +136,19 @@ class ImageStore:
 
     def _made(self, digest: str, put: Callable[[Path], Image]) -> Image:
         """The image of that content; `put` fills its root if it is not there."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self._locked(digest):
-            if (known := self._image(_hex(digest))) is not None:
-                return known
-            self._sweep()
-            draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=self._folder))
-            try:
-                (draft / "root").mkdir(mode=0o755)
-                image = put(draft / "root")
-                (draft / "image.json").write_bytes(msgspec.json.encode(image))
-                draft.chmod(0o755)
-                os.rename(draft, self._folder / _hex(digest))
-            except BaseException:  # also a cancel: nothing half made stays
-                remove_tree(draft)
-                raise
-            return image
 
-    def _sweep(self) -> None:
-        """Remove what imports and removals that were killed have left."""
-        for pattern in (".draft-*", ".gone-*"):
-            for path in self._folder.glob(pattern):
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    remove_tree(path)
+        def build(draft: Path) -> None:
+            (draft / "root").mkdir(mode=0o755)
+            (draft / "image.json").write_bytes(msgspec.json.encode(put(draft / "root")))
+
+        place = build_once(self._folder / _hex(digest), build)
+        return msgspec.json.decode((place / "image.json").read_bytes(), type=Image)
 
     def _image(self, content: str) -> Image | None:
         try:
             return msgspec.json.decode((self._folder / content / "image.json").read_bytes(), type=Image)
         except FileNotFoundError:
             return None
-
-    @contextmanager
-    def _locked(self, digest: str) -> Iterator[None]:
-        """One at a time for a content. The lock goes with its process, however that ends."""
-        locks = self._folder / ".locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        with (locks / _hex(digest)).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     @property
     def _names(self) -> Path:
@@ -184,7 +159,7 @@ class ImageStore:
 
 
 def known_image(name: str) -> Image:
-    """The image that a task names. Raises InvalidField."""
+    """The image of that name. Raises InvalidField for the task's field."""
     try:
         return ImageStore().image(name)
     except RequestError as error:
@@ -192,7 +167,7 @@ def known_image(name: str) -> Image:
 
 
 def checked_name(name: str) -> str:
-    """Raises InvalidField."""
+    """The name. Raises InvalidField for one that images cannot have."""
     if not NAME.fullmatch(name) or ".." in name or "//" in name:
         raise InvalidField(
             f"{name!r} is no name for an image", field="name", hint="such as debian, or tools/python:3.12"
@@ -213,7 +188,7 @@ def _digest_of(path: Path) -> str:
 
 
 def _measured(root: Path) -> tuple[int, int]:
-    """Entries, and bytes of files."""
+    """The number of entries, and the bytes of all files."""
     entries = size = 0
     for folder, folders, files in os.walk(root):
         entries += len(folders) + len(files)

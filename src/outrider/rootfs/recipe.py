@@ -1,13 +1,13 @@
-"""What an image is built from: a recipe in a TOML file, and the Apptainer definition that it is rendered to.
+"""Recipes of images: a TOML file, and the Apptainer definition that it is rendered to.
 
-It builds nothing. Invariant: whatever a recipe says stays in the place of the definition that it is meant for: nothing
-in it can begin another section or use Apptainer's own placeholders.
+It builds nothing. A recipe holds what an image is made of as data, so that builds of the same content have the same
+key and one stands for the other; Apptainer itself never reuses a build. Invariant: what a recipe says stays in the
+section of the definition that it is meant for: nothing in it can begin another section or use Apptainer's placeholders.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
 import os
 import re
 import shlex
@@ -19,20 +19,23 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.errors import InvalidField
 from outrider.rootfs.store import ImageStore
 
+FORMAT = "2"
+"""Part of every key. Change it when `render` changes, so that earlier builds are no longer used."""
 REQUIREMENTS_AT = "/opt/outrider-requirements.txt"
 PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?([=/][A-Za-z0-9.+:~-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECTION = re.compile(r"^\s*%", re.MULTILINE)
 CHUNK = 1 << 20
+INDENT = "    "
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the image starts from. `source`: a file of `docker save`, a folder with an OCI layout, a SIF file or root
-    folder (`localimage`), the name of an image of ours (`image`), or a Debian suite (`debootstrap`), which is taken
-    from `mirror`."""
+    """What the image starts from. `source` is a file of `docker save`, a folder with an OCI layout, a SIF file or root
+    folder (`localimage`), the name of an imported image (`image`), or a Debian suite (`debootstrap`), whose packages
+    come from `mirror`."""
 
     kind: Literal["docker-archive", "oci", "localimage", "image", "debootstrap"]
     source: str
@@ -45,8 +48,9 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`packages` are Debian's; `pip` are requirements, one an entry, and `requirements` is a file of them; `files` are
-    copied in; `commands` run last, each by the image's shell; `env` is set in them and in every sandbox."""
+    """The fields of a recipe file. `packages` are Debian's; `pip` are requirements, one per entry, and `requirements`
+    is a file of them; `files` are copied in; `commands` run last, each by the image's shell; `env` is set for them and
+    in every sandbox."""
 
     base: Base
     packages: tuple[str, ...] = ()
@@ -58,14 +62,14 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Header(NamedTuple):
-    """The beginning of a definition."""
+    """The beginning of a definition: where Apptainer takes the base from."""
 
     kind: str
     lines: tuple[tuple[str, str], ...]
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """One build: `identity` tells its base by content; `pip` is the text of a requirements file."""
+    """One build. `identity` is a digest of its base's content; `pip` is the text of a requirements file."""
 
     header: Header
     identity: str
@@ -76,39 +80,40 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[str, ...] = ()
 
     def key(self, *parts: str) -> str:
-        """Of two builds with the same key one can stand for the other. `parts` are what else must be the same."""
+        """Builds with the same key can stand for each other. `parts` are what else must be the same."""
         contents = [(file.target, digest_of(Path(file.source))) for file in self.files]
         said = [*parts, self.identity, self.packages, self.pip, contents, sorted(self.env.items()), self.commands]
-        return hashlib.sha256(msgspec.json.encode([template(), said])).hexdigest()[:32]
+        return hashlib.sha256(msgspec.json.encode([FORMAT, said])).hexdigest()[:32]
 
     def render(self, requirements: Path) -> str:
-        """The definition file; `requirements` is where the text of `pip` is on the host."""
-        try:
-            import jinja2
-        except ImportError as error:
-            raise RuntimeUnavailable("jinja2 is not installed", hint="pip install 'outrider[build]'") from error
-        world = jinja2.Environment(
-            autoescape=False, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-        )
-        world.filters["quoted"] = shlex.quote
-        pip = (File(source=str(requirements), target=REQUIREMENTS_AT),) if self.pip else ()
-        return world.from_string(template()).render(
-            base=self.header,
-            files=[*pip, *self.files],
-            env=dict(self.env),
-            packages=self.packages,
-            requirements=REQUIREMENTS_AT if self.pip else "",
-            commands=self.commands,
-            version=version("outrider"),
-        )
-
-
-def template() -> str:
-    return (importlib.resources.files("outrider.rootfs") / "templates" / "image.def.j2").read_text(encoding="utf-8")
+        """The text of the definition file; `requirements` is the host's file with the text of `pip`."""
+        pip = [f"{requirements} {REQUIREMENTS_AT}"] if self.pip else []
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
+        steps: list[str] = []
+        if self.packages:
+            # As root in a user namespace of one user, apt cannot become its own user `_apt`.
+            apt = "apt-get -o APT::Sandbox::User=root"
+            steps += ["export DEBIAN_FRONTEND=noninteractive", f"{apt} update"]
+            steps += [f"{apt} install -y --no-install-recommends {' '.join(self.packages)}"]
+            steps += ["rm -rf /var/lib/apt/lists/*"]
+        if self.pip:
+            # Debian's Python refuses to install beside its packages without being told so.
+            install = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
+            steps += [f"{install} --requirement {REQUIREMENTS_AT}", f"rm {REQUIREMENTS_AT}"]
+        steps += [command.strip().replace("\n", f"\n{INDENT}") for command in self.commands]
+        sections = {
+            "%files": [*pip, *(f"{file.source} {file.target}" for file in self.files)],
+            "%environment": exports,
+            "%post": ["set -eu", *exports, *steps] if steps else [],
+            "%labels": [f"outrider.version {version('outrider')}"],
+        }
+        head = [f"Bootstrap: {self.header.kind}", *(f"{name}: {value}" for name, value in self.header.lines)]
+        body = [["", title, *(INDENT + line for line in lines)] for title, lines in sections.items() if lines]
+        return "\n".join([*head, *(line for lines in body for line in lines), ""])
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Paths in it are relative to its folder. Raises InvalidField naming the field."""
+    """Read a recipe file, whose paths are relative to its folder. Raises InvalidField naming the field."""
     try:
         recipe = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Recipe)
     except OSError as error:
@@ -119,7 +124,8 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
-    """Blocks, for as long as reading the base takes. Raises InvalidField, and NotFound for an image of ours."""
+    """The definition of a recipe. Blocks while it reads the base and the files for their digests. Raises InvalidField,
+    and NotFound for an image that was not imported."""
     _check(recipe)
     header, identity = _base(recipe.base, store)
     pip = "".join(f"{line}\n" for line in recipe.pip)
@@ -141,7 +147,7 @@ def local_base(sif: Path) -> Header:
 
 
 def digest_of(path: Path) -> str:
-    """Of a file, or of all that is in a folder: names, kinds, contents, and what may be executed."""
+    """A digest of a file or of a folder's content: names, kinds, contents, and which files may be executed."""
     found = hashlib.sha256()
     for name in _below(path):
         status = os.lstat(name)

@@ -1,0 +1,66 @@
+"""Places of the cache that many want at once: built once, whole or not there, and nothing left of killed builders."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from outrider.concurrency.build_once import build_once, locked, new_draft
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(draft: Path) -> None:
+    (draft / "a").touch()
+
+
+def test_of_many_threads_one_builds(tmp_path: Path) -> None:
+    built: list[Path] = []
+    waited: list[bool] = []
+
+    def build(draft: Path) -> None:
+        built.append(draft)
+        fill(draft)
+
+    place = tmp_path / "home" / "x"
+    with ThreadPoolExecutor(32) as pool:
+        jobs = [pool.submit(build_once, place, build, on_wait=lambda: waited.append(True)) for _ in range(32)]
+    assert {job.result() for job in jobs} == {place}
+    assert len(built) == 1
+    assert names(place) == ["a"]
+    assert names(place.parent) == [".locks", "x"]
+    assert os.stat(place).st_mode & 0o777 == 0o755
+
+
+def test_what_cannot_be_built_is_not_there(tmp_path: Path) -> None:
+    def fail(draft: Path) -> None:
+        fill(draft)
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        build_once(tmp_path / "x", fail)
+    assert names(tmp_path) == [".locks"]
+
+
+def test_one_file_of_a_draft_replaces_what_is_out_of_date(tmp_path: Path) -> None:
+    place = tmp_path / "x-1.sif"
+    for text in ("old", "new"):
+        build_once(
+            place, lambda draft, text=text: (draft / "sif").write_text(text), part="sif", is_built=lambda _: False
+        )  # type: ignore[misc]  # a default argument
+    assert place.read_text() == "new"
+    assert names(tmp_path) == [".locks", "x-1.sif"]
+
+
+def test_drafts_of_killed_builders_are_removed_and_those_of_live_ones_are_not(tmp_path: Path) -> None:
+    (tmp_path / ".draft-x-dead").mkdir()
+    (tmp_path / ".draft-other-1-dead/deep/er").mkdir(parents=True)
+    with locked(tmp_path / "live-1"):
+        live = new_draft(tmp_path / "live-1")
+        build_once(tmp_path / "x", fill)
+    assert names(tmp_path) == sorted([".locks", live.name, "x"])
