@@ -298,15 +298,6 @@ def test_no_tools(fields: Any) -> None:
     assert (asked.tools, asked.tools_raw) == ((), b"")
 
 
-def test_tools_are_read_again_only_when_they_change() -> None:
-    memory: dict[str, Any] = {}
-    first = DIALECT.parse(CALL, body(tools=[TOOL]), memory)
-    same = DIALECT.parse(CALL, body(tools=[TOOL], system="s"), memory)
-    other = DIALECT.parse(CALL, body(tools=[{**TOOL, "name": "g"}]), memory)
-    assert same.tools is first.tools
-    assert other.tools[0]["function"]["name"] == "g"
-
-
 def test_callers() -> None:
     def caller(*headers: tuple[bytes, bytes]) -> Caller:
         return read(WireCall("POST", MESSAGES, b"", headers)).caller

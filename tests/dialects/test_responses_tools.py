@@ -104,13 +104,6 @@ def test_no_tools(fields: dict[str, Any]) -> None:
     assert parse(**fields).tools == ()
 
 
-def test_unchanged_tools_are_read_once_in_a_session() -> None:
-    memory: dict[str, Any] = {}
-    first, second = (parse(memory, tools=[FUNCTION]) for _ in range(2))
-    assert first.tools[0] is second.tools[0]
-    assert parse(memory, tools=[CUSTOM]).tools != first.tools
-
-
 WRONG = [
     ("tools", {}),
     ("tools[0]", 5),

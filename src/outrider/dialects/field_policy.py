@@ -273,18 +273,12 @@ def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
-    if rule.treatment in (Treatment.OTHER, Treatment.PASSED) or _asks_nothing(raw, rule.neutral):
+    if rule.treatment in (Treatment.OTHER, Treatment.PASSED) or is_absent(raw):
         return
+    if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
+        value = _ANY.decode(raw)
+        if value in _ASKS_NOTHING or value in rule.neutral:
+            return
     if rule.treatment is Treatment.REFUSED:
         refuse(where + rule.name, f"is not supported: {rule.reason}")
     notes.append(where + rule.name)
-
-
-def _asks_nothing(raw: Raw, neutral: tuple[Any, ...]) -> bool:
-    """Whether a field is null, empty, or has one of its neutral values."""
-    if is_absent(raw):
-        return True
-    if len(memoryview(raw)) > _LONGEST_NEUTRAL:
-        return False
-    value = _ANY.decode(raw)
-    return value in _ASKS_NOTHING or value in neutral

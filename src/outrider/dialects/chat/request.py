@@ -106,9 +106,6 @@ _ROLES = {
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Clients that speak Responses as well send its kinds of text parts here, too."""
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
-_RUN_BY_CLIENT = frozenset({"function", "custom"})
-"""Kinds of tools that the client runs; it expects a server to run all others. A `custom` tool is refused later: it has
-no schema, and a Chat reply could not call it."""
 _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
 
 
@@ -145,32 +142,28 @@ def parse_request(body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:
+    """The tools in OpenAI's form with their keys in the client's order; a bare function is wrapped."""
     specs: list[ToolSpec] = []
     hosted: list[str] = []
     sent = decode(_TOOLS, raw, "tools") if raw else None
     for index, spec in enumerate(sent or []):
-        where = f"tools[{index}]"
-        kind = spec.get("type", "function")
+        where, kind = f"tools[{index}]", spec.get("type", "function")
         if not isinstance(kind, str) or not kind:
             refuse(f"{where}.type", "must be a non-empty string")
-        if kind in _RUN_BY_CLIENT:
-            specs.append(_tool_spec(spec, where))
-        else:
+        if kind == "custom":  # it has no schema, and a Chat reply could not call it
+            refuse(f"{where}.type", "'custom' is not supported: declare a function")
+        if kind != "function":
             hosted.append(kind)
+            continue
+        check_depth(spec, where)
+        if "function" in spec:
+            check_function(spec["function"], f"{where}.function")
+            specs.append(spec if "type" in spec else {"type": "function", **spec})
+        else:
+            function = {key: value for key, value in spec.items() if key != "type"}
+            check_function(function, where)
+            specs.append({"type": "function", "function": function})
     return DeclaredTools(tuple(specs), raw, tuple(hosted))
-
-
-def _tool_spec(spec: dict[str, Any], where: str) -> ToolSpec:
-    """`spec` in OpenAI's form with its keys in the client's order; a bare function is wrapped."""
-    if spec.get("type", "function") != "function":
-        refuse(f"{where}.type", f"{quoted(str(spec['type']))} is not supported: declare a function")
-    check_depth(spec, where)
-    if "function" not in spec:
-        function = {key: value for key, value in spec.items() if key != "type"}
-        check_function(function, where)
-        return {"type": "function", "function": function}
-    check_function(spec["function"], f"{where}.function")
-    return spec if "type" in spec else {"type": "function", **spec}
 
 
 def _check_tool_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> None:

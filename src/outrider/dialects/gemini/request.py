@@ -103,12 +103,25 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
     tools = asked_tools(wire, memory, notes)
     notes += [HISTORY + name for name in history.hosted]
     thinking = _read_thinking(generation, notes)
+    limit, top_k = generation.max_output_tokens, generation.top_k
+    sampling = AskedSampling(
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=None if top_k is None else (int(top_k) or -1),
+        max_tokens=None if limit is None else int(min(limit, MAX_TOKENS)),
+        seed=generation.seed,
+        stop=tuple(generation.stop_sequences or ()),
+        presence_penalty=generation.presence_penalty,
+        frequency_penalty=generation.frequency_penalty,
+        constraint=_constraint(generation),
+        thinking=_thinking_switch(thinking),
+    )
     return ModelRequest(
         model=model,
         messages=history,
         tools=tools.specs,
         tools_raw=tools.raw,
-        sampling=_asked_sampling(generation, thinking),
+        sampling=sampling,
         ignored=bounded_notes(notes),
         stream=stream,
         caller=_caller(call),
@@ -173,22 +186,6 @@ def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
 def _thinking_switch(thinking: _Thinking) -> bool | None:
     """Whether the model is to think; None leaves it to the model. A budget of -1 does so, too."""
     return False if thinking.thinking_budget == 0 else None
-
-
-def _asked_sampling(generation: _Generation, thinking: _Thinking) -> AskedSampling:
-    limit, top_k = generation.max_output_tokens, generation.top_k
-    return AskedSampling(
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=None if top_k is None else (int(top_k) or -1),
-        max_tokens=None if limit is None else int(min(limit, MAX_TOKENS)),
-        seed=generation.seed,
-        stop=tuple(generation.stop_sequences or ()),
-        presence_penalty=generation.presence_penalty,
-        frequency_penalty=generation.frequency_penalty,
-        constraint=_constraint(generation),
-        thinking=_thinking_switch(thinking),
-    )
 
 
 def _constraint(generation: _Generation) -> Constraint | None:

@@ -71,26 +71,22 @@ def _read_tools(raw: bytes) -> DeclaredTools:
     for index, item in enumerate(items(raw, "tools")):
         entry, at = fields(item, f"tools[{index}]"), f"tools[{index}].{_DECLARATIONS}"
         hosted += [name for name in entry if name != _DECLARATIONS]
-        declarations = items(entry.get(_DECLARATIONS, Raw()), at)
-        specs += [_tool_spec(one, f"{at}[{number}]") for number, one in enumerate(declarations)]
+        for number, declaration in enumerate(items(entry.get(_DECLARATIONS, Raw()), at)):
+            where = f"{at}[{number}]"
+            wire = decode_object(_DECLARATION, declaration, where)
+            if not wire.name:
+                refuse(f"{where}.name", "must not be empty")
+            key, parameters = "parametersJsonSchema", wire.parameters_json_schema
+            if parameters is None:
+                key, parameters = "parameters", wire.parameters or {"type": "object", "properties": {}}
+            if not isinstance(parameters, dict):
+                refuse(f"{where}.{key}", "must be an object")
+            check_depth(parameters, f"{where}.{key}")
+            described = {} if wire.description is None else {"description": wire.description}
+            schema = from_google_schema(parameters) if key == "parameters" else parameters
+            function = {"name": wire.name, **described, "parameters": schema}
+            specs.append({"type": "function", "function": function})
     return DeclaredTools(tuple(specs), raw, tuple(hosted))
-
-
-def _tool_spec(raw: Raw, where: str) -> ToolSpec:
-    wire = decode_object(_DECLARATION, raw, where)
-    if not wire.name:
-        refuse(f"{where}.name", "must not be empty")
-    parameters, name = wire.parameters_json_schema, "parametersJsonSchema"
-    if parameters is None:
-        parameters, name = wire.parameters or {"type": "object", "properties": {}}, "parameters"
-    if not isinstance(parameters, dict):
-        refuse(f"{where}.{name}", "must be an object")
-    check_depth(parameters, f"{where}.{name}")
-    function: dict[str, Any] = {"name": wire.name}
-    if wire.description is not None:
-        function["description"] = wire.description
-    function["parameters"] = parameters if name == "parametersJsonSchema" else from_google_schema(parameters)
-    return {"type": "function", "function": function}
 
 
 def _read_calling(tool_config: Raw) -> _Calling:
@@ -117,7 +113,15 @@ def from_google_schema(schema: Any) -> Any:
         del converted["type"]
     if named.get("format") == "enum":
         del converted["format"]
-    return _with_null(converted) if named.get("nullable") is True else converted
+    if named.get("nullable") is True:
+        kind, choices, values = converted.get("type"), converted.get("anyOf"), converted.get("enum")
+        if isinstance(kind, str) and kind != "null":
+            converted["type"] = [kind, "null"]
+        elif isinstance(choices, list) and {"type": "null"} not in choices:
+            converted["anyOf"] = [*choices, {"type": "null"}]
+        if isinstance(values, list) and None not in values:
+            converted["enum"] = [*values, None]
+    return converted
 
 
 def _converted(key: str, value: Any) -> Any:
@@ -139,15 +143,3 @@ def _lower(kind: Any) -> Any:
     if isinstance(kind, list):
         return [_lower(inner) for inner in kind]
     return kind.lower() if isinstance(kind, str) else kind
-
-
-def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, or null."""
-    kind, choices = schema.get("type"), schema.get("anyOf")
-    if isinstance(kind, str) and kind != "null":
-        schema["type"] = [kind, "null"]
-    elif isinstance(choices, list) and {"type": "null"} not in choices:
-        schema["anyOf"] = [*choices, {"type": "null"}]
-    if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
-        schema["enum"] = [*schema["enum"], None]
-    return schema

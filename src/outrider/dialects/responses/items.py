@@ -313,26 +313,27 @@ def _parts(raw: Raw, where: str) -> list[Part]:
     content = decode(_CONTENT, raw, where)
     if isinstance(content, str):
         return [Text(content)]
-    return [_part(part, f"{where}[{index}]") for index, part in enumerate(content or ())]
-
-
-def _part(part: _Part, where: str) -> Part:
-    if part.type in _TEXT_PARTS:
-        if part.text is None:
-            refuse(f"{where}.text", "is missing")
-        return Text(part.text)
-    if part.type == "refusal":
-        return Text(part.refusal or "")
-    # Codex hands text from agent to agent where OpenAI would have encrypted it; nobody here has.
-    if part.type == "encrypted_content":
-        return Text(part.encrypted_content or "")
-    if part.type == "input_image":
-        if part.image_url is None:
-            refuse(f"{where}.image_url", "is missing: images are sent by URL or as data, there are no files here")
-        return image_from_address(part.image_url, f"{where}.image_url")
-    return refuse(
-        f"{where}.type", f"a part of type {quoted(part.type)} is not supported: the model reads text and images"
-    )
+    parts: list[Part] = []
+    for index, part in enumerate(content or ()):
+        at = f"{where}[{index}]"
+        if part.type in _TEXT_PARTS:
+            if part.text is None:
+                refuse(f"{at}.text", "is missing")
+            parts.append(Text(part.text))
+        elif part.type == "refusal":
+            parts.append(Text(part.refusal or ""))
+        elif part.type == "encrypted_content":
+            # Codex hands text from agent to agent where OpenAI would have encrypted it; nobody here has.
+            parts.append(Text(part.encrypted_content or ""))
+        elif part.type == "input_image":
+            if part.image_url is None:
+                refuse(f"{at}.image_url", "is missing: images are sent by URL or as data, there are no files here")
+            parts.append(image_from_address(part.image_url, f"{at}.image_url"))
+        else:
+            refuse(
+                f"{at}.type", f"a part of type {quoted(part.type)} is not supported: the model reads text and images"
+            )
+    return parts
 
 
 def _string(raw: Raw, where: str) -> str:

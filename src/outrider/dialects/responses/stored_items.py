@@ -55,7 +55,15 @@ class ResponseStore:
             placed = [PlacedItem(item, STORED) for item in known]
         for position, item in enumerate(items):
             if item.kind() == "item_reference":
-                item = self._referenced(item, f"input[{position}].id")
+                where = f"input[{position}].id"
+                if not item.id:
+                    refuse(where, "is missing")
+                wanted = decode(_STRING, item.id, where)
+                found = self._references.get(wanted)
+                if found is None:
+                    stored_only = "only items of stored responses can be referred to"
+                    refuse(where, f"an item {quoted(wanted)} is not stored: {stored_only}")
+                item = found
             placed.append(PlacedItem(self._kept_once(item) if stored else item, position))
         return placed
 
@@ -64,16 +72,6 @@ class ResponseStore:
         said = [_ITEM.decode(msgspec.json.encode(item)) for item in output]
         self._references |= {_STRING.decode(item.id): item for item in said}
         self._responses[response_id] = (*(at.item for at in conversation), *said)
-
-    def _referenced(self, item: Item, where: str) -> Item:
-        """The item that a reference names."""
-        if not item.id:
-            refuse(where, "is missing")
-        wanted = decode(_STRING, item.id, where)
-        found = self._references.get(wanted)
-        if found is None:
-            refuse(where, f"an item {quoted(wanted)} is not stored: only items of stored responses can be referred to")
-        return found
 
     def _kept_once(self, item: Item) -> Item:
         """The kept item that equals this one, which is kept from now on if there was none."""

@@ -199,8 +199,13 @@ def custom_call(call: ToolCall) -> CustomCall:
     The model may send other arguments than the one `input`. The client is then given their JSON as the input, under a
     call id that says so: its tool refuses them, and the model can learn from that.
     """
-    said = _only_input(call.arguments)
-    if said is None:
+    try:
+        value: Any = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        value = None
+    said = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
+    # Python's parser reads unpaired surrogates, which a reply cannot encode.
+    if not isinstance(said, str) or _SURROGATE.search(said):
         return CustomCall(call.id + _AS_JSON, call.arguments)
     return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, said)
 
@@ -215,14 +220,3 @@ def arguments_of_custom_call(sent: CustomCall) -> str:
 def id_of_custom_call(sent: str) -> str:
     """The id of a call as the model made it: the inverse of `custom_call`."""
     return sent.removesuffix(_AS_JSON) if sent.endswith(_AS_JSON) else sent.removesuffix(_AS_TEXT)
-
-
-def _only_input(arguments: str) -> str | None:
-    """The string of `{"input": "..."}`, None for other arguments."""
-    try:
-        value: Any = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or len(value) != 1 or not isinstance(said := value.get(INPUT), str):
-        return None
-    return None if _SURROGATE.search(said) else said
