@@ -1,6 +1,6 @@
-"""States, outcomes, and the legal moves between states, as data.
+"""The states of sessions and groups, the legal moves between them, and the reasons why a session ended, as data.
 
-How a session ended is a `StopReason`, never a state. The one invariant: `DONE` has no way out.
+How a session ended is a `StopReason`, never a state. It knows no store. Invariant: no move leads out of `DONE`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from enum import StrEnum
 
 
 class SessionState(StrEnum):
+    """`READY`: its sandbox is prepared, and it waits for a run slot."""
+
     QUEUED = "queued"
     INITIALIZING = "initializing"
     READY = "ready"
@@ -40,7 +42,8 @@ class StopReason(StrEnum):
 
 
 MOVES: dict[SessionState, frozenset[SessionState]] = {
-    # Back to QUEUED is a retry (a new attempt); straight to DONE is a cancel, a timeout or a final error.
+    # A move back to QUEUED is a retry as a new attempt. A move straight to DONE is a cancellation, a timeout or the
+    # error of the last attempt.
     SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
     SessionState.INITIALIZING: frozenset({SessionState.READY, SessionState.QUEUED, SessionState.DONE}),
     SessionState.READY: frozenset({SessionState.RUNNING, SessionState.QUEUED, SessionState.DONE}),

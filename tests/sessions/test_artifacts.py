@@ -9,7 +9,7 @@ from pathlib import Path
 from outrider.runtimes.base import SandboxContext
 from outrider.runtimes.node_host import Host
 from outrider.schemas import Artifact, ArtifactList
-from outrider.sessions.artifacts import Bounds, Collector
+from outrider.sessions.artifacts import ArtifactCollector, ArtifactLimits
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 from outrider.store.artifacts import INDEX, ArtifactStore
 from outrider.testing.memory_runtime.runtime import MemoryRuntime
@@ -24,7 +24,7 @@ class Hanging(MemoryRuntime):
 
 
 async def collected(
-    folder: Path, bounds: Bounds, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
+    folder: Path, bounds: ArtifactLimits, *patterns: str, kind: type[MemoryRuntime] = MemoryRuntime
 ) -> ArtifactList:
     """What is kept of a sandbox with a few files."""
     runtime_spec = RuntimeSpec(kind="memory")
@@ -49,13 +49,13 @@ async def collected(
     for name, data in files.items():
         await runtime.write(name, data)
     store = ArtifactStore(folder)
-    await Collector(store, bounds).collect(runtime, task, "s", 1)
+    await ArtifactCollector(store, bounds).collect(runtime, task, "s", 1)
     await runtime.stop()
     return store.listed("s")
 
 
 async def test_bounds_of_files_and_of_all(tmp_path: Path) -> None:
-    listed = await collected(tmp_path, Bounds(file=5, total=10, matches=3), "d/*", "e", "d/1", "f*")
+    listed = await collected(tmp_path, ArtifactLimits(file_bytes=5, total_bytes=10, matches=3), "d/*", "e", "d/1", "f*")
     assert [file.path for file in listed.artifacts] == ["/work/d/1", "/work/d/3", "/work/e"]
     assert [(left.path, left.reason) for left in listed.left_out] == [
         ("/work/d/2", "/work/d/2 is larger than 5 bytes"),
@@ -64,13 +64,13 @@ async def test_bounds_of_files_and_of_all(tmp_path: Path) -> None:
 
 
 async def test_what_all_may_take_is_what_is_left_for_each(tmp_path: Path) -> None:
-    listed = await collected(tmp_path, Bounds(file=5, total=6), "d/1", "d/3", "e")
+    listed = await collected(tmp_path, ArtifactLimits(file_bytes=5, total_bytes=6), "d/1", "d/3", "e")
     assert [file.path for file in listed.artifacts] == ["/work/d/1", "/work/e"]
     assert [left.reason for left in listed.left_out] == ["/work/d/3 is larger than 2 bytes (6 bytes are kept in all)"]
 
 
 async def test_the_time_is_bounded_too(tmp_path: Path) -> None:
-    listed = await collected(tmp_path, Bounds(seconds=0.1), "*", kind=Hanging)
+    listed = await collected(tmp_path, ArtifactLimits(seconds=0.1), "*", kind=Hanging)
     assert [left.reason for left in listed.left_out] == ["what is not listed could not be had within 0.1 s"]
 
 

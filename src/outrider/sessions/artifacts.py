@@ -1,7 +1,7 @@
-"""Takes the files that a task wants kept out of an agent's sandbox, when its run has ended and however it has.
+"""Keeps the files that a task names as its artifacts, from the agent's sandbox, after its run has ended.
 
-It knows no harness and no grading. Invariant: it never fails but by being cancelled; what could not be kept is listed
-with the reason.
+It knows no harness and no grading. Invariant: only its cancellation is raised; what could not be kept is listed with
+the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from outrider.errors import RuntimeFailure
+from outrider.errors import RuntimeFailure, plain
 from outrider.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
@@ -21,83 +21,80 @@ from outrider.store.artifacts import ArtifactStore
 
 log = logging.getLogger("outrider.session")
 
-AT_ONCE = 8
-"""Files that a node holds in memory."""
+MAX_FILES_IN_MEMORY = 8
+"""Of all sessions of a node together."""
 
 
-class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one file and of all of an attempt, how many paths one pattern may match, and how long all may take."""
+class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one file, bytes of all files of an attempt, matches of one pattern, and seconds for all of it."""
 
-    file: int = 32 << 20
-    total: int = 128 << 20
+    file_bytes: int = 32 << 20
+    total_bytes: int = 128 << 20
     matches: int = 1000
     seconds: float = 120.0
 
 
-class Collector:
-    """A node's. `collect` once an attempt."""
+class ArtifactCollector:
+    """Collects the artifacts of a node's sessions into `store`."""
 
-    def __init__(self, store: ArtifactStore, bounds: Bounds | None = None) -> None:
+    def __init__(self, store: ArtifactStore, limits: ArtifactLimits | None = None) -> None:
         self._store = store
-        self._bounds = bounds or Bounds()
-        self._reading = asyncio.Semaphore(AT_ONCE)
+        self._limits = limits or ArtifactLimits()
+        self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
     async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> None:
+        """Keep one attempt's artifacts, once."""
         if not task.artifacts:
             return
-        haul = Haul(runtime, task, session_id, attempt, self._bounds)
+        collection = ArtifactCollection(runtime, task, self._limits)
         try:
             try:
-                async with asyncio.timeout(self._bounds.seconds):
-                    await self._collect(haul)
+                async with asyncio.timeout(self._limits.seconds):
+                    async for path in collection.paths():
+                        async with self._reading:
+                            await self._keep(collection, path, session_id, attempt)
             except TimeoutError:
-                haul.leave_out("", f"what is not listed could not be had within {self._bounds.seconds:g} s")
-            await asyncio.to_thread(self._store.index, haul.listed())
-        except Exception as error:  # the session is what matters
+                collection.leave_out("", f"what is not listed could not be had within {self._limits.seconds:g} s")
+            listed = ArtifactList(
+                session_id=session_id,
+                attempt=attempt,
+                artifacts=tuple(collection.kept),
+                left_out=tuple(collection.left_out),
+            )
+            await asyncio.to_thread(self._store.index, listed)
+        except Exception as error:  # a session is not lost for want of its artifacts
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
 
-    async def _collect(self, haul: Haul) -> None:
-        async for path in haul.paths():
-            async with self._reading:
-                data = await haul.read(path)
-                if data is None:
-                    continue
-                try:
-                    digest = await asyncio.to_thread(self._store.put, haul.session_id, haul.attempt, data)
-                except OSError as error:
-                    haul.leave_out(path, f"the service cannot store it: {error}")
-                else:
-                    haul.keep(path, len(data), digest)
+    async def _keep(self, collection: ArtifactCollection, path: str, session_id: str, attempt: int) -> None:
+        data = await collection.read(path)
+        if data is None:
+            return
+        try:
+            digest = await asyncio.to_thread(self._store.put, session_id, attempt, data)
+        except OSError as error:
+            collection.leave_out(path, f"the service cannot store it: {error}")
+        else:
+            collection.keep(path, len(data), digest)
 
 
-class Haul:
-    """What one attempt leaves."""
+class ArtifactCollection:
+    """The artifacts of one attempt: those kept so far, and those left out, with reasons."""
 
-    def __init__(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int, bounds: Bounds) -> None:
-        self.session_id = session_id
-        self.attempt = attempt
+    def __init__(self, runtime: Runtime, task: TaskSpec, limits: ArtifactLimits) -> None:
+        self.kept: list[Artifact] = []
+        self.left_out: list[LeftOut] = []
         self._runtime = runtime
         self._patterns = task.artifacts
         self._workdir = task.runtime.workdir
-        self._kept: list[Artifact] = []
-        self._left_out: list[LeftOut] = []
-        self._bounds = bounds
-        self._room = bounds.total
-
-    def listed(self) -> ArtifactList:
-        return ArtifactList(
-            session_id=self.session_id,
-            attempt=self.attempt,
-            artifacts=tuple(self._kept),
-            left_out=tuple(self._left_out),
-        )
+        self._limits = limits
+        self._bytes_left = limits.total_bytes
 
     async def paths(self) -> AsyncIterator[str]:
-        """What the patterns match, each once, as absolute paths in the sandbox."""
+        """The absolute paths in the sandbox that the task's patterns match, each once."""
         seen: set[str] = set()
         for pattern in self._patterns:
             try:
-                found = await self._runtime.glob(pattern, limit=self._bounds.matches)
+                found = await self._runtime.glob(pattern, limit=self._limits.matches)
             except (RuntimeFailure, OSError) as error:
                 self.leave_out(pattern, str(error))
                 continue
@@ -110,8 +107,8 @@ class Haul:
                     yield path
 
     async def read(self, path: str) -> bytes | None:
-        """None, and the reason noted, for what cannot be had."""
-        limit = min(self._bounds.file, self._room)
+        """A file's bytes; None for one that is left out."""
+        limit = min(self._limits.file_bytes, self._bytes_left)
         try:
             path.encode()
             return await self._runtime.read(path, limit=limit, follow=False)
@@ -120,18 +117,13 @@ class Haul:
         except UnicodeEncodeError:
             self.leave_out(path, "its name is not UTF-8")
         except (RuntimeFailure, OSError) as error:
-            full = f" ({self._bounds.total} bytes are kept in all)" if limit < self._bounds.file else ""
+            full = f" ({self._limits.total_bytes} bytes are kept in all)" if limit < self._limits.file_bytes else ""
             self.leave_out(path, f"{error}{full}")
         return None
 
     def keep(self, path: str, size: int, digest: str) -> None:
-        self._room -= size
-        self._kept.append(Artifact(path=path, size=size, sha256=digest))
+        self._bytes_left -= size
+        self.kept.append(Artifact(path=path, size=size, sha256=digest))
 
     def leave_out(self, path: str, reason: str) -> None:
-        self._left_out.append(LeftOut(path=_readable(path), reason=_readable(reason)))
-
-
-def _readable(text: str) -> str:
-    """With the bytes of a name that is not UTF-8 spelt out."""
-    return text.encode("utf-8", "backslashreplace").decode()
+        self.left_out.append(LeftOut(path=plain(path), reason=plain(reason)))

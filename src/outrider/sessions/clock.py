@@ -1,5 +1,8 @@
-"""A session's own time: a budget that only runs while the session works, never while it waits for a lane or while the
-service stands still."""
+"""A session's own time: budgets, which limit how long it works, and a stopwatch, which says how long each stage took.
+
+It knows no stage. Invariant: time in which the event loop stood still, and time outside a `spend` block, such as a wait
+for a slot, is charged to no budget.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from contextlib import asynccontextmanager
 class Budget:
     """Seconds left to spend. `async with budget.spend():` raises TimeoutError when they run out inside.
 
-    `stood_still` tells for how many seconds in all the event loop has stood still until now: that is not charged.
+    `exhausted` says whether they ever did. `stood_still` returns for how many seconds in all the event loop has stood
+    still until now (`Watchdog.stood_still`).
     """
 
     def __init__(self, seconds: float, stood_still: Callable[[], float]) -> None:
@@ -32,15 +36,16 @@ class Budget:
             worked = loop.time() - started - (self._stood_still() - stood)
             self.remaining = budget - max(0.0, worked)
 
-        def look() -> None:
+        # A deadline set on entering would be too early after a stall: so a timer looks, and sets itself again.
+        def end_or_wait() -> None:
             nonlocal timer
             charge()
             if self.remaining <= 0:
                 timeout.reschedule(loop.time())
-            else:  # the loop stood still meanwhile
-                timer = loop.call_later(self.remaining, look)
+            else:
+                timer = loop.call_later(self.remaining, end_or_wait)
 
-        timer = loop.call_later(max(0.0, budget), look)
+        timer = loop.call_later(max(0.0, budget), end_or_wait)
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
@@ -52,7 +57,7 @@ class Budget:
 
 
 class Stopwatch:
-    """Names the stage time is spent in: `lap(name)` books everything since the last lap under `name`."""
+    """`lap(name)` adds the time since the last lap to `seconds[name]`."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

@@ -1,4 +1,7 @@
-"""The session's model for in-process agents: a conversation's calls without HTTP in between."""
+"""The session's model for agents that run in this process: calls of its conversation, without HTTP.
+
+It knows no token. Invariant: such a call is admitted, recorded and limited like one that comes through the gateway.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
 from outrider.sandboxes.sandbox import Sandboxes
 from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
-from outrider.sessions.artifacts import Collector
+from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
@@ -56,7 +56,7 @@ class LocalNode:
         self.name = name
         self.backend = backend
         self._store = store
-        self._collector = Collector(artifacts)
+        self._collector = ArtifactCollector(artifacts)
         self._lanes = lanes
         self._resources = resources
         self._files = files

@@ -26,7 +26,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import contained
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import WarmPool
-from outrider.sessions.artifacts import Collector
+from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
@@ -54,7 +54,7 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelBackend
     store: Store
-    artifacts: Collector
+    artifacts: ArtifactCollector
     lanes: Lanes
     resources: NodeResources
     sandboxes: Sandboxes
@@ -116,9 +116,10 @@ class Rollout:
         return await self._result(ending)
 
     async def _stages(self) -> Ending:
+        """The steps of the attempt, in order. What it holds is released in the reverse order, whatever happens."""
         lanes, priority = self._node.lanes, self._session.priority
         harness = make_harness(self._task.harness)
-        mounts = await asyncio.to_thread(harness.mounts)  # a harness may have to make first what it mounts
+        mounts = await asyncio.to_thread(harness.mounts)  # some harnesses build the folder that they mount first
         grading = Grading(
             self._attempt,
             make_evaluator(self._task.evaluator),

@@ -10,8 +10,11 @@ from outrider.trajectory import Turn
 
 
 def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
-    """As of the newest turn of the main conversation that was answered, its reply included; where its history was
-    replaced by a summary, as it went on from that. `turns[i].index` must be `i`."""
+    """The messages of the newest answered turn of the main conversation, its reply included.
+
+    Where a harness replaced its history by a summary, they begin with that summary. Empty if no turn was answered.
+    `turns[i].index` must be `i`.
+    """
     lines = lineages(turns)
     answered = (turn for turn in reversed(turns) if lines[turn.index].main_line and turn.reply is not None)
     turn = next(answered, None)
