@@ -1,9 +1,9 @@
-"""A process that has just been cloned becomes the first one of a sandbox: its root, its limits, its confinement.
+"""Turns a process that has just been cloned into the first one of a sandbox: its root, its limits, its confinement.
 
 It knows no tool server and no session. A plan (see runtimes/namespace/plan.py), a mapping of plain values, says what it
-builds. Invariants: whatever is named by a path of the sandbox is resolved with the sandbox's root as `/`, so that
-nothing in an image can lead out of it; nothing of the host is shown but what the plan names, and that read-only; and
-once `enter` has returned, nothing that this process does or starts can undo any of it.
+builds. Invariants: every path of the sandbox is resolved with the sandbox's root as `/`, so that nothing in an image
+can lead out of it; nothing of the host is visible except what the plan names, and that is read-only; once `enter` has
+returned, nothing that this process does or starts can undo any of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 UNSHARED = syscalls.NEWNS | syscalls.NEWIPC | syscalls.NEWUTS | syscalls.NEWNET | syscalls.NEWCGROUP
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-LINKS = {
+DEVICE_LINKS = {
     "ptmx": "pts/ptmx",
     "fd": "/proc/self/fd",
     "stdin": "/proc/self/fd/0",
@@ -33,27 +33,30 @@ LINKS = {
     "stderr": "/proc/self/fd/2",
 }
 USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
-"""For a sandbox of several users, over these alone: to change owners, to be another, to pass modes over (chown,
-dac_override, fowner, fsetid, kill, setgid, setuid, setpcap), to listen on low ports, to change the root."""
+"""Capabilities of root in a sandbox of several users, valid for those users only: chown, dac_override, fowner, fsetid,
+kill, setgid, setuid, setpcap, net_bind_service, sys_chroot."""
 GUARDED = ("bus", "fs", "irq", "sys", "sysrq-trigger")
-"""Below /proc: what the host's root could change with no capability at all. Shown read-only."""
+"""Below /proc, read-only in the sandbox: the kernel checks only the owner of these files. Where the node runs as the
+host's root, so do the sandbox's programs, which could write to them without any capability."""
 HIDDEN = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
+"""Below /proc, covered: they tell of the host. Container engines cover them, too."""
 PLAIN = syscalls.MS_NOSUID | syscalls.MS_NODEV
 SHOWN = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
 PROC = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
 PTS = "newinstance,ptmxmode=0666,mode=620,max=128"
-"""Of terminals the host has some thousands for all sandboxes."""
+"""`max`: the host has some thousands of terminals for all sandboxes together."""
 IPC_BYTES = 64 << 20
 IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
-"""Linux's own of long ago, each less than 3 MiB in all."""
+"""Maximum segments, semaphores and queues: Linux's old defaults, which come to less than 3 MiB each."""
 INOTIFY_MAX = 32
-"""Of what the user outside may have for all sandboxes, usually 128."""
+"""The kernel counts these for the user outside, who may have some 128 for all sandboxes together."""
 
 
 def identify(plan: Plan) -> None:
-    """Be root of the user namespace, which is one user outside. More users, only others can give us."""
+    """Become root of the user namespace. A process may map one user by itself, the one that it is outside; more users,
+    the zygote has mapped already."""
     if len(plan["uids"]) == 1:
-        write("/proc/self/setgroups", "deny")
+        write("/proc/self/setgroups", "deny")  # the kernel's condition for writing gid_map without privilege
         write("/proc/self/uid_map", mapping(plan["uids"]))
         write("/proc/self/gid_map", mapping(plan["gids"]))
     else:
@@ -63,12 +66,13 @@ def identify(plan: Plan) -> None:
 
 
 def mapping(ids: list[list[int]]) -> str:
-    """As /proc/PID/uid_map takes it: lines of the first id inside, the first outside, and how many."""
+    """The text of /proc/PID/uid_map: lines of the first id inside, the first outside, and their number."""
     return "".join(f"{inside} {outside} {count}\n" for inside, outside, count in ids)
 
 
 def enter(plan: Plan) -> list[int]:
-    """The whole of it; descriptors of the layers' upper folders, in the plan's order, which no path leads to."""
+    """Do all of it. Returns descriptors of the layers' upper folders, in the plan's order: no path leads to them any
+    more, and saving a layer needs them."""
     for group in plan["cgroups"]:
         write(group, "0")
     syscalls.unshare(UNSHARED)
@@ -82,15 +86,19 @@ def enter(plan: Plan) -> list[int]:
         resource.setrlimit(getattr(resource, name), (value, value))
     syscalls.keep_capabilities(USER_CAPABILITIES if len(plan["uids"]) > 1 else frozenset())
     seccomp.confine(counted=bool(plan["memory"]), ipc=ipc)
+    # Else programs of the same user could read and change this process's memory and descriptors through /proc.
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
     return uppers
 
 
 def change_root(plan: Plan) -> list[int]:
-    """All that is wanted of the host is taken hold of first. Then the root is changed and the host's is gone, and only
-    then a path of the sandbox is resolved, which an image or another sandbox may have filled with links."""
+    """Make the plan's root the root of this process.
+
+    Everything that is needed of the host is opened first. Then the root is changed, and the host's is gone. Only then
+    is any path of the sandbox resolved: an image may have links anywhere.
+    """
     base = plan["base"]
-    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
+    syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here shall reach the host
     shown = [(syscalls.clone_tree(source, SHOWN), target) for source, target in plan["shown"]]
     devices = [(syscalls.clone_tree(f"/dev/{name}"), f"/dev/{name}") for name in DEVICES]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
@@ -103,30 +111,34 @@ def change_root(plan: Plan) -> list[int]:
         os.mkdir(f"{base}/upper{number}")
         os.mkdir(f"{base}/work{number}")
     if saved >= 0:
-        from outrider.runtimes.guest.filesystem.layers import restore_layers  # which is slow to load, and rarely used
+        from outrider.runtimes.guest.filesystem.layers import restore_layers  # slow to load, and rarely used
 
         restore_layers(saved, [f"{base}/upper{number}" for number in range(len(plan["layers"]))])
-    uppers = [put_up(base, number, lower, target) for number, (lower, target) in enumerate(plan["layers"])]
-    proc = syscalls.new_mount("proc", PROC)  # here, because the kernel allows it only where one is to be seen
+    uppers = [mount_layer(base, number, lower, target) for number, (lower, target) in enumerate(plan["layers"])]
+    proc = syscalls.new_mount("proc", PROC)  # now: the kernel allows it only where a /proc is visible
     os.chdir(f"{base}/root")
-    syscalls.pivot_root(".", ".")  # which puts the old root over the new one
+    syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same place
     syscalls.detach(".")
     os.chdir("/")
     for tree, target in shown:
         show(tree, target)
     make_dev(devices)
-    make_proc(proc)  # the last of it: the links of /proc lead to what is held here
+    make_proc(proc)  # last: through the links of /proc, paths lead to the descriptors held here
+    # A plan could name `/` itself as a target: paths would then see another root than the one confined here.
     if not os.path.samestat(os.stat("/.."), os.stat("/")):
         raise OSError(errno.EINVAL, "something is mounted over the sandbox's root")
     return uppers
 
 
-def put_up(base: str, number: int, lower: str, target: str) -> int:
-    """A throw-away writable folder over one of the host's. All targets but the first, `/`, are plain folders of the
-    first's lower one. Paths are relative, or of /proc: a mount's options can be read inside."""
+def mount_layer(base: str, number: int, lower: str, target: str) -> int:
+    """Mount a throw-away writable layer over a folder of the host. Returns a descriptor of its upper folder.
+
+    The first target is `/`; all others are plain folders of the first's lower one. The paths are relative, or of /proc:
+    programs inside can read a mount's options, and the host's paths are none of theirs.
+    """
     os.chdir(base)
     held = os.open(lower, os.O_PATH | os.O_DIRECTORY)
-    os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)
+    os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder has the upper one's mode
     where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
     syscalls.mount("overlay", f"root{target}", "overlay", PLAIN, where)
     os.close(held)
@@ -134,14 +146,16 @@ def put_up(base: str, number: int, lower: str, target: str) -> int:
 
 
 def make_proc(proc: int) -> None:
-    make_own("/proc")
+    """Attach a /proc, and set the limits that programs could not set themselves once it is read-only."""
+    make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
 
 
 def bound_ipc(memory: int) -> bool:
-    """Give System V's shared memory, semaphores and messages, which belong to no process, a small part of `memory`:
-    databases want a few pages of them. False where this kernel lets only the host's root do that (before Linux 6.0)."""
+    """Limit System V's shared memory, semaphores and messages to a small part of `memory`. They belong to no process,
+    so that counting processes does not see them, but databases need a few pages. Returns False where the kernel lets
+    only the host's root set the limits (before Linux 6.0)."""
     pages = min(IPC_BYTES, memory // 4) // os.sysconf("SC_PAGE_SIZE")
     try:
         for name, value in {"shmall": str(pages), **IPC_COUNTS}.items():
@@ -152,7 +166,7 @@ def bound_ipc(memory: int) -> bool:
 
 
 def guard_proc() -> None:
-    """After this the kernel's switches stay as they are."""
+    """Make the kernel's switches in /proc read-only, and cover what tells of the host."""
     for name in GUARDED:
         if os.path.exists(f"/proc/{name}"):
             syscalls.attach(syscalls.clone_tree(f"/proc/{name}", syscalls.ATTR_RDONLY), f"/proc/{name}")
@@ -164,30 +178,30 @@ def guard_proc() -> None:
 
 
 def make_dev(devices: list[tuple[int, str]]) -> None:
-    make_own("/dev")
+    make_root_folder("/dev")
     syscalls.mount("none", "/dev", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "mode=755,size=64k,nr_inodes=64")
     for tree, target in devices:
         show(tree, target)
     os.mkdir("/dev/pts")
     syscalls.mount("none", "/dev/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, PTS)
-    for name, aim in LINKS.items():
+    for name, aim in DEVICE_LINKS.items():
         os.symlink(aim, f"/dev/{name}")
 
 
-def make_own(folder: str) -> None:
-    """A folder right below the root, which nothing but a folder may stand for."""
+def make_root_folder(folder: str) -> None:
+    """Make a folder right below the root. Raises OSError if the image has a link or file of that name."""
     make_folders(folder)
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         raise OSError(errno.ENOTDIR, f"{folder} of the sandbox's root is not a folder")
 
 
 def show(tree: int, target: str) -> None:
-    """Attach mounts at a path that is made if it is missing."""
+    """Attach mounts at a path, which is made if it is missing."""
     if stat.S_ISDIR(os.fstat(tree).st_mode):
         make_folders(target)
     else:
         make_folders(folder_of(target))
-        with contextlib.suppress(FileExistsError):  # a pipe, perhaps, which must not be opened
+        with contextlib.suppress(FileExistsError):  # what is there may be a pipe: opening it would block
             os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
     syscalls.attach(tree, target)
 

@@ -1,8 +1,9 @@
-"""A tool server fenced in by Landlock: for a host that allows no user namespaces.
+"""Confinement of a tool server by Landlock, for a host that allows no user namespaces.
 
-It keeps a process and all that it starts to some folders, to one TCP port, and to themselves, with what the running
-kernel has of that. It knows no session. Invariant: once `enter` has returned, nothing that this process does or
-starts can undo any of it. It is not joined with the tool server's modules, but loaded before them.
+It keeps a process and all that it starts to some folders, to one TCP port, and to themselves, as far as the running
+kernel's Landlock goes. It knows no session. Invariant: once `enter` has returned, nothing that this process does or
+starts can undo any of it. It is not joined with the tool server's modules, but loaded before them (see `behind` in
+runtimes/tool_server/bundle.py). Numbers and structures are those of linux/landlock.h.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ TRUNCATE, IOCTL_DEVICE = 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 RIGHTS_SINCE = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEVICE))
-"""The rights to files that each version of the interface came with."""
+"""The rights to files that each version of the interface introduced. A ruleset with an unknown one is refused."""
 NETWORK_SINCE, SCOPES_SINCE = 4, 6
 CONNECT_TCP = 2
 SCOPES = 1 | 2
-"""No connection to an abstract Unix socket, no signal to a process, that is not fenced in with us."""
+"""No connection to an abstract Unix socket and no signal to a process outside of this confinement."""
 
 
 def version() -> int:
-    """That of the kernel's interface; 0 when it has none."""
+    """The version of the kernel's Landlock; 0 if it has none."""
     number = syscalls.LIBC.syscall(SYS_CREATE_RULESET, None, ctypes.c_size_t(0), CREATE_VERSION)
     return int(max(0, number))
 
 
 def enter(arguments: list[str]) -> None:
-    """`arguments` are the TCP port that may be connected to, then words such as `read=/usr`, `write=/tmp/x`,
-    `memory=0` (see `Setup.memory`) and `RLIMIT_CORE=0`. Paths that are not there are passed over."""
+    """`arguments` are the only TCP port that may be connected to, then words such as `read=/usr`, `write=/tmp/x`,
+    `memory=0` (see `Setup.memory`) and `RLIMIT_CORE=0`. Missing paths are skipped."""
     port, *words = arguments
     given = [(name, value) for name, _, value in (word.partition("=") for word in words)]
     have = version()
@@ -62,6 +63,7 @@ def enter(arguments: list[str]) -> None:
 
 
 def create(have: int, rights: int) -> int:
+    """A new ruleset for the kernel's version `have`. Older kernels refuse the later fields of its structure."""
     network = CONNECT_TCP if have >= NETWORK_SINCE else 0
     scopes = SCOPES if have >= SCOPES_SINCE else 0
     fields = (rights, network, scopes)[: 3 if have >= SCOPES_SINCE else 2 if have >= NETWORK_SINCE else 1]
@@ -70,6 +72,7 @@ def create(have: int, rights: int) -> int:
 
 
 def allow_path(ruleset: int, path: str, rights: int) -> None:
+    """Allow the rights at and below a path. For a file, the kernel refuses rights that only folders have."""
     try:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

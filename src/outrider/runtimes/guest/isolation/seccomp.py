@@ -1,7 +1,7 @@
-"""The system calls that a sandbox's programs do not get: what reaches into the kernel beyond what work needs.
+"""The filter of system calls: what a sandbox's programs may not ask of the kernel.
 
 The list follows what container engines deny by default, plus what they leave to capabilities. It knows nothing of who
-is confined. Invariant: a call of another machine's numbering is never let through. Pure but for `confine`.
+is confined. Invariant: a call with the numbers of another machine is never let through. Pure, except for `confine`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ EPERM, ENOSYS = 1, 38
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 AT_NUMBER, AT_MACHINE = 0, 4
 FIRST, SECOND, THIRD, FOURTH = 16, 24, 32, 40
-"""Where a call's arguments are: the lower half of each, and the upper one UPPER behind it."""
+"""Offsets of a call's arguments in `struct seccomp_data`: the lower half of each; the upper half is UPPER behind it."""
 UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""From here on the numbers of x86-64 mean the x32 calls."""
+"""From this number on, calls on x86-64 are those of the x32 interface: the same calls, which the filter would miss."""
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
-"""The families of sockets that there are: others, such as those between a virtual machine and its host, know of no
-network namespace."""
+"""The families of sockets that are allowed. Others, such as vsock between a virtual machine and its host, ignore
+network namespaces."""
 STREAM, SEQUENCED, KIND = 1, 5, 0xF
 TCP = 6
 FASTOPEN = 0x20000000
-"""Sending with this makes a connection, which Landlock does not see."""
+"""MSG_FASTOPEN: sending with this flag connects, and Landlock sees only `connect`."""
 PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
@@ -84,20 +84,20 @@ LOOKED_AT = {
         "sched_setattr": 274,
     },
 }
-"""Allowed or not by their arguments: see `checks`."""
+"""Numbers of the calls that `checks` allows or refuses by their arguments."""
 HOST_WIDE = {
     "x86_64": (29, 30, 31, *range(64, 67), *range(68, 72), 220, *range(240, 246)),
     "aarch64": (*range(180, 197),),
 }
-"""System V's shared memory, semaphores and messages, POSIX's messages: outside of namespaces all programs share them,
-and they outlive who made them. Without `shmdt`, which lets go of one."""
+"""System V's shared memory, semaphores and messages, and POSIX's messages: outside of namespaces all programs of the
+host share them, and they outlive their makers. `shmdt` is not among them: it only lets go of memory."""
 
 UNCOUNTED = {"x86_64": (216, 278, 319, 447), "aarch64": (75, 234, 279, 447)}
-"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`: memory that belongs to a descriptor or a pipe and to
-no process, or that a process has and does not show."""
+"""`remap_file_pages`, `vmsplice`, `memfd_create`, `memfd_secret`: they make memory that belongs to a descriptor or
+pipe, or that a process has without /proc showing it, so that memory_watch.py cannot count it."""
 
 CLONE3 = 435
-"""Its flags are in memory, where a filter cannot look: without it the C library uses `clone`."""
+"""Its flags are in memory, where a filter cannot look. With ENOSYS for it, the C library falls back to `clone`."""
 
 DENIED_EVERYWHERE = {
     "io_uring_setup": 425,
@@ -234,7 +234,7 @@ def accept(at: int, value: int) -> bytes:
 
 
 def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
-    """By the name of a call, what is done with it: where that does not refuse it, it is let through."""
+    """The steps for each call of LOOKED_AT. A call that its steps do not refuse is let through."""
     found = {
         "clone": refuse(FIRST, NAMESPACES, test=ANY_BIT),
         "ioctl": refuse(SECOND, TIOCSTI, TIOCLINUX),
@@ -255,17 +255,20 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     found["setpriority"] = refuse(FIRST, PRIORITY_OF_USER) + second
     found["ioprio_set"] = refuse(FIRST, IO_PRIORITY_OF_USER) + second
     lower, upper = step(LOAD, THIRD) + step(EQUAL, 0, 0, 3), accept(THIRD + UPPER, 0)
-    found["prlimit64"] = lower + upper + first  # with no new limit, it only asks
+    found["prlimit64"] = lower + upper + first  # without a new limit it only asks
     return found
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
-    """The filter for a machine by the name that `uname -m` gives it. Neither process 1 nor `server` can be slowed down
-    or limited. With `tcp_only`, which is for programs among the host's, no other process can, there are sockets for TCP
-    and to ask the kernel and no others, and nothing that all programs share. With `counted`, where the memory of
-    processes is counted and bounded, there is none that belongs to no process; without `ipc`, nothing of System V's or
-    POSIX's that outlives them. Raises KeyError for a machine without a list."""
+    """The filter, a BPF program, for a machine by its name of `uname -m`.
+
+    Process 1 and `server` can be neither slowed down nor limited. `tcp_only` is for programs among the host's own: they
+    can do that to no process but themselves, have sockets only for TCP and for asking the kernel, and nothing that all
+    programs of the host share. `counted`: the memory of processes is counted and bounded, so there is none that belongs
+    to no process. Without `ipc` there is nothing of System V's or POSIX's that outlives its maker. Raises KeyError for
+    a machine without a list.
+    """
     steps = [
         step(LOAD, AT_MACHINE),
         step(EQUAL, MACHINES[machine], 1, 0),
@@ -285,8 +288,8 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 
 
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
-    """Put the filter on this process, the tool server, and all that it starts, for good. Raises OSError, and KeyError
-    as `program`."""
+    """Put the filter on this process, the tool server, and on all that it starts, for good. Raises OSError, and
+    KeyError as `program` does."""
     code = program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))

@@ -1,7 +1,7 @@
 """The system calls that the standard library lacks: namespaces, mounts, capabilities and process attributes.
 
-It knows no sandbox. Invariant: every call either does what it says or raises OSError with the call's name. Linux 5.12
-or newer, on x86-64 and arm64: the calls by number have the same number on both, unless said.
+It knows no sandbox. It needs Linux 5.12 or newer, on x86-64 or arm64. Invariant: every function either does what it
+says or raises OSError with the name of the call.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import os
 import struct
 
+SIGCHLD = 17
 NEWNS = 0x00020000
 NEWCGROUP = 0x02000000
 NEWUTS = 0x04000000
@@ -27,6 +28,7 @@ OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH = 4
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 
+# New calls have the same number on every architecture; the two old ones below have not.
 SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
 SYS_FSOPEN, SYS_FSCONFIG, SYS_FSMOUNT = 430, 431, 432
 FSOPEN_CLOEXEC, FSMOUNT_CLOEXEC, FSCONFIG_CMD_CREATE = 1, 1, 6
@@ -56,9 +58,9 @@ def syscall(name: str, number: int, *args: object) -> int:
 
 
 def clone(flags: int) -> int:
-    """As `fork`, with the child in new namespaces. Only for a process of one thread: nothing of Python's or the C
-    library's own preparation for a fork takes place."""
-    return syscall("clone", NUMBERS["clone"], flags | 17, 0, 0, 0, 0)
+    """`fork` with the child in new namespaces. Only for a process of one thread: the preparations of Python and the C
+    library for a fork, such as taking locks, are skipped."""
+    return syscall("clone", NUMBERS["clone"], flags | SIGCHLD, 0, 0, 0, 0)
 
 
 def unshare(flags: int) -> None:
@@ -66,6 +68,7 @@ def unshare(flags: int) -> None:
 
 
 def prctl(option: int, argument: int = 0) -> None:
+    # c_ulong: prctl is variadic, and ctypes passes a plain int as 32 bits, with rubbish above.
     checked(f"prctl({option})", LIBC.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(0), 0, 0))
 
 
@@ -83,7 +86,8 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def clone_tree(path: str, attributes: int = 0) -> int:
-    """A copy of the mounts at a path, attached nowhere, with further attributes; a descriptor of it."""
+    """Copy the mounts at a path, with further attributes. Returns a descriptor of the copy, which is attached nowhere:
+    it keeps what it shows when the root changes."""
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
     if attributes:
@@ -94,7 +98,7 @@ def clone_tree(path: str, attributes: int = 0) -> int:
 
 
 def new_mount(kind: str, attributes: int) -> int:
-    """A new file system of that kind, attached nowhere; a descriptor of it."""
+    """Make a new file system of that kind. Returns a descriptor of it; it is attached nowhere."""
     context = syscall(f"fsopen {kind}", SYS_FSOPEN, kind.encode(), FSOPEN_CLOEXEC)
     try:
         syscall(f"fsconfig {kind}", SYS_FSCONFIG, context, FSCONFIG_CMD_CREATE, 0, 0, 0)
@@ -104,18 +108,19 @@ def new_mount(kind: str, attributes: int) -> int:
 
 
 def attach(tree: int, target: str) -> None:
-    """Mount what `clone_tree` or `new_mount` gave."""
+    """Mount what `clone_tree` or `new_mount` returned, and close its descriptor."""
     syscall(f"mount on {target}", SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
     os.close(tree)
 
 
 def keep_capabilities(kept: frozenset[int]) -> None:
-    """These, and no others, for good: also a program with file capabilities gets no more."""
+    """Keep these capabilities and drop all others for good. Out of the bounding set, they do not come back when a
+    program with file capabilities, or of root, is executed."""
     for capability in range(64):
         if capability in kept:
             continue
         if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) != 0:
-            break
+            break  # the kernel knows no capability of this number, nor of higher ones
     low = sum(1 << capability for capability in kept)
     header = struct.pack("II", CAPABILITY_VERSION_3, 0)
     checked("capset", LIBC.capset(header, struct.pack("6I", low, low, 0, 0, 0, 0)))
@@ -126,6 +131,7 @@ def set_host_name(name: bytes) -> None:
 
 
 def raise_loopback() -> None:
+    """Bring `lo` up: in a new network namespace it is down."""
     import _socket
     import fcntl
 
@@ -135,7 +141,8 @@ def raise_loopback() -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """What `ps` shows of this process and its forks, in place of the command line, which tells of the host's paths."""
+    """Overwrite the command line, which `ps` shows of this process and its forks: it contains paths of the host.
+    Fields 48 and 49 of proc(5)'s stat are where it lies in memory."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])

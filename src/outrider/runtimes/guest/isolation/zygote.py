@@ -2,8 +2,8 @@
 
 A fork of it costs less than starting any program, needs no interpreter in the sandbox, and shares its memory. It is a
 program of its own, started by `python -I -S -c` with one end of a socket as its standard input; its environment is
-empty but for its node's mark. It knows no session. Invariants: it has one thread and never runs what a sandbox
-contains; when its socket ends, or it dies, every sandbox that came from it dies with it.
+empty except for its node's mark. It knows no session. Invariants: it has one thread and never runs anything of a
+sandbox; when its socket ends, or it dies, every sandbox that came from it dies with it.
 
 A request is one message: its number, with three descriptors: of a file with the plan (see isolate.py), of the tool
 server's connection, and of the file for its standard error. The answer is `[number, pid, error]`, with a pidfd unless
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 FAILED = 125
+"""Exit code of a child that could not become a sandbox. Its standard error says why."""
 
 
 class Zygote:
@@ -61,6 +62,7 @@ class Zygote:
         plan = Unpacker(os.pread(file, os.fstat(file).st_size, 0)).value()
         if len(plan["uids"]) == 1:
             return self._clone(plan, connection, log)
+        # The child waits on this pipe: only we, outside of its user namespace, can give it several users.
         told, tell = os.pipe()
         try:
             pid = self._clone(plan, connection, log, told, tell)
@@ -79,7 +81,7 @@ class Zygote:
         return pid
 
     def _answer(self, number: int, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)  # nothing has reaped it yet: that is done by the loop
+        pidfd = os.pidfd_open(pid)  # the number is still its own: the loop, which reaps, runs later
         try:
             self._say([number, pid, ""], pidfd)
         finally:
@@ -93,8 +95,8 @@ class Zygote:
 
 
 def give_users(pid: int, plan: dict[str, Any]) -> None:
-    """Let the child's user namespace have several users: root may, and programs that ask /etc/subuid. Raises OSError;
-    the child then finds that it was told nothing."""
+    """Map several users into the child's user namespace. Root may write the maps; for others, newuidmap and newgidmap
+    do so as /etc/subuid and /etc/subgid allow. Raises OSError; the child then sees the end of its pipe."""
     for kind in ("uid", "gid"):
         ids = plan[f"{kind}s"]
         if os.geteuid() == 0:
@@ -108,10 +110,10 @@ def give_users(pid: int, plan: dict[str, Any]) -> None:
 
 
 def become_sandbox(plan: dict[str, Any], connection: int, log: int, told: int, tell: int) -> None:
-    """In the child, which is the first process of its pid namespace. Never returns."""
+    """In the child, the first process of its pid namespace: confine it, and serve as its tool server. Never returns."""
     code = FAILED
     try:
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the sandbox dies with the zygote
         os.setsid()
         null = os.open("/dev/null", os.O_RDWR)
         for source, target in ((null, 0), (null, 1), (log, 2)):
@@ -126,7 +128,7 @@ def become_sandbox(plan: dict[str, Any], connection: int, log: int, told: int, t
         layers = isolate.enter(plan)
         serve(connection, connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
         code = 0
-    except BaseException as error:  # whatever it was, this process must not go on as a second zygote
+    except BaseException as error:  # whatever it is, this process must not go on as a second zygote
         os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
     finally:
         os._exit(code)
@@ -135,7 +137,9 @@ def become_sandbox(plan: dict[str, Any], connection: int, log: int, told: int, t
 def main() -> None:
     """Serve the socket on descriptor 0 until it ends."""
     preload()
-    seccomp.program(platform.machine(), False, 1)
+    # Cached here, so that the forks find it made; with the arguments exactly as `confine` passes them.
+    for counted, ipc in ((False, True), (True, True), (True, False)):
+        seccomp.program(platform.machine(), False, 1, counted=counted, ipc=ipc)
     syscalls.rename_process(b"outrider-sandbox")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o022)
@@ -144,5 +148,5 @@ def main() -> None:
     loop = Loop()
     Zygote(loop, control)
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # a collection in a fork would write to, and so copy, every page that it shares with us
     loop.run()
