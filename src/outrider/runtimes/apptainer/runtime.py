@@ -20,7 +20,7 @@ from outrider.pythons.portable import PORTABLE_AT, portable_command
 from outrider.rootfs.store import known_image
 from outrider.runtimes.apptainer.start import (
     APPTAINER,
-    FENCE,
+    CONFINEMENT,
     Bind,
     exec_command,
     in_groups,
@@ -37,7 +37,7 @@ from outrider.runtimes.kernel.process_marks import kill_marked
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
 from outrider.runtimes.namespace.plan import ETC_MADE
 from outrider.runtimes.stored_image import stored_image
-from outrider.runtimes.tool_server.bundle import behind, delivery, portable_server
+from outrider.runtimes.tool_server.bundle import confined, delivery, portable_server
 from outrider.runtimes.tool_server.client import Part, ToolClient
 from outrider.runtimes.tool_server.launch import (
     STOP_SECONDS,
@@ -120,7 +120,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
         tools = ToolClient(ours, child.log_tail)
         undo.push_async_callback(undone, name, tools.close)
         await tools.open()
-        tools.send_raw(delivery(behind(FENCE, server_code)))
+        tools.send_raw(delivery(confined(CONFINEMENT, server_code)))
         await configure(tools, first)
         descendants.hold()
         # Only now can the variables that the image sets be asked for.

@@ -43,7 +43,7 @@ ROOT_AS_ROOT = ("--userns",)
 """The same for root, who may not have --fakeroot without an entry in /etc/subuid."""
 ENTER_GROUPS = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-FENCE = (
+CONFINEMENT = (
     *("isolation.syscalls", "isolation.seccomp", "filesystem.paths", "isolation.isolate"),
     "isolation.container_entry",
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from outrider.errors import RuntimeFailure
 from outrider.pythons.portable import portable_command
 from outrider.runtimes.kernel.child import readable
-from outrider.runtimes.tool_server.bundle import BOOT, FLAGS, behind, delivery
+from outrider.runtimes.tool_server.bundle import BOOT, FLAGS, confined, delivery
 from outrider.runtimes.tool_server.client import ToolClient
 from outrider.runtimes.tool_server.launch import START_SECONDS, Setup, configure
 
@@ -25,7 +25,7 @@ SOCKET = "sock"
 LOOK_SECONDS = 1.0
 LOG_TAIL = 4096
 
-FENCE = ("isolation.syscalls", "isolation.seccomp", "isolation.container_entry")
+CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.container_entry")
 CONNECT = (
     "import _socket,posix\n"
     "for fds in ((0,1),(2,)):\n"
@@ -87,7 +87,7 @@ class ContainedServer:
             self._stop_listening()
         await asyncio.get_running_loop().connect_accepted_socket(lambda: self._log, complaints)
         await tools.open()
-        tools.send_raw(delivery(behind(FENCE, bytecode)))
+        tools.send_raw(delivery(confined(CONFINEMENT, bytecode)))
         await configure(tools, setup)
         return tools
 

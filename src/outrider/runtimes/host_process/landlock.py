@@ -19,11 +19,11 @@ from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.guest.isolation import landlock, seccomp
 from outrider.runtimes.host_process.process import ProcessRuntime, gateway_url, launch, sandbox_on_host
 from outrider.runtimes.kernel.cgroups import find
-from outrider.runtimes.tool_server.bundle import behind, server_command
+from outrider.runtimes.tool_server.bundle import confined, server_command
 from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
 
-FENCE = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
+CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
 NEEDED = 3
 """The version of Landlock with which a file that cannot be written cannot be cut off either: Linux 6.2."""
 READ = (
@@ -75,4 +75,4 @@ def confined_program(
         f"memory={memory}",
         *(f"{name}={value}" for name, value in limits.items()),
     ]
-    return [*server_command(sys.executable), *words], behind(FENCE, bytecode)
+    return [*server_command(sys.executable), *words], confined(CONFINEMENT, bytecode)

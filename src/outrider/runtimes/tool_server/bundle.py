@@ -1,7 +1,9 @@
-"""The tool server's code in the form that a bare interpreter starts fastest: bytecode of its own making.
+"""The tool server as one program, in the form that a bare interpreter starts fastest: its own bytecode.
 
-Compiling the source costs more than starting the interpreter, so each interpreter compiles it once and every later
-start reads the result from its standard input: nothing of ours needs to exist in the sandbox's file system.
+The modules of runtimes/guest are joined into one namespace, so their top-level names must differ. Compiling that costs
+more than starting the interpreter, so each interpreter compiles it once. Every later start reads the bytecode from its
+standard input: no file of ours needs to exist in the sandbox. It does not know how a sandbox is made. Invariant: the
+program needs the standard library of Python 3.8 or newer, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Literal
 from outrider.errors import RuntimeUnavailable
 from outrider.pythons.portable import portable_command, portable_python
 
+# `posix` and `marshal` are built into the interpreter; `sys.stdin` would load codecs and buffer what comes after.
 BOOT = (
     "import marshal,posix\n"
     "def take(n):\n"
@@ -39,6 +42,7 @@ COMPILE = (
     "sys.stdout.buffer.write(marshal.dumps(code))\n"
 )
 FLAGS = ("-I", "-S")
+"""Ignore the sandbox's variables, its user's modules and site-packages: an image may have anything there."""
 
 GUEST = "outrider.runtimes.guest"
 MODULES = (
@@ -63,18 +67,19 @@ MODULES = (
 """The tool server's modules, each behind those that it imports."""
 
 COMPILING = threading.Lock()
-"""Sandboxes that start together compile once; and Python 3.11's `ast.parse` fails when threads use it at once."""
+"""Held while compiling: sandboxes that start together compile once, and Python 3.11's `ast.parse` fails when several
+threads use it at once."""
 
 
 def source(name: str) -> str:
-    """The text of a module of the guest folder, named as below it: `filesystem.trees`."""
+    """The text of a module of runtimes/guest by its name there, such as `filesystem.trees`."""
     folder = importlib.resources.files(GUEST)
     return folder.joinpath(name.replace(".", "/") + ".py").read_text(encoding="utf-8")
 
 
 @functools.cache
 def shell_program(kind: Literal["python", "ipython"]) -> str:
-    """What the tool server starts as a live Python of that kind."""
+    """The program of a live Python of that kind, for `python3 -c`."""
     modules = ("shells.python_program", "shells.ipython_program") if kind == "ipython" else ("shells.python_program",)
     engine = "RichEngine" if kind == "ipython" else "PlainEngine"
     with COMPILING:
@@ -82,16 +87,21 @@ def shell_program(kind: Literal["python", "ipython"]) -> str:
 
 
 def program(modules: Sequence[str] = MODULES) -> str:
-    """Modules in a row as one file, without their imports of each other and their types: the tool server."""
+    """Join modules into one text, without their imports of each other and without types; by default the tool server."""
     tree = ast.Module(body=[], type_ignores=[])
     for name in modules:
         for node in ast.parse(source(name)).body:
-            tree.body += _kept(node)
-    return ast.unparse(_Bare().visit(tree))
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                tree.body += node.orelse
+            elif not (
+                isinstance(node, ast.ImportFrom) and (node.module or "").startswith((GUEST, "__future__", "typing"))
+            ):
+                tree.body.append(node)
+    return ast.unparse(_WithoutAnnotations().visit(tree))
 
 
-class _Bare(ast.NodeTransformer):
-    """Takes the annotations out: every start would read them, and none uses them."""
+class _WithoutAnnotations(ast.NodeTransformer):
+    """Removes annotations: every start would load them, and nothing uses them."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -106,20 +116,12 @@ class _Bare(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(ast.Assign([node.target], node.value), node))
 
 
-def _kept(node: ast.stmt) -> list[ast.stmt]:
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith((GUEST, "__future__", "typing")):
-        return []
-    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-        return node.orelse
-    return [node]
-
-
 LOADER = """
 import marshal, sys
 def main():
     for name in ("outrider", "outrider.runtimes", *FOLDERS, "typing"):
         sys.modules[name] = type(sys)(name)
-    sys.modules["typing"].TYPE_CHECKING = False  # all that is wanted of it, and it is slow to load
+    sys.modules["typing"].TYPE_CHECKING = False  # all that the modules use of it; it is slow to load
     for name, code in PARTS:
         module = sys.modules[name] = type(sys)(name)
         exec(marshal.loads(code), module.__dict__)
@@ -133,12 +135,14 @@ def main():
 """
 
 
-@functools.lru_cache(maxsize=8)  # pure, but for files of ours
-def behind(fence: Sequence[str], server: bytes) -> bytes:
-    """The tool server's bytecode behind that of other modules of this folder, in the order in which they import each
-    other: `enter`, of the last, is called first, with the words that follow `server_command`. For the interpreter that
-    runs this, or a copy of it."""
-    parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in fence)
+@functools.lru_cache(maxsize=8)  # pure, as our own files do not change
+def confined(modules: Sequence[str], server: bytes) -> bytes:
+    """Bytecode that confines the process before it runs the tool server's.
+
+    `modules` are of runtimes/guest, each behind those that it imports; `enter` of the last is called with the words
+    that follow `server_command`. Only for the interpreter that runs this, or a copy of it: bytecode differs by version.
+    """
+    parts = tuple((f"{GUEST}.{name}", _bytecode(name, source(name))) for name in modules)
     folders = tuple(dict.fromkeys([GUEST, *(name.rpartition(".")[0] for name, _ in parts)]))
     return _bytecode("loader", f"FOLDERS = {folders!r}\nPARTS = {parts!r}\nSERVER = {server!r}\n{LOADER}")
 
@@ -148,7 +152,7 @@ def _bytecode(name: str, text: str) -> bytes:
 
 
 def server_command(interpreter: str) -> list[str]:
-    """How to start the tool server; `delivery` of its bytecode must come first on its standard input."""
+    """The command that starts the tool server. `delivery` of its bytecode must come first on its standard input."""
     return [interpreter, *FLAGS, "-c", BOOT]
 
 
@@ -157,10 +161,10 @@ def delivery(bytecode: bytes) -> bytes:
 
 
 def compiled(enter: Sequence[str], interpreter: str, stamp: tuple[int, ...]) -> bytes:
-    """The tool server as `interpreter`, run below `enter` (the sandbox's arguments), compiles it.
+    """The tool server's bytecode, compiled by `interpreter` inside the sandbox that the command `enter` enters.
 
     `stamp` tells one state of the interpreter's file system from another. Raises RuntimeUnavailable when there is no
-    Python of 3.8 or newer. Blocks for about 50 ms the first time, and while another thread is at it.
+    Python of 3.8 or newer. Blocks for about 50 ms the first time, and while another thread compiles.
     """
     with COMPILING:
         return _compiled(enter, interpreter, stamp)

@@ -4,7 +4,7 @@ Container engines differ in what they leave to a container's programs; after the
 namespace sandbox have. Apptainer leaves the most: its first process has all capabilities of the user namespace, a
 writable /proc, and file systems as large as half of the host's memory. This module knows no session. Invariant: once
 `enter` has returned, nothing that this process does or starts can undo any of it. It is not joined with the tool
-server's modules, but loaded before them (see `behind` in runtimes/tool_server/bundle.py).
+server's modules, but loaded before them (see `confined` in runtimes/tool_server/bundle.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It keeps a process and all that it starts to some folders, to one TCP port, and to themselves, as far as the running
 kernel's Landlock goes. It knows no session. Invariant: once `enter` has returned, nothing that this process does or
-starts can undo any of it. It is not joined with the tool server's modules, but loaded before them (see `behind` in
+starts can undo any of it. It is not joined with the tool server's modules, but loaded before them (see `confined` in
 runtimes/tool_server/bundle.py). Numbers and structures are those of linux/landlock.h.
 """
 
