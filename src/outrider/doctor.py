@@ -1,6 +1,6 @@
-"""What this machine can do: runtimes, harnesses, engines, formats and the service's port, each with what is missing.
+"""Finds out what works on this machine: runtimes, harnesses, engines, file formats, the service's port, open files.
 
-It starts nothing that stays. Invariant: every finding that is not ok says what to do about it.
+It starts nothing that outlives it. Invariant: every finding that is not ok says what to do about it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outrider.runtimes.base import Availability, RuntimeKind
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",)}
-"""What an engine or a format needs beyond the core; also the name of the extra that brings it."""
+"""Packages that an engine or a format needs beyond the core. The key is also the extra that installs them."""
 
 SERVERS = frozenset({"openai", "sglang", "vllm"})
-"""Engine kinds that speak to a server of their own."""
+"""Kinds of engines that are a server of their own."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing this machine can or cannot do, and what to do if not."""
+    """Whether one thing works on this machine, and what to do where it does not."""
 
     name: str
     ok: bool
@@ -38,7 +38,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """`ok` when sessions can run here: some real runtime works. `versions` has None for what is not installed."""
+    """`ok` says whether sessions can run here: a runtime other than `memory` works. `versions` has None for a package
+    that is not installed."""
 
     ok: bool
     versions: dict[str, str | None]
@@ -59,10 +60,18 @@ def diagnose() -> Diagnosis:
         runtimes=runtimes,
         harnesses=(*map(_preset, preset_names()), *map(_agent, names("agent"))),
         engines=tuple(map(_engine, names("engine"))),
-        formats=(Finding(name="jsonl", ok=True, detail="nothing more is needed"), _libraries("parquet")),
+        formats=(Finding(name="jsonl", ok=True, detail="needs nothing more"), _libraries("parquet")),
         ports=(_port(Config().host, Config().port),),
         limits=(_open_files(),),
     )
+
+
+def default_runtime() -> tuple[str, Availability]:
+    """The runtime to use where nobody names one: `namespace` where it works, else `process`. Also what the machine says
+    of `namespace`."""
+    runtime: RuntimeKind = resolve("runtime", "namespace")
+    available = runtime.available()
+    return ("namespace" if available.ok else "process"), available
 
 
 def _versions() -> dict[str, str | None]:
@@ -99,7 +108,7 @@ def _agent(name: str) -> Finding:
     try:
         resolve("agent", name)
     except OutriderError as error:
-        return Finding(name=name, ok=False, detail=error.message, hint="reinstall the package that brings it")
+        return Finding(name=name, ok=False, detail=error.message, hint="reinstall the package that it comes with")
     return Finding(name=name, ok=True, detail="runs inside the service")
 
 
@@ -109,8 +118,8 @@ def _engine(name: str) -> Finding:
     try:
         resolve("engine", name)
     except OutriderError as error:
-        return Finding(name=name, ok=False, detail=error.message, hint="reinstall the package that brings it")
-    detail = f"needs a server: --engine {name}=URL" if name in SERVERS else "nothing more is needed"
+        return Finding(name=name, ok=False, detail=error.message, hint="reinstall the package that it comes with")
+    detail = f"needs a server: --engine {name}=URL" if name in SERVERS else "needs nothing more"
     return Finding(name=name, ok=True, detail=detail)
 
 
@@ -129,19 +138,25 @@ def _open_files() -> Finding:
     if number >= file_descriptors.LEAST:
         return Finding(name="open files", ok=True, detail=detail)
     hint = (
-        f"raise the hard limit (ulimit -Hn) to {file_descriptors.WANTED}: "
-        "LimitNOFILE= of the unit, limits.conf, --ulimit"
+        f"raise the hard limit (ulimit -Hn) to {file_descriptors.WANTED}: with LimitNOFILE= in a systemd unit, "
+        "in limits.conf, or with --ulimit of a container"
     )
-    return Finding(name="open files", ok=False, detail=f"{detail}: few", hint=hint)
+    return Finding(name="open files", ok=False, detail=f"{detail}, which is few", hint=hint)
 
 
 def _port(host: str, port: int) -> Finding:
     name = f"{host}:{port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers set it: without it a port counts as taken for a minute after a server on it has ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             detail = f"cannot listen there: {error.strerror}"
-            return Finding(name=name, ok=False, detail=detail, hint="outrider serve --port 0, or another one")
+            return Finding(
+                name=name,
+                ok=False,
+                detail=detail,
+                hint="run: outrider serve --port 0 (any free port), or name another one",
+            )
     return Finding(name=name, ok=True, detail="free")

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.certify.actor import Call
 from outrider.certify.judge import Evidence, RowVerdict, Word, holds, judge
-from outrider.certify.prompt import Scene
 from outrider.certify.rows import Step, row_named
+from outrider.certify.scripted_model import ModelCall, PromptState
 from outrider.harnesses.presets import Certify
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
@@ -26,9 +25,9 @@ def tool(name: str, *arguments: str) -> dict[str, Any]:
 BASH, TASK = tool("bash", "command"), tool("task", "prompt")
 
 
-def call(*, helper: bool, tools: Sequence[dict[str, Any]]) -> Call:
-    scene = Scene(row="sub-agent", helper=helper, tools=tuple(tools))
-    return Call(session_key="s-1", scene=scene, step=Step(), prompt=np.array([1], dtype=np.int32), output=[])
+def call(*, subagent: bool, tools: Sequence[dict[str, Any]]) -> ModelCall:
+    state = PromptState(row="sub-agent", subagent=subagent, tools=tuple(tools))
+    return ModelCall(session_key="s-1", state=state, step=Step(), prompt=np.array([1], dtype=np.int32), output=[])
 
 
 def turn(index: int, kind: str) -> TurnView:
@@ -68,7 +67,7 @@ DONE = SessionResult(
 
 
 @pytest.mark.parametrize(
-    ("tools", "helper", "kind", "expected"),
+    ("tools", "subagent", "kind", "expected"),
     [
         ([BASH, TASK], True, BranchKind.SUBAGENT, ("holds", "")),
         ([BASH], False, BranchKind.MAIN, ("not tried", "it shows the model no tool that starts a sub-agent")),
@@ -81,14 +80,14 @@ DONE = SessionResult(
         ),
     ],
 )
-def test_the_sub_agents_row(tools: Any, helper: bool, kind: BranchKind, expected: tuple[str, str]) -> None:
+def test_the_sub_agents_row(tools: Any, subagent: bool, kind: BranchKind, expected: tuple[str, str]) -> None:
     row = row_named("sub-agent")
     assert row is not None
     evidence = Evidence(
         result=DONE,
         samples=[],
         turns=[turn(0, "main"), turn(1, kind.value)],
-        calls=[call(helper=False, tools=tools), call(helper=helper, tools=tools)],
+        calls=[call(subagent=False, tools=tools), call(subagent=subagent, tools=tools)],
         streams=False,
         in_time=False,
     )

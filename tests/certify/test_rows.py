@@ -26,15 +26,15 @@ def test_the_documentation_has_every_row() -> None:
 
 def test_every_row_writes_its_file_first_and_can_end() -> None:
     for row in ROWS:
-        assert any("out.txt" in act.command and act.write is not None for act in row.steps[0].run)
-        assert not row.steps[-1].run, "the last step is said again and again: it must end the run"
+        assert any("out.txt" in action.command and action.write is not None for action in row.steps[0].actions)
+        assert not row.steps[-1].actions, "the last step is said again and again: it must end the run"
 
 
 def test_only_the_streaming_row_says_the_first_word_and_it_begins_with_it() -> None:
     [step] = [step for row in ROWS for step in row.steps if step.stall]
     assert step.text.startswith(FIRST_WORD)
     steps = [step for row in ROWS for step in row.steps]
-    said = [text for step in steps for text in (step.text, step.think, *(act.command for act in step.run))]
+    said = [text for step in steps for text in (step.text, step.think, *(action.command for action in step.actions))]
     said += [row.what for row in ROWS]
     assert sum(FIRST_WORD in text for text in said) == 1
     assert FIRST_WORD not in MODEL
@@ -42,5 +42,5 @@ def test_only_the_streaming_row_says_the_first_word_and_it_begins_with_it() -> N
 
 def test_every_act_can_be_done_without_a_shell() -> None:
     for row in ROWS:
-        for act in (act for step in row.steps for act in step.run):
-            assert act.write or act.read, f"{row.name}: {act.command}"
+        for action in (action for step in row.steps for action in step.actions):
+            assert action.write or action.read, f"{row.name}: {action.command}"

@@ -12,10 +12,11 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from outrider.demo.check import faults
 from outrider.demo.dialogue import POLICY
-from outrider.demo.run import GROUPS, SAMPLES, Rollouts, choose_runtime
+from outrider.demo.run import GROUPS, SAMPLES, Rollouts
+from outrider.demo.sample_check import sample_faults
 from outrider.demo.summary import best_session, tallies
+from outrider.doctor import default_runtime
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView, SessionView, TurnView
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -57,7 +58,7 @@ def test_every_session_ends_without_error_or_drift(demo: tuple[dict[str, Any], P
     assert (line["sessions"], line["errors"], line["drift_tokens"], line["faults"]) == (GROUPS * SAMPLES, 0, 0, [])
     assert 0.0 <= line["mean_reward"] <= 1.0
     assert line["sampled_tokens"] == line["trained_tokens"] > GROUPS * SAMPLES
-    assert line["runtime"] == choose_runtime()[0]
+    assert line["runtime"] == default_runtime()[0]
     assert line["seconds"] < 150
 
 
@@ -166,7 +167,7 @@ def _turn(prompt: int, output: int) -> TurnView:
 
 
 def test_the_check_passes_what_is_right() -> None:
-    assert faults(rollouts(), TOKENIZER) == []
+    assert sample_faults(rollouts(), TOKENIZER) == []
 
 
 @pytest.mark.parametrize(
@@ -184,11 +185,11 @@ def test_the_check_sees_what_is_wrong(field: str, index: int, value: float, comp
     [sample] = rollouts().groups[0].samples or ()
     column = list(getattr(sample, field))
     column[index] = value
-    assert any(complaint in fault for fault in faults(rollouts(**{field: column}), TOKENIZER))
+    assert any(complaint in fault for fault in sample_faults(rollouts(**{field: column}), TOKENIZER))
 
 
 def test_the_check_sees_columns_of_different_lengths() -> None:
-    assert "different lengths" in faults(rollouts(versions=[0]), TOKENIZER)[0]
+    assert "different lengths" in sample_faults(rollouts(versions=[0]), TOKENIZER)[0]
 
 
 def test_sums_are_over_sessions_and_groups() -> None:

@@ -1,30 +1,38 @@
-"""The verdict of a row: what was left of its session, held against what must be. Pure."""
+"""The verdict of a row: compares what its session left with what the scripted model was given and said.
+
+Pure, and independent of how training samples are made. Invariant: a row holds only if every trained id stands in a
+sample behind exactly the ids that the model was given when it sampled it, with its own log-probability.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from outrider.certify.actor import Call, way_to_do
-from outrider.certify.exact import faults
 from outrider.certify.rows import Row
-from outrider.certify.toolbox import COMMAND, READ, WRITE, described, find_subagent, find_tools
+from outrider.certify.scripted_model import ModelCall, choose_call
+from outrider.certify.tool_finder import COMMAND, READ, WRITE, describe, find_subagent, find_tools
 from outrider.harnesses.presets import Certify
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
-from outrider.trajectory import BranchKind, Sample, SessionResult
+from outrider.testing.scripted_engine import scripted_logprob
+from outrider.trajectory import BranchKind, Ids, Sample, SessionResult
 
 Word = Literal["holds", "does not hold", "not tried"]
 
 
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of a certificate. `required` says whether the certificate can hold without it, `reason` why it does not
-    hold or was not tried, or what is worth knowing; `turns` are its model calls, `forks` the times its history came
-    back changed, by cause, `branches` how many it has of each kind, `labels` what they are called, `streamed` whether
-    the program asks for streams. `log_tail` is the end of what the program wrote, where it does not hold."""
+    """One row of a certificate.
+
+    `required` says whether the certificate needs the row. `reason` is why the row does not hold or was not tried, or a
+    remark. `turns` is the number of model calls, `forks` how often the history came back changed, by cause, `branches`
+    the number of branches of each kind, `labels` their names. `streamed` says whether the program asks for streamed
+    replies. `log_tail` is the end of the program's output, where the row does not hold.
+    """
 
     row: str
     what: str
@@ -44,29 +52,37 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def holds(rows: Sequence[RowVerdict]) -> bool:
-    """Whether a certificate of these rows holds: something was tried, all that was tried holds, and what was not tried
-    is nothing that is required."""
+    """Whether a certificate of these rows holds: at least one row was tried, every row that was tried holds, and every
+    required row was tried."""
     tried = [row for row in rows if row.verdict != "not tried"]
     untried = [row for row in rows if row.verdict == "not tried" and row.required]
     return bool(tried) and not untried and all(row.verdict == "holds" for row in tried)
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a row's session has left. `streams` says whether the harness asks for streamed replies, `in_time`
-    whether it was sent the first word before the rest was sampled."""
+    """Everything that a row's session left. `streams` says whether the harness asks for streamed replies, `in_time`
+    whether it was sent the first word of a reply before the rest was sampled."""
 
     result: SessionResult
     samples: Sequence[Sample]
     turns: Sequence[TurnView]
-    calls: Sequence[Call]
+    calls: Sequence[ModelCall]
     streams: bool
     in_time: bool
 
 
 def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
-    """The verdict. `dialect` is the one that the harness should have spoken, if that is known."""
+    """The verdict of a row. `dialect` is the dialect that the harness must speak, None for any."""
     result = evidence.result
-    word, reason = _verdict(row, evidence, hint, dialect)
+    forks = ", ".join(f"{cause} {count}" for cause, count in result.forks.items())
+    word: Word = "holds"
+    reason = f"forked: {forks}" if forks else ""
+    if found := next(_reasons_not_tried(row, evidence, hint), None):
+        word, reason = "not tried", found
+    elif found := next(_failures(row, evidence, dialect), None):
+        word, reason = "does not hold", found
+    parents = {turn.parent for turn in evidence.turns}
+    leaves = [turn for turn in evidence.turns if turn.index not in parents]
     return RowVerdict(
         row=row.name,
         what=row.what,
@@ -78,96 +94,83 @@ def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -
         trained_tokens=result.tokens.trained,
         drift_tokens=result.tokens.drift,
         forks=result.forks,
-        branches=dict(Counter(leaf.kind for leaf in _leaves(evidence.turns))),
-        labels=tuple(sorted({leaf.label for leaf in _leaves(evidence.turns)} - {""})),
+        branches=dict(Counter(leaf.kind for leaf in leaves)),
+        labels=tuple(sorted({leaf.label for leaf in leaves} - {""})),
         streamed=evidence.streams,
         seconds=round(result.seconds.run, 2),
         log_tail=result.error.log_tail if result.error and word == "does not hold" else None,
     )
 
 
-def _leaves(turns: Sequence[TurnView]) -> list[TurnView]:
-    """The turns that a branch ends in."""
-    parents = {turn.parent for turn in turns}
-    return [turn for turn in turns if turn.index not in parents]
-
-
-class _Finding(Exception):
-    """The first thing that decides a row."""
-
-    def __init__(self, word: Word, reason: str) -> None:
-        super().__init__(reason)
-        self.word: Word = word
-        self.reason = reason
-
-
-def _verdict(row: Row, evidence: Evidence, hint: Certify, dialect: str | None) -> tuple[Word, str]:
-    try:
-        _could_be_tried(row, evidence, hint)
-        _has_ended_well(row, evidence)
-        _has_exact_tokens(evidence)
-        _has_done_the_rows_own(row, evidence, dialect)
-    except _Finding as finding:
-        return finding.word, finding.reason
-    forks = evidence.result.forks
-    return "holds", "forked: " + ", ".join(f"{cause} {count}" for cause, count in forks.items()) if forks else ""
-
-
-def _could_be_tried(row: Row, evidence: Evidence, hint: Certify) -> None:
-    tools = [tool for call in evidence.calls for tool in call.scene.tools]
+def _reasons_not_tried(row: Row, evidence: Evidence, hint: Certify) -> Iterator[str]:
+    """Why the harness could not do what the row asks for; nothing where it could."""
     if not evidence.calls:
-        return
-    toolbox = find_tools(tools, hint)
-    if any(way_to_do(act, toolbox, "/") is None for step in row.steps for act in step.run):
-        raise _Finding(
-            "not tried",
+        return  # it failed before its first call, and never told its tools
+    declared = [tool for call in evidence.calls for tool in call.state.tools]
+    tools = find_tools(declared, hint)
+    if any(choose_call(action, tools, "/") is None for step in row.steps for action in step.actions):
+        yield (
             f"none of its tools could do what the row asks for. Needed: {COMMAND.what}; or {WRITE.what}, and "
-            f"{READ.what}. Offered: {described(tools)}",
+            f"{READ.what}. Offered: {describe(declared)}"
         )
-    if row.needs == "subagent" and find_subagent(tools, hint) is None:
-        raise _Finding("not tried", "it shows the model no tool that starts a sub-agent")
+    if row.needs == "subagent" and find_subagent(declared, hint) is None:
+        yield "it shows the model no tool that starts a sub-agent"
     if row.needs == "stream" and not evidence.streams:
-        raise _Finding("not tried", "it asks for its replies in one piece")
+        yield "it asks for its replies in one piece"
 
 
-def _has_ended_well(row: Row, evidence: Evidence) -> None:
-    result = evidence.result
+def _failures(row: Row, evidence: Evidence, dialect: str | None) -> Iterator[str]:
+    """What is wrong with a session, the most telling first."""
+    result, tokens = evidence.result, evidence.result.tokens
     if result.error is not None:
-        told = [result.error.message, *([result.error.hint] if result.error.hint else [])]
-        raise _Finding("does not hold", f"{result.error.code}: {'; '.join(told)}")
+        yield f"{result.error.code}: {'; '.join(filter(None, (result.error.message, result.error.hint)))}"
     if result.stop_reason is not StopReason.COMPLETED:
-        raise _Finding("does not hold", f"ended by {result.stop_reason.value}")
+        yield f"ended by {result.stop_reason.value}"
     if result.verdict is None or result.verdict.reward != 1.0:
-        raise _Finding(
-            "does not hold", f"its calls were not all carried out as the model said them: {row.check} is not so"
-        )
+        yield f"its calls were not all carried out as the model said them: {row.check} is not so"
 
-
-def _has_exact_tokens(evidence: Evidence) -> None:
-    tokens = evidence.result.tokens
     if tokens.drift:
-        raise _Finding("does not hold", f"{tokens.drift} tokens drifted")
+        yield f"{tokens.drift} tokens drifted"
     if tokens.sampled != tokens.trained + tokens.masked + tokens.dropped:
-        raise _Finding("does not hold", f"{tokens.sampled} sampled tokens are not {tokens.trained} trained + the rest")
+        yield f"{tokens.sampled} sampled tokens are not {tokens.trained} trained + the rest"
     if (said := sum(len(call.output) for call in evidence.calls)) != tokens.sampled:
-        raise _Finding("does not hold", f"the model said {said} tokens, and {tokens.sampled} were recorded")
+        yield f"the model said {said} tokens, and {tokens.sampled} were recorded"
     if (trained := sum(sum(sample.loss_mask) for sample in evidence.samples)) != tokens.trained:
-        raise _Finding("does not hold", f"the rows train on {trained} tokens, and {tokens.trained} were counted")
-    if found := faults(evidence.samples, evidence.calls):
-        raise _Finding("does not hold", "; ".join(found))
+        yield f"the rows train on {trained} tokens, and {tokens.trained} were counted"
+    if found := sample_faults(evidence.samples, evidence.calls):
+        yield "; ".join(found)
 
-
-def _has_done_the_rows_own(row: Row, evidence: Evidence, dialect: str | None) -> None:
     spoken = {turn.dialect for turn in evidence.turns}
     if dialect is not None and spoken != {dialect}:
-        raise _Finding("does not hold", f"it spoke {', '.join(sorted(spoken))}, not {dialect}")
+        yield f"it spoke {', '.join(sorted(spoken))}, not {dialect}"
     malformed = sum(turn.malformed_calls for turn in evidence.turns)
-    said = sum(call.step.malformed for call in evidence.calls)
-    if malformed != said:
-        raise _Finding("does not hold", f"{malformed} malformed calls were recorded, not {said}")
+    if malformed != (expected := sum(call.step.malformed for call in evidence.calls)):
+        yield f"{malformed} malformed calls were recorded, not {expected}"
     if row.needs == "stream" and not evidence.in_time:
-        raise _Finding("does not hold", "not a word reached it before the reply was over")
-    if row.needs == "subagent" and not any(call.scene.helper for call in evidence.calls):
-        raise _Finding("does not hold", "no sub-agent asked the model")
-    if row.needs == "subagent" and BranchKind.SUBAGENT not in (kinds := {turn.kind for turn in evidence.turns}):
-        raise _Finding("does not hold", f"its sub-agent's calls were taken for {', '.join(sorted(kinds))}")
+        yield "not a word reached it before the reply was over"
+    if row.needs == "subagent":
+        kinds = {turn.kind for turn in evidence.turns}
+        if not any(call.state.subagent for call in evidence.calls):
+            yield "no sub-agent asked the model"
+        elif BranchKind.SUBAGENT not in kinds:
+            yield f"its sub-agent's calls were taken for {', '.join(sorted(kinds))}"
+
+
+def sample_faults(samples: Sequence[Sample], calls: Sequence[ModelCall]) -> list[str]:
+    """What is wrong with the samples of one session, in words. `calls` are all of its generations."""
+    found = []
+    for sample in samples:
+        ids: Ids = np.asarray(sample.ids, dtype=np.int32)
+        mask = np.asarray(sample.loss_mask, dtype=bool)
+        proved = np.zeros(len(ids), dtype=bool)
+        for call in calls:
+            start, end = len(call.prompt), len(call.prompt) + len(call.output)
+            if np.array_equal(ids[:end], np.concatenate([call.prompt, np.asarray(call.output, dtype=np.int32)])):
+                proved[start:end] = True
+        named = f"row {sample.row} ({sample.kind.value})"
+        if unproved := int((mask & ~proved).sum()):
+            found.append(f"{named} trains on {unproved} ids that the engine did not sample after the ids before them")
+        wrong = sum(sample.logprobs[at] != scripted_logprob(int(at), sample.ids[at]) for at in np.flatnonzero(mask))
+        if wrong:
+            found.append(f"{named} has {wrong} log-probabilities that are not the engine's")
+    return found

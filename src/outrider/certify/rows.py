@@ -1,7 +1,7 @@
-"""What a harness is put through, as data: one scripted task a row, and what must be left of it.
+"""The rows of a certificate, as data: one scripted task each, and the check that it must pass.
 
-It knows no harness and no tool by name. Invariant: every row writes its file with its first command, so that a
-harness that gives up at what comes later is still told from one that runs nothing.
+It knows no harness and no tool by name. Invariant: every row writes its file with its first command, so that a harness
+that fails at a later step is told from one that runs nothing.
 """
 
 from __future__ import annotations
@@ -11,42 +11,43 @@ from typing import Literal
 import msgspec
 
 MARK = "outrider-check/"
-"""Followed by the row's name, in the instruction: it tells which script a model call belongs to."""
+"""Stands before the row's name in the instruction, so that a prompt tells which row it belongs to."""
 
-HELPER_MARK = "outrider-helper/"
-"""The same in what a sub-agent is told to do."""
+SUBAGENT_MARK = "outrider-helper/"
+"""The same, in the task of a sub-agent."""
 
 FIRST_WORD = "zqfirstwordqz"
-"""Said before the stall of the streaming row, and nowhere else."""
+"""Said before the pause of the streaming row, and nowhere else."""
 
 ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
 LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
 
 
-class Act(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that the model has done, by a shell `command`; or, where a harness has no tool for that, by a tool that
-    writes a file (`write` is its name and its text) or one that reads the file `read`."""
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that the model does, with a shell `command`; or, where a harness has no tool for commands, with a tool
+    that writes a file (`write` is its name and text) or one that reads the file `read`."""
 
     command: str
     write: tuple[str, str] | None = None
     read: str | None = None
 
 
-HELLO = Act(command="echo hello > out.txt", write=("out.txt", "hello\n"))
-LOOK = Act(command="cat out.txt", read="out.txt")
+WRITE_HELLO = Action(command="echo hello > out.txt", write=("out.txt", "hello\n"))
+READ_HELLO = Action(command="cat out.txt", read="out.txt")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of the model: thinking, text, then a call of a tool for each act of `run`, with their JSON
-    written in `style`. `helper` is a task for a sub-agent, `wait` waits for it where a tool does that, `raw` text that
-    stands for itself, with so many `malformed` calls in it; `stall` waits after FIRST_WORD until the client has been
-    sent it."""
+    """One reply of the model: thinking, text, then a tool call for each of `actions`, with its JSON written in `style`.
+
+    `subagent` is a task for a sub-agent; `wait` waits for the sub-agent, where a tool does that. `raw` is appended as
+    it is and has `malformed` malformed calls in it. `stall` pauses after FIRST_WORD until a client was sent it.
+    """
 
     text: str = ""
     think: str = ""
-    run: tuple[Act, ...] = ()
+    actions: tuple[Action, ...] = ()
     style: Literal["plain", "spaced", "escaped"] = "plain"
-    helper: str = ""
+    subagent: str = ""
     wait: bool = False
     raw: str = ""
     malformed: int = 0
@@ -54,9 +55,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. `steps` are the model's replies, of which the last is said again if it is asked for more; `check` is
-    a shell command that succeeds if the acts were done as told, `needs` what a harness may lack and still hold: the
-    row is not tried then. `files` are there when it begins."""
+    """One task. `steps` are the model's replies; the last is repeated if the harness asks for more. `check` is a shell
+    command that succeeds if the actions were carried out. `needs` is a feature that a harness may lack: the row is then
+    not tried. `files` are in the sandbox at the start, by name."""
 
     name: str
     what: str
@@ -66,39 +67,46 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str] = {}
 
 
-HELPED = Act(command="echo helped > helped.txt", write=("helped.txt", "helped\n"))
-HELPER = (Step(run=(HELPED,)), Step(text="The helper is done."))
-"""What the model of a sub-agent says."""
+WRITE_HELPED = Action(command="echo helped > helped.txt", write=("helped.txt", "helped\n"))
+SUBAGENT_STEPS = (Step(actions=(WRITE_HELPED,)), Step(text="The helper is done."))
+"""What the model says to a sub-agent."""
 
-TWO = Act(command="echo two > two.txt", write=("two.txt", "two\n"))
-LOOK_AT_TWO = Act(command="cat two.txt", read="two.txt")
+WRITE_TWO = Action(command="echo two > two.txt", write=("two.txt", "two\n"))
+READ_TWO = Action(command="cat two.txt", read="two.txt")
 DONE = Step(text="All done.")
 
 ROWS = (
     Row(
         name="three-turns",
         what="write a file, read it, say so",
-        steps=(Step(text="I will write the file.", run=(HELLO,)), Step(run=(LOOK,)), DONE),
+        steps=(Step(text="I will write the file.", actions=(WRITE_HELLO,)), Step(actions=(READ_HELLO,)), DONE),
     ),
     Row(
         name="streaming",
         what="the first word reaches the program before the reply is over",
-        steps=(Step(text=f"{FIRST_WORD} is what I say first, then I write the file.", run=(HELLO,), stall=True), DONE),
+        steps=(
+            Step(text=f"{FIRST_WORD} is what I say first, then I write the file.", actions=(WRITE_HELLO,), stall=True),
+            DONE,
+        ),
         needs="stream",
     ),
     Row(
         name="reasoning",
         what="thinking before the text and before a call",
         steps=(
-            Step(think="First write,\nthen look.", text="Writing.", run=(HELLO,)),
-            Step(think="Now look.", run=(LOOK,)),
+            Step(think="First write,\nthen look.", text="Writing.", actions=(WRITE_HELLO,)),
+            Step(think="Now look.", actions=(READ_HELLO,)),
             Step(think="Good.", text="All done."),
         ),
     ),
     Row(
         name="json-spacing",
         what="calls whose JSON has odd spaces and line breaks",
-        steps=(Step(run=(HELLO,), style="spaced"), Step(text="And again.", run=(LOOK,), style="spaced"), DONE),
+        steps=(
+            Step(actions=(WRITE_HELLO,), style="spaced"),
+            Step(text="And again.", actions=(READ_HELLO,), style="spaced"),
+            DONE,
+        ),
     ),
     Row(
         name="unicode",
@@ -106,9 +114,9 @@ ROWS = (
         steps=(
             Step(
                 text=f"I write {ACCENTS}.",
-                run=(Act(command=f"printf %s '{ACCENTS}' > out.txt", write=("out.txt", ACCENTS)),),
+                actions=(Action(command=f"printf %s '{ACCENTS}' > out.txt", write=("out.txt", ACCENTS)),),
             ),
-            Step(run=(Act(command=f"cat out.txt; echo '{ACCENTS}'", read="out.txt"),), style="escaped"),
+            Step(actions=(Action(command=f"cat out.txt; echo '{ACCENTS}'", read="out.txt"),), style="escaped"),
             Step(text=f"{ACCENTS} is done."),
         ),
         check=f"[ \"$(cat out.txt)\" = '{ACCENTS}' ]",
@@ -117,8 +125,8 @@ ROWS = (
         name="whitespace",
         what="text that begins and ends with blanks and empty lines",
         steps=(
-            Step(text="  Two blanks before, three after.   ", run=(HELLO,)),
-            Step(text="\n\n\tA tab.\n\n", run=(Act(command="cat out.txt; printf '  \\n\\n '", read="out.txt"),)),
+            Step(text="  Two blanks before, three after.   ", actions=(WRITE_HELLO,)),
+            Step(text="\n\n\tA tab.\n\n", actions=(Action(command="cat out.txt; printf '  \\n\\n '", read="out.txt"),)),
             Step(text="All done. \n\n"),
         ),
     ),
@@ -126,9 +134,9 @@ ROWS = (
         name="long-output",
         what="a result of 190 kB and a reply of 20 kB",
         steps=(
-            Step(run=(HELLO,)),
-            Step(run=(Act(command="cat long.txt", read="long.txt"),)),
-            Step(text="A long story. " * 1400, run=(LOOK,)),
+            Step(actions=(WRITE_HELLO,)),
+            Step(actions=(Action(command="cat long.txt", read="long.txt"),)),
+            Step(text="A long story. " * 1400, actions=(READ_HELLO,)),
             DONE,
         ),
         files={"long.txt": LONG},
@@ -136,7 +144,7 @@ ROWS = (
     Row(
         name="parallel-calls",
         what="two calls in one reply",
-        steps=(Step(text="Both at once.", run=(HELLO, TWO)), Step(run=(LOOK_AT_TWO,)), DONE),
+        steps=(Step(text="Both at once.", actions=(WRITE_HELLO, WRITE_TWO)), Step(actions=(READ_TWO,)), DONE),
         check='[ "$(cat out.txt two.txt)" = "hello\ntwo" ]',
     ),
     Row(
@@ -144,9 +152,11 @@ ROWS = (
         what="a command that fails and one that does not exist",
         steps=(
             Step(
-                run=(Act(command="echo hello > out.txt; echo complaint >&2; (exit 3)", write=("out.txt", "hello\n")),)
+                actions=(
+                    Action(command="echo hello > out.txt; echo complaint >&2; (exit 3)", write=("out.txt", "hello\n")),
+                )
             ),
-            Step(run=(Act(command="no-such-program-anywhere", read="no-such-file-anywhere"),)),
+            Step(actions=(Action(command="no-such-program-anywhere", read="no-such-file-anywhere"),)),
             DONE,
         ),
     ),
@@ -154,7 +164,7 @@ ROWS = (
         name="unknown-tool",
         what="a call of a tool that the harness does not have",
         steps=(
-            Step(run=(HELLO,)),
+            Step(actions=(WRITE_HELLO,)),
             Step(raw='<tool_call>\n{"name": "no_such_tool", "arguments": {"x": 1}}\n</tool_call>'),
             DONE,
         ),
@@ -163,7 +173,7 @@ ROWS = (
         name="malformed-call",
         what="a call whose JSON breaks off: the harness is given it as text",
         steps=(
-            Step(run=(HELLO,)),
+            Step(actions=(WRITE_HELLO,)),
             Step(
                 text="Now look.",
                 raw='\n<tool_call>\n{"name": "bash", "arguments": {"command": \n</tool_call>',
@@ -176,8 +186,8 @@ ROWS = (
         name="sub-agent",
         what="an agent of the harness's own does a part",
         steps=(
-            Step(run=(HELLO,)),
-            Step(text="A helper shall do it.", helper="Write helped.txt."),
+            Step(actions=(WRITE_HELLO,)),
+            Step(text="A helper shall do it.", subagent="Write helped.txt."),
             Step(text="It has its part.", wait=True),
             DONE,
         ),

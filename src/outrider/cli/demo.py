@@ -14,6 +14,7 @@ from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
 from outrider.cli.tables import number, table
 from outrider.cli.terminal import Terminal, terminal_of
+from outrider.doctor import default_runtime
 
 if TYPE_CHECKING:
     from outrider.demo.run import Rollouts
@@ -41,21 +42,21 @@ def demo(
         outrider demo --json | jq .mean_reward
     """
     # Imported here because most commands do not need the server's libraries.
-    from outrider.demo.check import faults
     from outrider.demo.dialogue import POLICY
-    from outrider.demo.run import choose_runtime, run_demo
+    from outrider.demo.run import run_demo
+    from outrider.demo.sample_check import sample_faults
     from outrider.demo.summary import write_files
     from outrider.tokens.rendering.tokenizer import Tokenizer
 
     terminal = terminal_of(ctx)
-    runtime, can = choose_runtime()
+    runtime, can = default_runtime()
     if not can.ok:
         terminal.note(f"sessions run as plain processes, because namespaces do not work here: {can.detail}")
         if can.hint:
             terminal.note(can.hint)
     with session_progress(terminal) as watch:
         rollouts = run_service(run_demo(runtime, watch, data=keep))
-    found = faults(rollouts, Tokenizer.load(POLICY))
+    found = sample_faults(rollouts, Tokenizer.load(POLICY))
     summary = write_files(rollouts, out, runtime=runtime, faults=found)
     if terminal.json:
         terminal.write_json(summary)

@@ -16,13 +16,14 @@ from rich.text import Text
 
 from outrider.certify.judge import RowVerdict, holds
 from outrider.certify.rows import ROWS
-from outrider.certify.run import Certificate, Subject, certify, default_runtime
+from outrider.certify.run import Certificate, Subject, certify
 from outrider.cli.event_loop import run_service
 from outrider.cli.progress import row_progress
 from outrider.cli.tables import number, table, word
 from outrider.cli.task_file import load_group
 from outrider.cli.terminal import Terminal, printable
 from outrider.dialects import dialects
+from outrider.doctor import default_runtime
 from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.install import check, installed
@@ -74,7 +75,7 @@ def find_subject(
     else:
         name, harness = str(preset), HarnessSpec(preset=preset)
     if sandbox is None:
-        sandbox = RuntimeSpec(kind=runtime or default_runtime())
+        sandbox = RuntimeSpec(kind=runtime or default_runtime()[0])
     if harness.preset is None:
         return Subject(name=name, harness=harness, runtime=sandbox, dialect=dialect)
     return _preset_subject(name, harness, sandbox, dialect)

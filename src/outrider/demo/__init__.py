@@ -1,1 +1,1 @@
-"""The demo: a tiny policy and the task it half knows."""
+"""The demo: a tiny policy, and a task at which it is right some of the time."""

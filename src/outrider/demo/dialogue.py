@@ -1,7 +1,7 @@
-"""The demo task written down for its policy: what it is shown, what it should say, what the sandbox answers.
+"""The demo task as text for its policy: what the model is shown, what it should say, what the sandbox answers.
 
-It knows no weights. Invariant: each piece is text that serving encodes by itself, so that training sees the
-very ids that serving makes.
+It knows no weights. Invariant: each piece is a text that serving encodes on its own, so that training sees exactly the
+ids that serving makes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from outrider.tokens.rendering.chat_template import ChatTemplate
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 POLICY = Path(__file__).parent / "policy"
-"""The shipped policy's folder, in Hugging Face layout."""
+"""The folder of the policy that ships with the package, in Hugging Face layout."""
 
 END = "<|im_end|>"
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Part of a dialogue: text, and whether the model is to say it."""
+    """Part of a dialogue: a text, and whether the model says it."""
 
     text: str
     spoken: bool
 
 
 class Script:
-    """Writes dialogues: the first prompt by the policy's own template, later turns as Qwen3 continues them."""
+    """Writes dialogues: the first prompt with the policy's own template, later turns as Qwen3's template does."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -48,12 +48,12 @@ class Script:
         return f'<tool_call>\n{{"name": "bash", "arguments": {arguments}}}\n</tool_call>{END}'
 
     def result(self, output: str) -> str:
-        """All that stands between the end of a call and where the model speaks again."""
+        """The text between the end of a call and the start of the model's next reply."""
         turn = f"<|im_start|>user\n<tool_response>\n{output}\n</tool_response>{END}\n"
         return f"\n{turn}<|im_start|>assistant\n"
 
     def read(self, episode: Episode, item: str, zone: str) -> list[Piece]:
-        """A dialogue in which the model reads `item`'s file, then says `zone`."""
+        """A dialogue in which the model reads the file of `item`, then answers `zone`."""
         return [
             Piece(self.prompt(episode.question), False),
             Piece(self.call(item), True),
@@ -62,12 +62,12 @@ class Script:
         ]
 
     def guess(self, episode: Episode, zone: str) -> list[Piece]:
-        """A dialogue in which the model says `zone` at once."""
+        """A dialogue in which the model answers `zone` at once."""
         return [Piece(self.prompt(episode.question), False), Piece(answer_for(zone) + END, True)]
 
 
 def tool_output(episode: Episode, command: str) -> str | None:
-    """What the agent's bash tool returns in the episode's sandbox; None for what is not `cat` of one word."""
+    """What the agent's bash tool returns in the episode's sandbox; None for a command that is not `cat` of one word."""
     match command.split():
         case ["cat", name] if name == episode.item:
             return file_for(episode.zone).removesuffix("\n")
@@ -78,7 +78,7 @@ def tool_output(episode: Episode, command: str) -> str | None:
 
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
-    """Ids of a dialogue, and which of them the model is to say."""
+    """The ids of a dialogue, and for each whether the model says it."""
     ids: list[int] = []
     spoken: list[bool] = []
     for piece in pieces:

@@ -1,6 +1,6 @@
-"""Demo sessions without a service: the embedded engine's own batch, and a sandbox that is made up.
+"""Demo sessions without a service, to train the policy on: the embedded engine's batch and an imitated sandbox.
 
-It knows no HTTP, no gateway and no weights' origin. Invariant: the ids a rollout holds are exactly those that
+Used by scripts/train_policy.py. It knows no HTTP and no gateway. Invariant: the ids of a rollout are exactly those that
 the model was given and sampled, in order.
 """
 
@@ -25,7 +25,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class Rollout(msgspec.Struct):
-    """A session so far. `spoken` marks the sampled ids; `logprobs` are theirs alone, in order."""
+    """A session so far. `spoken` is True for each sampled id; `logprobs` has one value for each sampled id."""
 
     episode: Episode
     ids: list[int]
@@ -39,7 +39,7 @@ class Rollout(msgspec.Struct):
 
 
 class Simulator:
-    """Runs episodes, 128 at a time, at temperature 1. `model` may be trained between two runs."""
+    """Runs episodes, 128 at once, at temperature 1. `model` may be trained between two runs."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, script: Script, *, seed: int) -> None:
         self._batch = Batch(model, slots=128, context=256)
@@ -48,14 +48,14 @@ class Simulator:
         self._stop_ids = tuple(tokenizer.encode(END))
         self._seeds = random.Random(seed)
 
+    @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not type-checked
     def run(self, episodes: Sequence[Episode]) -> list[Rollout]:
-        """One rollout per episode, in their order."""
-        with torch.inference_mode():
-            return self._run(episodes)
-
-    def _run(self, episodes: Sequence[Episode]) -> list[Rollout]:
+        """One rollout for each episode, in their order."""
         self._batch.update(None, self._batch.version + 1)
-        rollouts = [self._begin(episode) for episode in episodes]
+        rollouts = []
+        for episode in episodes:
+            prompt = self._tokenizer.encode(self._script.prompt(episode.question))
+            rollouts.append(Rollout(episode, prompt, [False] * len(prompt), [], []))
         going = {self._ask(rollout): rollout for rollout in rollouts}
         while going:
             for output in self._batch.step():
@@ -68,10 +68,6 @@ class Simulator:
                     if self._answer(rollout, len(output.sequence.prompt)):
                         going[self._ask(rollout)] = rollout
         return rollouts
-
-    def _begin(self, episode: Episode) -> Rollout:
-        prompt = self._tokenizer.encode(self._script.prompt(episode.question))
-        return Rollout(episode, prompt, [False] * len(prompt), [], [])
 
     def _ask(self, rollout: Rollout) -> TokenSequence:
         seed = self._seeds.getrandbits(48)
@@ -86,8 +82,8 @@ class Simulator:
         return sequence
 
     def _answer(self, rollout: Rollout, start: int) -> bool:
-        """Take the turn whose ids begin at `start` into the transcript, and answer it if it is a call that can
-        be answered. False when the session is over."""
+        """Add the turn whose ids begin at `start` to the transcript, and the sandbox's answer where it is a call that
+        the sandbox knows. False when the session is over."""
         text = self._tokenizer.decode(rollout.ids[start:]).removesuffix(END)
         command = called_command(text)
         if command is None:

@@ -1,4 +1,7 @@
-"""What a demo came to: counts, rewards, tokens and times, and the files that hold it. Pure but for `write_files`."""
+"""The summary of a demo: counts, rewards, tokens and times, and the files that it is written to.
+
+Pure except for `write_files`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,10 @@ from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.sample_files import SampleFormat, sample_file
 from outrider.schemas import GroupView, SessionView
-from outrider.trajectory import SessionResult
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over sessions; `mean_reward` over those with a verdict (0.0 without any), seconds as means a session."""
+    """Sums over sessions. `mean_reward` is the mean over those with a verdict (0.0 without any); seconds are means."""
 
     name: str
     sessions: int
@@ -35,8 +37,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON line of `outrider demo --json`, and the head of summary.json. `faults` are what the demo's check of
-    its own samples found; `samples` and `parquet` are the files written."""
+    """What `outrider demo --json` writes, and the first part of summary.json. `faults` is what the check of the samples
+    found; `samples` and `parquet` are the files written."""
 
     sessions: int
     completed: int
@@ -56,7 +58,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.errors or self.drift_tokens or self.faults)
 
 
-class _Whole(msgspec.Struct, frozen=True):
+class _SummaryFile(msgspec.Struct, frozen=True):
+    """What summary.json holds."""
+
     summary: Summary
     groups: Sequence[Tally]
 
@@ -82,7 +86,7 @@ def tally(name: str, sessions: Iterable[SessionView]) -> Tally:
 
 
 def tallies(groups: Iterable[GroupView]) -> list[Tally]:
-    """One a group, and one for all at the end."""
+    """One for each group, and at the end one for all."""
     groups = list(groups)
     each = [tally(group.labels.get("item", group.id), group.sessions) for group in groups]
     return [*each, tally("total", (session for group in groups for session in group.sessions))]
@@ -96,7 +100,7 @@ def write_files(rollouts: Rollouts, folder: Path, *, runtime: str, faults: Seque
     try:
         _write_samples(rollouts, folder / "samples.parquet", SampleFormat.PARQUET)
     except InvalidField as error:
-        if error.field != "format":
+        if error.field != "format":  # that field: pyarrow is missing
             raise
         parquet = None
     *each, total = tallies(rollouts.groups)
@@ -114,21 +118,21 @@ def write_files(rollouts: Rollouts, folder: Path, *, runtime: str, faults: Seque
         runtime=runtime,
         faults=tuple(faults),
     )
-    text = msgspec.json.format(msgspec.json.encode(_Whole(summary, each)), indent=2)
+    text = msgspec.json.format(msgspec.json.encode(_SummaryFile(summary, each)), indent=2)
     (folder / "summary.json").write_bytes(text + b"\n")
     return summary
 
 
 def best_session(rollouts: Rollouts) -> SessionView:
-    """The one to show: of the rewarded ones (else of all) the first that made most turns."""
-    sessions = [session for group in rollouts.groups for session in group.sessions]
-    return max(sessions, key=lambda session: _merit(session.result))
+    """The session to print: of those with the highest reward the first with the most turns."""
 
+    def merit(session: SessionView) -> tuple[float, int]:
+        if session.result is None:
+            return (-1.0, 0)
+        verdict = session.result.verdict
+        return (verdict.reward if verdict else -1.0, session.result.turns)
 
-def _merit(result: SessionResult | None) -> tuple[float, int]:
-    if result is None:
-        return (-1.0, 0)
-    return (result.verdict.reward if result.verdict else -1.0, result.turns)
+    return max((session for group in rollouts.groups for session in group.sessions), key=merit)
 
 
 def _write_samples(rollouts: Rollouts, path: Path, kind: SampleFormat) -> None:

@@ -1,7 +1,7 @@
-"""The demo's task: say in which zone an item is, by reading the file that is named after it.
+"""The demo's task: say in which zone an item is, by reading the file that has the item's name.
 
-It knows no service and no model, only the words. Invariant: the zone is drawn per episode and stands in the
-sandbox alone, so that only an agent that read the right file can name it (guessing succeeds 1 time in 16).
+It knows no service and no model. Invariant: the zone is drawn for each episode and stands only in the sandbox, so that
+only an agent that read the right file knows it (a guess is right 1 time in 16).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_TOKENS = 48
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """One drawing of the task."""
+    """One instance of the task."""
 
     item: str
     zone: str
@@ -43,7 +43,7 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def make_task(source: int | random.Random) -> Episode:
-    """Draw an episode: from a seed, always the same one; from a generator, the next."""
+    """Draw an episode: always the same one from a seed, the next one from a generator."""
     rng = random.Random(source) if isinstance(source, int) else source
     item = rng.choice(ITEMS)
     return Episode(item, rng.choice(ZONES), rng.choice(PHRASINGS).format(item=item))
@@ -55,12 +55,12 @@ def command_for(item: str) -> str:
 
 
 def file_for(zone: str) -> str:
-    """What an item's file holds."""
+    """The content of an item's file."""
     return f"zone: {zone}\n"
 
 
 def answer_for(zone: str) -> str:
-    """The right last words."""
+    """The right answer."""
     return f"It is in {zone}."
 
 
@@ -88,7 +88,7 @@ def group_spec(
 
 
 def grade(outcome: Outcome) -> Verdict:
-    """The evaluator: 1.0 when the right file was read and the last words are right, else 0.0."""
+    """The evaluator: 1.0 when the right file was read and the answer is right, else 0.0."""
     options = outcome.task.evaluator.options
     return score(outcome.transcript, item=options["item"], zone=options["zone"])
 
@@ -110,7 +110,7 @@ def score(transcript: Sequence[Message], *, item: str, zone: str) -> Verdict:
 
 
 def _commands(transcript: Sequence[Message]) -> list[str]:
-    """Every bash command the model called for, spaces normalised."""
+    """Every bash command of the model, with spaces normalised."""
     commands = []
     for call in (call for message in transcript for call in message.tool_calls if call.name == "bash"):
         try:

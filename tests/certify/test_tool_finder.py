@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.certify.actor import way_to_do
-from outrider.certify.prompt import read_prompt
-from outrider.certify.rows import HELLO, HELPER_MARK, LOOK, MARK
-from outrider.certify.toolbox import described, find_shell, find_subagent, find_tools, find_waiter
+from outrider.certify.rows import MARK, READ_HELLO, SUBAGENT_MARK, WRITE_HELLO
+from outrider.certify.scripted_model import choose_call, read_prompt
+from outrider.certify.tool_finder import describe, find_shell, find_subagent, find_tools, find_waiter
 from outrider.harnesses.presets import Certify
 from outrider.messages import ToolSpec
 
@@ -127,15 +126,15 @@ def test_tools_that_write_and_read_files_are_known_by_their_schemas(
 
 def test_a_tool_that_wants_absolute_paths_is_given_them() -> None:
     read = tool("read_file", {"path": {"type": "string", "description": "The absolute path of the file"}}, "path")
-    reader = way_to_do(LOOK, find_tools([read], Certify()), "/work")
+    reader = choose_call(READ_HELLO, find_tools([read], Certify()), "/work")
     assert reader is not None
     assert reader[1] == {"path": "/work/out.txt"}
-    assert way_to_do(HELLO, find_tools([read], Certify()), "/work") is None
+    assert choose_call(WRITE_HELLO, find_tools([read], Certify()), "/work") is None
 
 
 def test_what_is_offered_is_told_with_its_parameters() -> None:
-    assert described([LOCAL, READ]) == "read_file(path: string); shell(command: array)"
-    assert described([]) == "none"
+    assert describe([LOCAL, READ]) == "read_file(path: string); shell(command: array)"
+    assert describe([]) == "none"
 
 
 def test_a_presets_hint_goes_before_the_likeliest_name() -> None:
@@ -173,7 +172,7 @@ def prompt(*messages: tuple[str, str], tools: tuple[ToolSpec, ...] = ()) -> str:
 
 
 TASK = ("user", f"Notes first. Task {MARK}three-turns: do it")
-REPLY = ("assistant", f'<tool_call>\n{{"x": "{HELPER_MARK}sub-agent"}}\n</tool_call>')
+REPLY = ("assistant", f'<tool_call>\n{{"x": "{SUBAGENT_MARK}sub-agent"}}\n</tool_call>')
 RESULT = ("user", "<tool_response>\nok\n</tool_response>")
 
 
@@ -182,13 +181,13 @@ RESULT = ("user", "<tool_response>\nok\n</tool_response>")
     [((TASK,), 0), ((("assistant", "Hello."), TASK), 0), ((TASK, REPLY, RESULT), 1), ((TASK, REPLY, TASK, REPLY), 2)],
 )
 def test_a_prompt_says_how_far_its_task_is(messages: tuple[tuple[str, str], ...], said: int) -> None:
-    scene = read_prompt(prompt(*messages, tools=(BASH, READ)))
-    assert (scene.row, scene.helper, scene.said, scene.tools) == ("three-turns", False, said, (BASH, READ))
+    state = read_prompt(prompt(*messages, tools=(BASH, READ)))
+    assert (state.row, state.subagent, state.replies, state.tools) == ("three-turns", False, said, (BASH, READ))
 
 
 def test_a_sub_agents_prompt_is_known_by_its_mark() -> None:
-    scene = read_prompt(prompt(("user", f"{HELPER_MARK}sub-agent: go"), REPLY))
-    assert (scene.row, scene.helper, scene.said) == ("sub-agent", True, 1)
+    state = read_prompt(prompt(("user", f"{SUBAGENT_MARK}sub-agent: go"), REPLY))
+    assert (state.row, state.subagent, state.replies) == ("sub-agent", True, 1)
 
 
 def test_a_prompt_says_which_sub_agent_was_started_last() -> None:

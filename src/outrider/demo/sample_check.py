@@ -1,6 +1,6 @@
-"""The demo's own proof-reading: every sample says what the turns say, by an independent way through the tokenizer.
+"""Checks the demo's samples: every text that is trained on is one that a turn sampled, by decoding the ids again.
 
-Pure. It recomputes no model; whether the engine was given these very ids is the service's own count of drift.
+Pure. It runs no model. Whether the engine was given exactly these ids is what the service's count of drift says.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import Sample
 
 
-def faults(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
-    """What is wrong with the samples, in words; nothing when all is well."""
+def sample_faults(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
+    """What is wrong with the samples, in words; empty when nothing is."""
     found: list[str] = []
     for group in rollouts.groups:
         trained: dict[str, int] = {session.id: 0 for session in group.sessions}
         for sample in group.samples or ():
             trained[sample.session_id] += sum(sample.loss_mask)
-            found += _of_sample(sample, rollouts.turns[sample.session_id], tokenizer)
+            found += _one_sample_faults(sample, rollouts.turns[sample.session_id], tokenizer)
         for session in group.sessions:
             expected = session.result.tokens.trained if session.result else 0
             if trained[session.id] != expected:
@@ -31,24 +31,18 @@ def faults(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
     return found
 
 
-def _of_sample(sample: Sample, turns: Sequence[TurnView], tokenizer: Tokenizer) -> Iterator[str]:
+def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tokenizer) -> Iterator[str]:
     name = f"{sample.session_id} row {sample.row}"
     lengths = {len(column) for column in (sample.ids, sample.loss_mask, sample.logprobs, sample.versions)}
     if len(lengths) != 1:
         yield f"{name}: its columns have different lengths"
         return
-    said = {turn.sampled for turn in turns}
-    for text in _spans(sample, tokenizer):
-        if text not in said:
+    sampled = {turn.sampled for turn in turns}
+    # One turn is one unbroken run of tokens that are trained on.
+    for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
+        if mask and (text := tokenizer.decode([token for _, token in run])) not in sampled:
             yield f"{name}: {text!r} is trained on, but no turn said it"
     for mask, logprob, version in zip(sample.loss_mask, sample.logprobs, sample.versions, strict=True):
         if not (logprob <= 0.0 and version >= 0 if mask else logprob == 0.0 and version == -1):
             yield f"{name}: mask {mask} with log-probability {logprob} and version {version}"
             return
-
-
-def _spans(sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:
-    """The texts of the unbroken runs of tokens that are trained on."""
-    for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
-        if mask:
-            yield tokenizer.decode([token for _, token in run])

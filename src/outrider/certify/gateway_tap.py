@@ -1,6 +1,6 @@
-"""A tap between sandboxes and the model gateway: passes bytes on, and looks for words in what the clients are sent.
+"""A tap between sandboxes and the model gateway: passes bytes on, and looks for words in what clients are sent.
 
-It knows no HTTP. Invariant: it neither holds back nor changes a byte.
+It knows no HTTP. Invariant: it neither delays nor changes a byte.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Protocol
 
 CHUNK = 1 << 16
 KEPT = 256
-"""Bytes kept of what went before, for a word that comes in two pieces."""
+"""Bytes kept of the piece before, for a word that is split between two pieces."""
 
-HEARD_SECONDS = 5.0
+WAIT_SECONDS = 5.0
+"""Longest wait for a word to be sent. A harness that asks for whole replies never sends one early."""
+
 EVENT_STREAM = b"text/event-stream"
 
 
-class Tap:
-    """`heard` waits for one of the `words` to be sent to a client; `in_time` are those that it has seen sent while
-    somebody waited, `streams` whether any reply was an event stream."""
+class GatewayTap:
+    """Connects to the socket `behind` for each connection it gets. `in_time` are the `words` that were sent to a client
+    while `wait_until_sent` waited for them; `streams` says whether any reply was an event stream."""
 
     def __init__(self, behind: Path, words: Iterable[str]) -> None:
         self.streams = False
@@ -30,10 +32,10 @@ class Tap:
         self._words = {word: asyncio.Event() for word in words}
         self._open: set[asyncio.StreamWriter] = set()
 
-    async def heard(self, word: str) -> bool:
-        """Whether a client was sent the word, now or within HEARD_SECONDS."""
+    async def wait_until_sent(self, word: str) -> bool:
+        """Whether a client was sent the word, before now or within WAIT_SECONDS."""
         try:
-            async with asyncio.timeout(HEARD_SECONDS):
+            async with asyncio.timeout(WAIT_SECONDS):
                 await self._words[word].wait()
         except TimeoutError:
             return False
@@ -43,18 +45,18 @@ class Tap:
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
         try:
-            back, forth = await asyncio.open_unix_connection(str(self._behind))
+            replies, forth = await asyncio.open_unix_connection(str(self._behind))
         except OSError:
             writer.close()
             return
         self._open |= {writer, forth}
         try:
             async with asyncio.TaskGroup() as group:
-                asking = group.create_task(_pump(reader, forth), name="tap: requests")
-                await self._listen(back, writer)
-                asking.cancel()
+                requests = group.create_task(_pass_requests(reader, forth), name="tap: requests")
+                await self._pass_replies(replies, writer)
+                requests.cancel()
         except* OSError:
-            pass  # one of the two has gone: so goes the other
+            pass  # one side has closed; the finally block closes the other
         finally:
             for end in (writer, forth):
                 end.transport.abort()
@@ -65,7 +67,7 @@ class Tap:
         for writer in self._open:
             writer.transport.abort()
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         before = b""
         while data := await reader.read(CHUNK):
             writer.write(data)
@@ -78,8 +80,8 @@ class Tap:
             before = seen[-KEPT:]
 
 
-class Tapped(Protocol):
-    """A node, as far as sandboxes reach it: by a Unix socket, or by an address."""
+class ServedNode(Protocol):
+    """How sandboxes reach a node's gateway: by a Unix socket, or by a URL."""
 
     @property
     def gateway_socket(self) -> Path: ...
@@ -87,12 +89,12 @@ class Tapped(Protocol):
 
 
 @asynccontextmanager
-async def tapped(node: Tapped, words: Iterable[str]) -> AsyncIterator[Tap]:
-    """Put a tap that looks for `words` before a served node's gateway, for every sandbox started from then on."""
+async def tapped(node: ServedNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:
+    """Put a tap in front of a served node's gateway, for every sandbox that is started from then on."""
     socket = node.gateway_socket
     behind = socket.with_name(f"behind-{socket.name}")
     await asyncio.to_thread(socket.rename, behind)
-    tap = Tap(behind, words)
+    tap = GatewayTap(behind, words)
     servers = (
         await asyncio.start_unix_server(tap.pass_on, str(socket)),
         await asyncio.start_server(tap.pass_on, "127.0.0.1", 0),
@@ -108,8 +110,8 @@ async def tapped(node: Tapped, words: Iterable[str]) -> AsyncIterator[Tap]:
             await server.wait_closed()
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pass_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while data := await reader.read(CHUNK):
         writer.write(data)
         await writer.drain()
-    writer.transport.abort()  # who asked is gone: what is under way for it is to end
+    writer.transport.abort()  # the client has gone: the gateway must stop generating for it

@@ -8,18 +8,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.certify.actor import Call
-from outrider.certify.exact import faults
-from outrider.certify.prompt import Scene
+from outrider.certify.judge import sample_faults
 from outrider.certify.rows import Step
+from outrider.certify.scripted_model import ModelCall, PromptState
 from outrider.lifecycle import StopReason
 from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
 
 
-def call(prompt: list[int], output: list[int]) -> Call:
-    return Call(
-        session_key="s-1", scene=Scene(row=None), step=Step(), prompt=np.array(prompt, dtype=np.int32), output=output
+def call(prompt: list[int], output: list[int]) -> ModelCall:
+    return ModelCall(
+        session_key="s-1",
+        state=PromptState(row=None),
+        step=Step(),
+        prompt=np.array(prompt, dtype=np.int32),
+        output=output,
     )
 
 
@@ -57,22 +60,22 @@ def sample(**changed: Any) -> Sample:
 
 
 def test_a_true_row_has_no_fault() -> None:
-    assert faults([sample()], CALLS) == []
-    assert faults([sample(loss_mask=[0, 0, 0, 0, 0, 1])], CALLS) == [], "what is not trained on needs no proof"
+    assert sample_faults([sample()], CALLS) == []
+    assert sample_faults([sample(loss_mask=[0, 0, 0, 0, 0, 1])], CALLS) == [], "what is not trained on needs no proof"
 
 
 @pytest.mark.parametrize("at", range(len(IDS)))
 def test_any_changed_id_is_found(at: int) -> None:
-    [fault] = faults([sample(ids=[*IDS[:at], 9, *IDS[at + 1 :]])], CALLS)
+    [fault] = sample_faults([sample(ids=[*IDS[:at], 9, *IDS[at + 1 :]])], CALLS)
     assert "the engine did not sample" in fault
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_mask_over_context_is_found(at: int) -> None:
-    [fault] = faults([sample(loss_mask=[*MASK[:at], 1, *MASK[at + 1 :]])], CALLS)
+    [fault] = sample_faults([sample(loss_mask=[*MASK[:at], 1, *MASK[at + 1 :]])], CALLS)
     assert "trains on 1 ids" in fault
 
 
 def test_a_log_probability_of_another_place_is_found() -> None:
-    [fault] = faults([sample(logprobs=[0.0, 0.0, *sample().logprobs[1:5]])], CALLS)
+    [fault] = sample_faults([sample(logprobs=[0.0, 0.0, *sample().logprobs[1:5]])], CALLS)
     assert "log-probabilities" in fault

@@ -1,0 +1,211 @@
+"""The scripted model: an engine whose replies are those of a row, written with the tools that its prompt declares.
+
+It reads the row and the number of replies so far from each prompt, and keeps no state between calls; it knows the one
+chat format that the certifying service renders. Invariant: `calls` holds, for every generation that it has begun,
+exactly the ids that it was given and those that it has handed out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from outrider.certify.rows import FIRST_WORD, MARK, SUBAGENT_MARK, SUBAGENT_STEPS, Action, Step, row_named
+from outrider.certify.tool_finder import TaskTools, Tool, find_subagent, find_tools, find_waiter
+from outrider.constraint import ConstraintKind
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.harnesses.presets import Certify
+from outrider.messages import ToolSpec
+from outrider.testing.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import Ids, LogprobKind, TokenMode
+
+CONTEXT_TOKENS = 1 << 20
+TITLE = "A task of three steps"
+"""The reply to a call that belongs to no task, such as one that asks for a title of the conversation."""
+
+START = "<|im_start|>"
+END = "<|im_end|>"
+
+_CHUNK_TOKENS = 8
+_MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(SUBAGENT_MARK)})([a-z-]+)")
+_AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
+_TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.DOTALL)
+
+
+class PromptState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt says of its call. `row` is the name of the task's row, None where the prompt names none; `subagent`
+    whether a sub-agent makes the call; `replies` how many replies the conversation has since the task was given;
+    `agent_id` the id that the newest message gives for a sub-agent that was started."""
+
+    row: str | None
+    subagent: bool = False
+    replies: int = 0
+    agent_id: str | None = None
+    tools: tuple[ToolSpec, ...] = ()
+
+
+class ModelCall(msgspec.Struct, kw_only=True):
+    """One generation: the prompt's state, the step to say, the prompt's ids of shape (prompt length,), and the ids that
+    were handed out so far."""
+
+    session_key: str
+    state: PromptState
+    step: Step
+    prompt: Ids
+    output: list[int]
+
+
+class ScriptedModel:
+    """An `Engine`. `folder` holds its tokenizer. `hint` is what the preset says of the harness's tools, and `workdir`
+    the folder that relative paths are resolved against. `wait_until_sent` returns once a client was sent a word, or
+    after a time limit."""
+
+    mode = TokenMode.TOKENS
+    logprob_kind = LogprobKind.SAMPLING
+    constraints = frozenset(ConstraintKind)  # it says what the row wants, whatever constraint a call has
+    name = "script"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        folder: str,
+        hint: Certify,
+        workdir: str,
+        wait_until_sent: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        self.calls: list[ModelCall] = []
+        self._tokenizer = tokenizer
+        self._folder = folder
+        self._hint = hint
+        self._workdir = workdir
+        self._wait_until_sent = wait_until_sent
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True, context_tokens=CONTEXT_TOKENS)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Its policy never changes."""
+
+    async def resume(self) -> None:
+        """It is never paused."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        state = read_prompt(self._tokenizer.decode(request.input_ids.tolist()))
+        step = _step(state)
+        ids = self._tokenizer.encode(self._reply(step, state))
+        call = ModelCall(
+            session_key=request.session_key, state=state, step=step, prompt=np.array(request.input_ids), output=[]
+        )
+        self.calls.append(call)
+        options: dict[str, Any] = {
+            "replies": [{"ids": ids}],
+            "context_tokens": CONTEXT_TOKENS,
+            "chunk_tokens": _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0),
+        }
+        # Only stop strings need a tokenizer in the engine of this reply, which takes a while to load.
+        tokenizer = self._folder if request.sampling.stop else None
+        engine = ScriptedEngine(EngineOptions(name=self.name, tokenizer=tokenizer, options=options))
+        async for chunk in engine.generate(request):
+            first = not call.output
+            call.output += chunk.ids
+            yield chunk
+            if first and step.stall:
+                await self._wait_until_sent(FIRST_WORD)
+
+    def _reply(self, step: Step, state: PromptState) -> str:
+        """The text of a reply, its end included."""
+        if step.raw.endswith(END):
+            return step.raw
+        thinking = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
+        calls = []
+        for tool, arguments in self._tool_calls(step, state):
+            body = {"name": tool.name, "arguments": arguments}
+            match step.style:
+                case "plain":
+                    text = json.dumps(body, ensure_ascii=False)
+                case "escaped":
+                    text = json.dumps(body, ensure_ascii=True, separators=(",", ":"))
+                case "spaced":
+                    text = json.dumps(body, ensure_ascii=False, indent=3, separators=("  ,", " :   "))
+            calls.append(f"<tool_call>\n{text}\n</tool_call>")
+        return thinking + "\n".join(part for part in (step.text, *calls) if part) + step.raw + END
+
+    def _tool_calls(self, step: Step, state: PromptState) -> list[tuple[Tool, dict[str, Any]]]:
+        tools = find_tools(state.tools, self._hint)
+        calls = [call for action in step.actions if (call := choose_call(action, tools, self._workdir)) is not None]
+        if step.subagent and (starter := find_subagent(state.tools, self._hint)):
+            calls.append((starter, starter.call(f"{SUBAGENT_MARK}{state.row}: {step.subagent}")))
+        if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
+            calls.append((waiter, waiter.call(state.agent_id)))
+        # Some programs go on until the model gives their shell a certain command.
+        finish = self._hint.finish_command
+        if tools.shell and finish and not state.subagent and not (calls or step.raw):
+            calls.append((tools.shell, tools.shell.call(finish)))
+        return calls
+
+
+def choose_call(action: Action, tools: TaskTools, workdir: str) -> tuple[Tool, dict[str, Any]] | None:
+    """The tool that does an action and its arguments, None when no tool can. A tool that runs commands comes first."""
+    if tools.shell is not None:
+        return tools.shell, tools.shell.call(action.command)
+    if action.write is not None and (writer := tools.writer) is not None:
+        name, text = action.write
+        return writer, writer.call(f"{workdir}/{name}" if writer.absolute else name, text)
+    if action.read is not None and (reader := tools.reader) is not None:
+        return reader, reader.call(f"{workdir}/{action.read}" if reader.absolute else action.read)
+    return None
+
+
+def read_prompt(text: str) -> PromptState:
+    """The state of a prompt, from its rendered text."""
+    messages = [part.removesuffix("\n").removesuffix(END) for part in text.split(START)[1:]]
+    tools = _declared_tools(messages[0]) if messages else ()
+    for index, message in enumerate(messages):
+        if message.startswith("user\n") and (found := _MARKS.search(message)):
+            # The last message is the one that the model is about to write.
+            replies = sum(later.startswith("assistant\n") for later in messages[index + 1 : -1])
+            agent_id = _AGENT_ID.search(messages[-2])
+            return PromptState(
+                row=found[2],
+                subagent=found[1] == SUBAGENT_MARK,
+                replies=replies,
+                agent_id=agent_id[1] if agent_id else None,
+                tools=tools,
+            )
+    return PromptState(row=None, tools=tools)
+
+
+def _declared_tools(system: str) -> tuple[ToolSpec, ...]:
+    """The tools at the end of a system message. Lines that are no tool are left out: the harness's own text in that
+    message may look like the block."""
+    tools = []
+    blocks = _TOOLS.findall(system)
+    for line in blocks[-1].split("\n") if blocks else ():
+        try:
+            tool: Any = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
+            tools.append(tool)
+    return tuple(tools)
+
+
+def _step(state: PromptState) -> Step:
+    """The step that comes next. After the last one, the last one again."""
+    row = row_named(state.row) if state.row else None
+    if row is None or not (state.tools or state.subagent):
+        return Step(raw=TITLE + END)
+    steps = SUBAGENT_STEPS if state.subagent else row.steps
+    return steps[min(state.replies, len(steps) - 1)]

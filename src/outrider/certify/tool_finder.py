@@ -1,0 +1,297 @@
+"""Finds which of a harness's tools runs a command, writes or reads a file, starts a sub-agent or waits for one.
+
+Pure: it judges tools by what requests declare of them (names, descriptions, types of parameters) and by a preset's
+hint. Invariant: a call that it makes has every argument that the tool's schema requires.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from outrider.harnesses.presets import Certify
+from outrider.messages import ToolSpec
+
+FILLER = "a step of the task"
+"""Value of a required text that does not matter."""
+
+PATHS = ("path", "file_path", "filepath", "filename", "file_name", "file", "target_file", "absolute_path")
+CONTENTS = ("content", "contents", "text", "file_text", "file_content", "data", "body", "code")
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+class Parameter(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter that tools of a role have: its possible `names`, the likeliest first, words that its description may
+    have (`described_by`), and whether it may be a list of texts instead of a text."""
+
+    names: tuple[str, ...]
+    described_by: frozenset[str] = frozenset()
+    may_be_list: bool = False
+
+
+class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tool is for, and the words that tell it.
+
+    `certain` words, the likeliest first, decide it in the tool's name or in one of its choices; where
+    `read_description` is set they also count in its description, for less. `possible` words of the name hint at it,
+    `excluding` words rule it out.
+    """
+
+    what: str
+    certain: tuple[str, ...]
+    possible: frozenset[str] = frozenset()
+    excluding: frozenset[str] = frozenset()
+    read_description: bool = True
+    parameters: tuple[Parameter, ...]
+
+
+COMMAND = ToolRole(
+    what="one that runs a shell command: a parameter such as `command`, a text or a list of words",
+    certain=("bash", "shell", "terminal", "console", "zsh", "sh", "command", "commands", "cmd"),
+    possible=frozenset({"run", "exec", "execute", "executes", "execution", "process", "subprocess"}),
+    excluding=frozenset(
+        {"python", "ipython", "jupyter", "notebook", "sql", "browser", "javascript", "kill", "stop", "output", "status"}
+        | {"stdin", "read", "get", "list", "search", "wait", "agent", "task"}
+    ),
+    parameters=(
+        Parameter(
+            names=(
+                *("command", "cmd", "commands", "command_line", "cmdline", "shell_command", "bash_command", "argv"),
+                *("script", "args", "code", "input"),
+            ),
+            described_by=frozenset({"command", "commands", "shell", "bash", "script"}),
+            may_be_list=True,
+        ),
+    ),
+)
+WRITE = ToolRole(
+    what="one that writes a file: parameters such as `path` and `content`",
+    certain=("write", "writes", "create", "creates", "save", "saves", "overwrite"),
+    excluding=frozenset(
+        {"append", "read", "edit", "replace", "patch", "insert", "delete", "folder", "directory", "memory", "todo"}
+        | {"task", "agent"}
+    ),
+    parameters=(Parameter(names=PATHS), Parameter(names=CONTENTS)),
+)
+READ = ToolRole(
+    what="one that reads a file: a parameter such as `path`",
+    certain=("read", "reads", "view", "views", "cat", "open", "show"),
+    excluding=frozenset(
+        {"write", "edit", "list", "search", "folder", "directory", "image", "url", "web", "memory", "todo", "output"}
+    ),
+    parameters=(Parameter(names=PATHS),),
+)
+SUBAGENT = ToolRole(
+    what="one that starts a sub-agent",
+    certain=("task", "agent", "subagent", "delegate"),
+    read_description=False,
+    parameters=(Parameter(names=("prompt", "message", "task", "instruction", "objective")),),
+)
+WAITER = ToolRole(
+    what="one that waits for a sub-agent",
+    certain=(),
+    read_description=False,
+    parameters=(Parameter(names=("targets", "ids", "id", "agent_id"), may_be_list=True),),
+)
+
+CERTAIN = 30
+"""Score from which a tool is taken for certain."""
+NAMED = 6
+"""Score of a parameter that has one of the likely names."""
+DESCRIBED = 1
+"""Score of a parameter that only its description tells."""
+SHELL_LINE = ("bash", "-c")
+SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
+"""Choices of a tool that runs code in one of several languages."""
+ARGUMENT_LISTS = ("args", "arguments", "argv")
+"""Names of a parameter that has the arguments of the program in a parameter `command` beside it."""
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool and how to call it. `arguments` are the names of its role's parameters, in their order. `before` are the
+    elements before the first argument's value where that is a list, None where it is a text. `fixed` are other required
+    arguments. `absolute` says that it wants absolute paths."""
+
+    name: str
+    arguments: tuple[str, ...]
+    before: tuple[str, ...] | None = None
+    fixed: dict[str, Any] = {}
+    absolute: bool = False
+
+    def call(self, *values: str) -> dict[str, Any]:
+        """The arguments of a call with these values."""
+        first: Any = values[0] if self.before is None else [*self.before, values[0]]
+        return {**dict(zip(self.arguments, (first, *values[1:]), strict=True)), **self.fixed}
+
+
+class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools of a harness that can do a row's actions, None where it has none of a kind."""
+
+    shell: Tool | None
+    writer: Tool | None
+    reader: Tool | None
+
+
+def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
+    """The tools for a row's actions among those that a request declares."""
+    return TaskTools(
+        shell=find_shell(tools, hint), writer=_find(tools, WRITE, None, {}), reader=_find(tools, READ, None, {})
+    )
+
+
+def find_shell(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
+    """The tool that runs a command, None when there is none. The tool that the hint names comes first."""
+    return _find(tools, COMMAND, hint.shell, {})
+
+
+def find_subagent(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
+    """The tool that starts a sub-agent, called with a prompt, None when there is none."""
+    return _find(tools, SUBAGENT, hint.subagent, hint.subagent_arguments)
+
+
+def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> Tool | None:
+    """The tool that waits for a sub-agent, called with its id, None unless the hint names one."""
+    return _find(tools, WAITER, hint.wait, {})
+
+
+def describe(tools: Iterable[ToolSpec]) -> str:
+    """The tools that a request declares, each with its parameters, for people to read."""
+    offered = {str(tool["function"].get("name")): _properties(tool["function"]) for tool in tools}
+    shown = [
+        f"{name}({', '.join(f'{parameter}: {_kind(schema)}' for parameter, schema in properties.items())})"
+        for name, properties in sorted(offered.items())
+    ]
+    return "; ".join(shown) or "none"
+
+
+def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Mapping[str, Any]) -> Tool | None:
+    found: list[tuple[int, Tool]] = []
+    for tool in tools:
+        function = tool["function"]
+        hinted = hint is not None and function.get("name") == hint
+        certainty = _certainty(function, role, hinted)
+        if not certainty or not (made := _usable(function, role, given)):
+            continue
+        fit, usable = made
+        texts = [function, *_properties(function).values()]
+        # A tool that runs Python may say `execute` and `script` too.
+        python = any(
+            "python" in str(each.get("description", "")).lower() for each in texts if isinstance(each, Mapping)
+        )
+        if certainty >= CERTAIN or ((fit >= NAMED or fit == DESCRIBED) and not python):
+            found.append((certainty + fit, usable))
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
+    """Score of how likely the tool has the role, by its name, choices and description; 0 if it does not."""
+    if hinted:
+        return 1000
+    name = str(function.get("name", ""))
+    words, described = _words(name), _words(str(function.get("description") or ""))
+    choices = {choice for schema in _properties(function).values() for choice in _choices(schema)}
+    if choices & {*role.certain}:
+        return CERTAIN
+    if words & role.excluding:
+        return 0
+    said = [word in words or (len(word) > 3 and word in name.lower()) for word in role.certain]
+    if any(said):
+        return CERTAIN + 20 - said.index(True)
+    if role.read_description and described & {*role.certain}:
+        return 20 if words & role.possible else 15
+    return 10 if words & role.possible else 0
+
+
+def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any]) -> tuple[int, Tool] | None:
+    """How well the tool's parameters fit the role, and how to call it; None when it lacks a parameter."""
+    properties = _properties(function)
+    arguments: list[str] = []
+    fit = 0
+    for parameter in role.parameters:
+        free = {name: schema for name, schema in properties.items() if name not in arguments}
+        best = max(((_fit(name, schema, parameter), name) for name, schema in free.items()), default=(0, ""))
+        if not best[0]:
+            return None
+        fit += best[0]
+        arguments.append(best[1])
+    before: tuple[str, ...] | None = None
+    if _kind(properties[arguments[0]]) == "array":  # of a program and its arguments, or else of commands
+        program = arguments[0].lower() in ("command", "cmd", "argv", *ARGUMENT_LISTS)
+        before = SHELL_LINE if program else ()
+    parameters = function.get("parameters")
+    required = parameters.get("required") if isinstance(parameters, Mapping) else None
+    wanted = list(map(str, required)) if isinstance(required, list) else []
+    wanted += [known for known in given if known in properties]
+    fixed = {name: given.get(name, _filler(name, properties.get(name), role)) for name in wanted}
+    if role is COMMAND and arguments[0] in ARGUMENT_LISTS and "command" in properties:
+        before, fixed["command"] = SHELL_LINE[1:], SHELL_LINE[0]
+    return fit, Tool(
+        name=str(function.get("name", "")),
+        arguments=tuple(arguments),
+        before=before,
+        fixed={name: value for name, value in fixed.items() if name not in arguments},
+        absolute="absolute" in arguments[0] or "absolute" in str(properties[arguments[0]].get("description", "")),
+    )
+
+
+def _fit(name: str, schema: Any, parameter: Parameter) -> int:
+    """Score of how well a tool's parameter fits one of a role; 0 if it does not. One with fixed choices fits none."""
+    kind = _kind(schema)
+    if (kind != "string" and not (parameter.may_be_list and kind == "array")) or _choices(schema):
+        return 0
+    lower = name.lower()
+    if kind == "array" and lower in ARGUMENT_LISTS:
+        return 3 + len(parameter.names)  # more than a parameter `command` beside it, which has the program alone
+    if lower in parameter.names:
+        return 2 + len(parameter.names) - parameter.names.index(lower)
+    if _words(name) & set(parameter.names):
+        return 2
+    return DESCRIBED if parameter.described_by & _words(str(schema.get("description") or "")) else 0
+
+
+def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _words(text: str) -> set[str]:
+    return {word.lower() for word in WORD.findall(text)}
+
+
+def _choices(schema: Any) -> tuple[str, ...]:
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    return tuple(map(str, choices)) if isinstance(choices, list) else ()
+
+
+def _kind(schema: Any) -> str | None:
+    """The JSON type of a property; of several types the first that is not null."""
+    if not isinstance(schema, Mapping):
+        return None
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return next((one for one in kind if one != "null"), None)
+    if kind is None and (choices := schema.get("anyOf") or schema.get("oneOf")):
+        return next((found for one in choices if (found := _kind(one)) not in (None, "null")), None)
+    return kind if isinstance(kind, str) else None
+
+
+def _filler(name: str, schema: Any, role: ToolRole) -> Any:
+    """A value that a required property accepts; of several choices the one that suits the role."""
+    if not isinstance(schema, Mapping):
+        return FILLER
+    if choices := schema.get("enum"):
+        likely = SHELLS if role is COMMAND else role.certain
+        return next((choice for choice in choices if choice in likely), choices[0])
+    if "default" in schema or "const" in schema:
+        return schema.get("const", schema.get("default"))
+    kind = _kind(schema)
+    if kind == "string" and _words(name) & {"cwd", "dir", "directory", "folder", "workdir", "path"}:
+        return "."
+    fillers: dict[str | None, Any] = {"boolean": False, "integer": 60, "number": 60, "array": [], "object": {}}
+    if kind in ("integer", "number"):
+        return max(min(60, schema.get("maximum", 60)), schema.get("minimum", 0))
+    return fillers.get(kind, FILLER)
