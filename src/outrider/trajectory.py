@@ -1,8 +1,8 @@
-"""What a rollout leaves behind: turns, branches, verdicts and training samples.
+"""The records of a rollout: turns, branch kinds, verdicts, training samples and session results.
 
-Token ids are packed little-endian int32 (`pack_ids`), log-probabilities packed float64 (natural log, of the
-sampled token, exactly the numbers the engine gave). Nothing here samples, renders or stores.
-Invariant: a turn's prompt is its parent's prompt + its parent's output + its own `prompt_delta`.
+Token ids are packed little-endian int32 (`pack_ids`). Log-probabilities are packed float64: the natural log of the
+sampled token's probability, exactly the number that the engine gave. The module does not sample, render or store.
+Invariant: a turn's prompt is its parent's prompt, its parent's output, then its own `prompt_delta`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def unpack_logprobs(packed: bytes) -> Logprobs:
 
 
 class JoinKind(StrEnum):
-    """How a request joined its session's token tree."""
+    """How a request joined its session's token tree (`tokens/tree/tree.py`)."""
 
-    ROOT = "root"
-    APPEND = "append"
-    FORK = "fork"
-    RETRY = "retry"
+    ROOT = "root"  # shares no history with earlier requests
+    APPEND = "append"  # a recorded conversation plus new messages
+    FORK = "fork"  # shares a history, but could not just append
+    RETRY = "retry"  # the very same request again
 
 
 class ForkCause(StrEnum):
-    """Why a request could not simply append."""
+    """Why a request that shares a history could not append to it."""
 
     SIBLING = "sibling"  # the parent already has a different continuation; the parent's ids are kept
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
@@ -58,52 +58,58 @@ class ForkCause(StrEnum):
     TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, as when another agent takes over
     BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only append
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
-    CAPTURE_DRIFT = "capture_drift"  # capture mode: the engine's own prompt does not extend the record
+    CAPTURE_DRIFT = "capture_drift"  # capture mode: the prompt that the engine reports does not extend the record
 
 
 HEAD_CHANGES = frozenset({ForkCause.TOOLS_CHANGED, ForkCause.SYSTEM_CHANGED, ForkCause.TOOLS_AND_SYSTEM_CHANGED})
-"""What stands before the history is another; the history is a recorded one and goes on."""
+"""The causes of a fork that goes on from a recorded history behind another head: other tools, another system prompt."""
 
 
 class BranchKind(StrEnum):
-    """What a branch is for; `tokens/branches/classify.py` tells them apart."""
+    """What a branch is for (`tokens/branches/classify.py` decides)."""
 
     MAIN = "main"  # the conversation that does the task's work
     SUBAGENT = "subagent"  # a conversation that another one started
     COMPACTION = "compaction"  # writes a summary of a history, or goes on from one
     AUXILIARY = "auxiliary"  # a side call, such as for a title
-    RETRY = "retry"  # an answer to a request that was asked again, and not gone on with
+    RETRY = "retry"  # an answer that the agent did not use: it sent the request again and used another
     ABORTED = "aborted"  # its last turn was cut off by the client: the agent never saw the tokens
 
 
 class BranchPolicy(StrEnum):
+    """What is done with the branches of a kind."""
+
     TRAIN = "train"
-    MASK = "mask"
-    DROP = "drop"
+    MASK = "mask"  # delivered as a row in which nothing trains
+    DROP = "drop"  # not delivered
 
 
 class TokenMode(StrEnum):
-    """Where a turn's ids come from."""
+    """How a turn's ids are known."""
 
     TOKENS = "tokens"  # the engine was given exactly the recorded ids
     CAPTURE = "capture"  # the engine was given text and reported its ids
-    TEXT = "text"  # no ids at all: never trainable
+    TEXT = "text"  # no ids are known: never trained
 
 
 class LogprobKind(StrEnum):
+    """The distribution that log-probabilities are of."""
+
     RAW = "raw"  # log-softmax of the logits, before temperature and truncation
-    SAMPLING = "sampling"  # of the distribution that was sampled from
-    NONE = "none"
+    SAMPLING = "sampling"  # the distribution that was sampled from
+    NONE = "none"  # the engine reported none
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
+    """Why a turn's generation ended."""
+
+    STOP = "stop"  # a stop token or stop string
+    LENGTH = "length"  # the token limit
+    ABORT = "abort"  # the client hung up, or the run ended
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled by policy `version`."""
+    """Output tokens [start, end) were sampled by policy version `version`."""
 
     version: int
     start: int
@@ -119,17 +125,22 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call. `index` counts a session attempt's turns in the order they were committed.
+    """One model call. `index` counts a session attempt's turns in the order of their commits.
 
-    `conversation` is 0 for the session's first conversation; those that began independently of it, or with other tools
-    or another system prompt, count up. `forked_from` is, where one of those two changed, the turn whose history the
-    request goes on from. `tools` tells the tools of requests apart, empty where there were none. `agent_id`,
-    `parent_agent_id` and `purpose` are what the client said about its caller.
-    `sampling` is all that the engine was told about sampling, and whether the model was to think; `altered` says that
-    tokens were drawn from another distribution than temperature and truncation make of the logits (penalties, a bias, a
-    minimum length, a form that the reply was held to). `ignored` names what the client asked for that had no effect.
-    `messages` are what the request added to its parent's conversation (all of them without a parent), `reply` is
-    what the client was told, None when it had left.
+    parent: the turn whose prompt and output this turn's prompt begins with.
+    conversation: 0 for the session's first conversation; those that began independently of it, or with other tools or
+        another system prompt, count up.
+    tools: a digest that tells the tools of requests apart, empty without tools.
+    agent_id, parent_agent_id, purpose: what the client said about the caller.
+    forked_from: the turn whose request shares the longest history with this one; where the tools or the system prompt
+        changed, the turn whose history it goes on from.
+    prompt_delta, output_ids: packed int32. logprobs: packed float64, one per output id.
+    sampling: the sampling parameters that the engine was given, and whether the model was to think.
+    altered: tokens were drawn from another distribution than temperature and truncation make of the logits (penalties,
+        a bias, a minimum length, a form that the reply was held to).
+    ignored: names of what the client asked for without effect.
+    messages: those that the request added to its parent's conversation, all of them without a parent.
+    reply: the message that the client was given; None if it had hung up.
     """
 
     index: int
@@ -165,7 +176,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluator's finding. `reward` is finite; `metrics` are named finite numbers."""
+    """An evaluator's result. `reward` and the named `metrics` are finite."""
 
     reward: float
     metrics: dict[str, float] = {}
@@ -173,11 +184,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image among a row's ids. `turn` is the turn that added it, `message` the position of its message, from 0, in
-    the conversation of the row's turns, replies counted.
+    """An image among a row's ids. `turn` is the turn that added it; `message` is the position of its message in the
+    conversation of the row's turns, from 0, replies counted.
 
-    `digest` is the SHA-256 (hex) of its `size` bytes, which the service keeps. An image that the client sent by
-    address has that as `url`; its digest is then the address's, and its bytes are nowhere.
+    `digest` is the SHA-256 (hex) of its `size` bytes, which the service stores. For an image that the client sent by
+    address, `url` is the address, `digest` is the digest of the address, and no bytes are stored.
     """
 
     turn: int
@@ -191,13 +202,16 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One training row: `ids`, `loss_mask`, `logprobs` and `versions` have equal length.
 
-    Positions with mask 0 (context, and sampled tokens that another sample trains on) have log-probability 0.0
-    and version -1. `prompt_length` is the number of ids before the first sampled one. `reward` is None when
-    the session has no verdict, or its task lets no branch of this kind train: such a row must not be trained on.
-    `parent` is the turn that the branch forked from or was started by, None where there is none; `depth` is 0 for the
-    main branches and one more than the parent's for others; `label` says more than `kind`, as in "title". `altered`
-    are those of its turns whose tokens no softmax of logits over a temperature explains (`Turn.altered`). `images` are
-    in the order in which the ids show them, one that is shown twice twice.
+    Positions with mask 0 (context, and sampled tokens that another row trains) have log-probability 0.0 and version -1.
+
+    prompt_length: ids before the first sampled one.
+    reward: None when the session has no verdict, or the policy of the row's kind is not to train: such a row must not
+        be trained on.
+    parent: the turn that the branch forked from or was started by, None without one.
+    depth: 0 in the main conversation, one more for each sub-agent, side call or replaced history on the way.
+    label: says more than `kind`, as in "title".
+    altered: those of its turns whose tokens no softmax of logits over a temperature explains (`Turn.altered`).
+    images: in the order in which the ids show them; one that is shown twice is there twice.
     """
 
     group_id: str
@@ -229,7 +243,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a session's sampled tokens went: sampled = trained + masked + dropped."""
+    """A session's sampled tokens: sampled = trained + masked + dropped. `drift` counts ids that the engine reported
+    differently."""
 
     sampled: int = 0
     trained: int = 0
@@ -239,8 +254,8 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds a session spent in each stage; waiting for a lane is apart from working in it. `stop` is also the keeping
-    of artifacts."""
+    """Seconds that a session spent in each stage. Waiting for a lane is counted apart from working in it; `stop`
+    includes collecting artifacts."""
 
     queued: float = 0.0
     init: float = 0.0
@@ -252,17 +267,20 @@ class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessExit(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent program ended that exited with another `code` than 0 and was graded all the same, and the end of
-    its output."""
+    """The non-zero exit `code` of an agent program that was graded all the same, and the end of its output."""
 
     code: int
     log_tail: str
 
 
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one session ended, once and for all. `policy` is the task's for its branches; a kind that is not in it has
-    the default one. `harness_exit` is there where an agent program failed and was graded. `ignored` counts the turns in
-    which a client asked for something that had no effect, by its name."""
+    """How a session ended; written once, never changed.
+
+    policy: the task's for its branches; a kind that is not in it has the default.
+    harness_exit: set if the agent program failed and was graded all the same.
+    forks: the number of forks by cause.
+    ignored: by name, the number of turns in which a client asked for something that had no effect.
+    """
 
     session_id: str
     group_id: str

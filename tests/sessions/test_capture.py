@@ -21,7 +21,7 @@ from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.tokens.samples import build_samples, count_tokens
+from outrider.tokens.samples import build_samples, count_session
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -120,7 +120,7 @@ async def test_a_prompt_that_drifted_stands_alone_and_is_counted(tmp_path: Path)
     drifted = turns[1]
     assert (drifted.join, drifted.cause, drifted.parent) == (JoinKind.FORK, ForkCause.CAPTURE_DRIFT, None)
     assert drifted.drift_tokens == 1
-    assert count_tokens(turns).drift == 1
+    assert count_session(turns).tokens.drift == 1
     samples = build_samples(turns, RESULT)
     assert [sample.mode for sample in samples] == [TokenMode.CAPTURE, TokenMode.CAPTURE]
     assert [sum(sample.loss_mask) for sample in samples] == [2, 1]
@@ -133,7 +133,7 @@ async def test_an_engine_without_ids_leaves_turns_that_never_train(tmp_path: Pat
     assert (turn.mode, turn.logprob_kind, turn.output_ids) == (TokenMode.TEXT, LogprobKind.NONE, b"")
     assert turn.reply is not None
     assert turn.reply.content == "hello"
-    assert count_tokens(turns).sampled == 0
+    assert count_session(turns).tokens.sampled == 0
     assert build_samples(turns, RESULT) == []
 
 

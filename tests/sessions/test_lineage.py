@@ -12,7 +12,7 @@ from outrider.dialects.base import Caller
 from outrider.sessions.transcript import transcript
 from outrider.spec import Branches
 from outrider.tokens.branches.classify import lineages
-from outrider.tokens.samples import POLICY, build_samples, count, policy_of
+from outrider.tokens.samples import POLICY, build_samples, count_session, policy_of
 from outrider.trajectory import BranchKind, BranchPolicy, ForkCause, JoinKind
 
 from .test_capture import RESULT, told
@@ -73,7 +73,7 @@ async def test_an_edit_keeps_the_ids_before_it_and_nothing_drifts(tmp_path: Path
         turns = world.turns
     assert (turns[2].join, turns[2].cause, turns[2].parent) == (JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, 0)
     assert given[2][: turns[0].prompt_length] == given[0]
-    counts = count(turns)
+    counts = count_session(turns)
     assert (counts.forks, counts.tokens.drift, counts.tokens.trained) == (
         {"history_rewritten": 1},
         0,
@@ -123,7 +123,7 @@ async def test_a_tasks_policy_reaches_the_rows(tmp_path: Path) -> None:
         (BranchKind.MAIN, "", None, 0),
         (BranchKind.AUXILIARY, "title", None, 1),
     ]
-    counts = count(turns, policy).tokens
+    counts = count_session(turns, policy).tokens
     assert (counts.masked, counts.dropped) == (len(turns[0].output_ids) // 4, 0)
 
 
@@ -144,4 +144,4 @@ async def test_a_captured_conversation_goes_on_with_other_tools_or_another_syste
         (JoinKind.FORK, ForkCause.TOOLS_CHANGED, 2),
     ]
     assert [turn.drift_tokens for turn in turns] == [0] * 4
-    assert count(turns).forks == {"tools_and_system_changed": 1, "tools_changed": 1}
+    assert count_session(turns).forks == {"tools_and_system_changed": 1, "tools_changed": 1}

@@ -12,7 +12,7 @@ from outrider.errors import EngineRejected, RequestError
 from outrider.lifecycle import StopReason
 from outrider.spec import Sampling
 from outrider.testing.scripted_engine import ScriptedEngine
-from outrider.tokens.samples import MAX_IGNORED, OTHERS, build_samples, count
+from outrider.tokens.samples import MAX_IGNORED_NAMES, OTHER_IGNORED, build_samples, count_session
 from outrider.trajectory import SessionResult
 
 from .world import BASH, a_world, echoed
@@ -64,7 +64,7 @@ async def test_what_has_no_effect_is_noted_with_the_turn_and_counted(tmp_path: P
         first = await world.ask(USER, tools=[BASH, {"type": "web_search"}], verbosity="low", from_the_future=1)
         await world.ask(USER, echoed(first), USER, tools=[BASH, {"type": "web_search"}])
         assert set(world.turns[0].ignored) == {"verbosity", "unknown.from_the_future", "tools.web_search"}
-        counted = count(world.turns).ignored
+        counted = count_session(world.turns).ignored
         assert counted == {"tools.web_search": 2, "verbosity": 1, "unknown.from_the_future": 1}
 
 
@@ -75,9 +75,9 @@ async def test_names_that_clients_make_up_are_bounded(tmp_path: Path) -> None:
         for turn in world.turns:
             assert len(turn.ignored) == 32
             assert all(len(name) <= 64 and name.isprintable() for name in turn.ignored)
-        counted = count(world.turns).ignored
-        assert len(counted) == MAX_IGNORED + 1
-        assert counted[OTHERS] == 4 * 32 - MAX_IGNORED
+        counted = count_session(world.turns).ignored
+        assert len(counted) == MAX_IGNORED_NAMES + 1
+        assert counted[OTHER_IGNORED] == 4 * 32 - MAX_IGNORED_NAMES
 
 
 async def test_a_reply_is_held_to_a_form_and_does_not_think(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from outrider.messages import Message, ParsedMessages, Role, ToolSpec
 from outrider.tokens.branches.classify import lineages
 from outrider.tokens.rendering.renderer import FamilyRenderer, History
 from outrider.tokens.rendering.reply_stream import ReplyStream
-from outrider.tokens.samples import POLICY, Policy, build_samples, count_samples, count_tokens
+from outrider.tokens.samples import POLICY, Policy, build_samples, count_session
 from outrider.tokens.tree.tree import Joined, PromptNode, TokenTree
 from outrider.trajectory import (
     HEAD_CHANGES,
@@ -242,7 +242,7 @@ class Rollout:
     def check_samples(self, policy: Policy = POLICY) -> list[Sample]:
         result = msgspec.structs.replace(RESULT, policy=dict(policy))
         samples = build_samples(self.turns, result)
-        assert len(samples) == count_samples(self.turns, policy)
+        assert len(samples) == count_session(self.turns, policy).samples
         self._check_lineages()
         kinds = [lineage.kind for lineage in lineages(self.turns)]
         trained: Counter[int] = Counter()
@@ -253,7 +253,7 @@ class Rollout:
         for turn in self.turns:
             trains = turn.output_ids and policy[kinds[turn.index]] is BranchPolicy.TRAIN
             assert trained[turn.index] == (1 if trains else 0), "a turn is not trained on, or twice"
-        counts = count_tokens(self.turns, policy)
+        counts = count_session(self.turns, policy).tokens
         assert counts.sampled == sum(map(len, self.gave)) == counts.trained + counts.masked + counts.dropped
         assert counts.trained == sum(sum(sample.loss_mask) for sample in samples)
         held = {index for sample in samples for index in sample.turns}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from outrider.messages import Message, ParsedMessages, Role, ToolCall
-from outrider.tokens.samples import count
+from outrider.tokens.samples import count_session
 from outrider.tokens.tree.tree import MAX_SEEN_PREFIXES, TokenTree
 from outrider.trajectory import (
     FinishReason,
@@ -119,7 +119,7 @@ def test_twice_the_turns_take_twice_the_work(shape: Callable[[Record, int], None
         record = Record()
         shape(record, turns)
         profile = cProfile.Profile()
-        profile.runcall(count, record.turns)
+        profile.runcall(count_session, record.turns)
         calls.append(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]  # missing in typeshed
     assert calls[1] < 2.6 * calls[0], calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from outrider.messages import Message, Role
-from outrider.tokens.samples import POLICY, branches, build_samples, count_tokens
+from outrider.tokens.samples import POLICY, build_samples, count_session
 from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
@@ -35,13 +35,15 @@ def begin() -> Rollout:
 
 
 def kinds(rollout: Rollout) -> list[tuple[BranchKind, tuple[int, ...]]]:
+    """Every branch: with this policy each of them is a row."""
     rollout.check_samples()
-    return [(branch.kind, branch.turns) for branch in branches(rollout.turns)]
+    samples = rollout.check_samples(dict.fromkeys(BranchKind, BranchPolicy.MASK))
+    return [(sample.kind, sample.turns) for sample in samples]
 
 
 def test_nothing_makes_no_samples() -> None:
     assert build_samples([], RESULT) == []
-    assert count_tokens([]).sampled == 0
+    assert count_session([]).tokens.sampled == 0
 
 
 def test_an_aborted_last_turn_does_not_take_its_history_with_it() -> None:
@@ -49,7 +51,7 @@ def test_an_aborted_last_turn_does_not_take_its_history_with_it() -> None:
     reply = rollout.answer(rollout.join([FIRST]), ids("Yes."))
     rollout.answer(rollout.join([FIRST, reply, NEXT]), ids("cut"), finish=FinishReason.ABORT)
     assert kinds(rollout) == [(BranchKind.MAIN, (0,)), (BranchKind.ABORTED, (0, 1))]
-    counts = count_tokens(rollout.turns)
+    counts = count_session(rollout.turns).tokens
     assert (counts.trained, counts.dropped) == (len(rollout.gave[0]), len(rollout.gave[1]))
 
 
@@ -93,7 +95,7 @@ def test_an_answer_that_was_not_used_is_dropped_unless_the_task_says_otherwise()
     rollout.answer(rollout.join([FIRST]), ids("No, never."))
     rollout.answer(rollout.join([FIRST]), ids("Yes."))
     assert [sample.turns for sample in rollout.check_samples()] == [(1,)]
-    counts, unused = count_tokens(rollout.turns), len(rollout.gave[0])
+    counts, unused = count_session(rollout.turns).tokens, len(rollout.gave[0])
     assert (counts.trained, counts.masked, counts.dropped) == (len(rollout.gave[1]), 0, unused)
     voting = POLICY | {BranchKind.RETRY: BranchPolicy.TRAIN}
     assert [sum(sample.loss_mask) for sample in rollout.check_samples(voting)] == [counts.trained, unused]

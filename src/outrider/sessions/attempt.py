@@ -15,7 +15,7 @@ from outrider.lifecycle import StopReason
 from outrider.schemas import NodeStats
 from outrider.spec import TaskSpec
 from outrider.store.rows import SessionRow
-from outrider.tokens.samples import count, policy_of
+from outrider.tokens.samples import count_session, policy_of
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
 
@@ -58,7 +58,7 @@ def session_result(
     `forks` are counted by cause while the attempt runs, and take precedence over those counted from `turns`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    counts = count(turns, policy)
+    counts = count_session(turns, policy)
     return SessionResult(
         session_id=session.id,
         group_id=session.group_id,

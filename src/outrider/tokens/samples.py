@@ -1,8 +1,21 @@
-"""Turns, verdict and stop reason become training samples: the one place that decides what trains.
+"""Builds training samples from a session's turns: the one place that decides what trains.
 
-Pure. One sample per leaf branch that has something to train, or is masked; a turn's tokens train in the first row of
-its own kind that has them, where the policy for that kind says so, and are context in others. Invariant: sampled =
-trained + masked + dropped, over the session.
+A pure function of the stored turns and the session's result, so a session gives the same samples whenever they are
+asked for. The rules, in order:
+
+1. Each turn has a kind (`branches/classify.py`) and each kind a policy: train, mask or drop.
+2. A branch is a path from a root to a leaf. A leaf is a turn that sampled something and that no turn of the same kind
+   and label continued, where turns that were cut off or sampled nothing do not count. So a history keeps a branch of
+   its own if only its summary, or a call that was cut off, followed it.
+3. Branches are ordered by kind, the main ones first, then by their first turn, then newest leaf first: tokens that
+   branches share train in the row that the session went on with.
+4. A branch is a row unless its kind is dropped. One whose kind trains is not a row either if it is the beginning of an
+   earlier row of its kind: nothing in it would train.
+5. In a row those sampled tokens train (mask 1) whose turns are of the row's kind, if that kind trains, and in no
+   earlier row of it. All others are context (mask 0). So each trained token has mask 1 in exactly one row.
+6. A row has the verdict's reward only if its kind trains: the reward says nothing about the others.
+
+It knows no tokenizer and no store. Invariant: sampled = trained + masked + dropped tokens, over the session.
 """
 
 from __future__ import annotations
@@ -31,9 +44,10 @@ from outrider.trajectory import (
     unpack_logprobs,
 )
 
-MAX_IGNORED = 64
-"""So many names of what had no effect are counted for a session; the others are counted together."""
-OTHERS = "others"
+MAX_IGNORED_NAMES = 64
+"""Names of ignored request fields that are counted one by one for a session. Clients choose some of these names."""
+OTHER_IGNORED = "others"
+"""The name under which all further ones are counted together."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
 
@@ -44,58 +58,14 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 
 
 POLICY: Policy = policy_of(Branches())
-"""What is done with each kind of branch unless the task says otherwise. Side calls are dropped, as the task's reward
-says nothing about a title; and so are answers that were cut off, or asked for again and not gone on with, as no reward
-can be due to tokens that nobody used."""
+"""The policy of each kind unless the task says otherwise. Side calls are dropped, because the task's reward says
+nothing about a title; so are answers that were cut off, or asked for again and not continued, because no reward can be
+due to tokens that nobody used."""
 
 
-class Branch(msgspec.Struct, frozen=True):
-    """One root-to-leaf path of turn indexes, and what its leaf was for."""
-
-    kind: BranchKind
-    turns: tuple[int, ...]
-    lineage: Lineage
-
-
-def branches(turns: Sequence[Turn]) -> list[Branch]:
-    """The session's branches, the main ones first, each in turn order; `turns[i].index` must be `i`.
-
-    A turn ends a branch unless one that was for the same went on from it: what only a summary, or a call that was cut
-    off, or one that sampled nothing followed keeps a branch of its own.
-    """
-    lines = lineages(turns)
-    return [
-        Branch(lines[leaf.index].kind, tuple(turn.index for turn in _path(leaf, turns)), lines[leaf.index])
-        for leaf in _leaves(turns, lines)
-    ]
-
-
-def _leaves(turns: Sequence[Turn], lines: Sequence[Lineage]) -> list[Turn]:
-    """The turns that end a branch, in the order of their branches."""
-    gone_on = _gone_on(turns, lines)
-    first = list(range(len(turns)))
-    for turn in turns:
-        if turn.parent is not None:
-            first[turn.index] = first[turn.parent]
-    order = {kind: place for place, kind in enumerate(BranchKind)}
-    found = [turn for turn in turns if turn.index not in gone_on and turn.output_ids]
-    return sorted(found, key=lambda leaf: (order[lines[leaf.index].kind], first[leaf.index], -leaf.index))
-
-
-def _gone_on(turns: Sequence[Turn], lines: Sequence[Lineage]) -> set[int]:
-    """The turns with a continuation that was for the same, and sampled something the agent saw or has such a
-    continuation itself."""
-    found: set[int] = set()
-    for turn in reversed(turns):
-        if turn.parent is not None and (reached_agent(turn) or turn.index in found):
-            own, before = lines[turn.index], lines[turn.parent]
-            if (own.kind, own.label) == (before.kind, before.label):
-                found.add(turn.parent)
-    return found
-
-
-class Counts(msgspec.Struct, frozen=True):
-    """What a session's turns come to: its tokens, its rows, its forks by cause, and what had no effect by name."""
+class SessionCounts(msgspec.Struct, frozen=True):
+    """A session's tokens by what became of them, its number of rows, its forks by cause, and in how many turns each
+    request field was ignored, by its name."""
 
     tokens: TokenCounts
     samples: int
@@ -103,99 +73,105 @@ class Counts(msgspec.Struct, frozen=True):
     ignored: dict[str, int]
 
 
-def count(turns: Sequence[Turn], policy: Policy = POLICY) -> Counts:
-    """All of it at once, without making the rows."""
+def count_session(turns: Sequence[Turn], policy: Policy = POLICY) -> SessionCounts:
+    """Count without building the rows. `turns[i].index` must be `i`."""
     lines = lineages(turns)
-    kept = _kept(turns, lines, policy)
-    forks = Counter(turn.cause.value for turn in turns if turn.cause is not None)
-    return Counts(_count_tokens(turns, lines, kept, policy), len(kept), dict(forks), _ignored(turns))
-
-
-def _ignored(turns: Sequence[Turn]) -> dict[str, int]:
-    """In how many turns each thing had no effect. Names are partly the client's: the rarest of too many are one."""
-    counted = Counter(name for turn in turns for name in turn.ignored)
-    shown = dict(counted.most_common(MAX_IGNORED))
-    rest = counted.total() - sum(shown.values())
-    return shown | ({OTHERS: rest} if rest else {})
-
-
-def count_tokens(turns: Sequence[Turn], policy: Policy = POLICY) -> TokenCounts:
-    """Where every sampled token went."""
-    return count(turns, policy).tokens
-
-
-def count_samples(turns: Sequence[Turn], policy: Policy = POLICY) -> int:
-    """How many rows `build_samples` makes."""
-    return count(turns, policy).samples
-
-
-def _count_tokens(turns: Sequence[Turn], lines: Sequence[Lineage], kept: Sequence[Turn], policy: Policy) -> TokenCounts:
-    """Trained or not, by its turn's kind; what does not train is masked if any row has it, else dropped."""
-    held: set[int] = set()
-    for leaf in kept:
-        _add_path(held, leaf, turns)
-    totals = dict.fromkeys(BranchPolicy, 0)
+    rows = _row_leaves(turns, lines, policy)
+    in_rows: set[int] = set()
+    for leaf in rows:
+        _add_path(in_rows, leaf, turns)
+    tokens = dict.fromkeys(BranchPolicy, 0)
     for turn in turns:
         trains = policy[lines[turn.index].kind] is BranchPolicy.TRAIN
-        where = BranchPolicy.MASK if turn.index in held else BranchPolicy.DROP
-        totals[BranchPolicy.TRAIN if trains else where] += len(turn.output_ids) // 4
-    return TokenCounts(
-        sampled=sum(totals.values()),
-        trained=totals[BranchPolicy.TRAIN],
-        masked=totals[BranchPolicy.MASK],
-        dropped=totals[BranchPolicy.DROP],
-        drift=sum(turn.drift_tokens for turn in turns),
+        untrained = BranchPolicy.MASK if turn.index in in_rows else BranchPolicy.DROP
+        tokens[BranchPolicy.TRAIN if trains else untrained] += len(turn.output_ids) // 4
+    ignored = Counter(name for turn in turns for name in turn.ignored)
+    named = dict(ignored.most_common(MAX_IGNORED_NAMES))
+    unnamed = ignored.total() - sum(named.values())
+    return SessionCounts(
+        tokens=TokenCounts(
+            sampled=sum(tokens.values()),
+            trained=tokens[BranchPolicy.TRAIN],
+            masked=tokens[BranchPolicy.MASK],
+            dropped=tokens[BranchPolicy.DROP],
+            drift=sum(turn.drift_tokens for turn in turns),
+        ),
+        samples=len(rows),
+        forks=dict(Counter(turn.cause.value for turn in turns if turn.cause is not None)),
+        ignored=named | ({OTHER_IGNORED: unnamed} if unnamed else {}),
     )
 
 
 def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
-    """The session's training rows, by the result's policy. Empty when no turn has ids (a text-only engine)."""
+    """The session's training rows, by the result's policy; none if no turn has ids (a text-only engine).
+    `turns[i].index` must be `i`."""
     lines = lineages(turns)
     policy = {**POLICY, **result.policy}
-    kept = _kept(turns, lines, policy)
+    rows = _row_leaves(turns, lines, policy)
     trained: set[int] = set()
     samples = []
-    for row, leaf in enumerate(kept):
+    for row, leaf in enumerate(rows):
         path, kind = _path(leaf, turns), lines[leaf.index].kind
-        same = (turn.index for turn in path if lines[turn.index].kind is kind)
-        fresh = frozenset(same) - trained if policy[kind] is BranchPolicy.TRAIN else frozenset()
-        samples.append(_sample(lines[leaf.index], path, fresh, row, len(kept), result))
-        trained |= fresh
+        trains: frozenset[int] = frozenset()
+        if policy[kind] is BranchPolicy.TRAIN:
+            trains = frozenset(turn.index for turn in path if lines[turn.index].kind is kind) - trained
+        samples.append(_sample(lines[leaf.index], path, trains, row, len(rows), result))
+        trained |= trains
     return samples
 
 
-def _kept(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
-    """The leaves of the branches that are rows. A branch of a kind that trains is none if it is the beginning of a
-    longer one of its kind: nothing in it would train."""
-    seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
-    kept = []
-    for leaf in _leaves(turns, lines):
+def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
+    """The leaves of the branches that are rows, in the order of the rows: rules 2 to 4."""
+    continued: set[int] = set()
+    first_turn = list(range(len(turns)))
+    for turn in turns:
+        if turn.parent is not None:
+            first_turn[turn.index] = first_turn[turn.parent]
+    for turn in reversed(turns):
+        if turn.parent is not None and (reached_agent(turn) or turn.index in continued):
+            own, before = lines[turn.index], lines[turn.parent]
+            if (own.kind, own.label) == (before.kind, before.label):
+                continued.add(turn.parent)
+    order = {kind: place for place, kind in enumerate(BranchKind)}
+    leaves = [turn for turn in turns if turn.output_ids and turn.index not in continued]
+    leaves.sort(key=lambda leaf: (order[lines[leaf.index].kind], first_turn[leaf.index], -leaf.index))
+    in_rows: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
+    rows = []
+    for leaf in leaves:
         kind = lines[leaf.index].kind
-        repeats = policy[kind] is BranchPolicy.TRAIN and leaf.index in seen[kind]
-        if policy[kind] is not BranchPolicy.DROP and not repeats:
-            kept.append(leaf)
-            _add_path(seen[kind], leaf, turns)
-    return kept
+        is_beginning = policy[kind] is BranchPolicy.TRAIN and leaf.index in in_rows[kind]
+        if policy[kind] is not BranchPolicy.DROP and not is_beginning:
+            rows.append(leaf)
+            _add_path(in_rows[kind], leaf, turns)
+    return rows
 
 
-def _add_path(seen: set[int], leaf: Turn, turns: Sequence[Turn]) -> None:
-    """Add the turns from the beginning to the leaf to those of other paths."""
+def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> None:
+    """Add the turns up to the leaf. It stops at the first that is there, so that many branches of one trunk take time
+    in proportion to their turns."""
     index: int | None = leaf.index
-    while index is not None and index not in seen:
-        seen.add(index)
+    while index is not None and index not in indexes:
+        indexes.add(index)
         index = turns[index].parent
 
 
+def _path(leaf: Turn, turns: Sequence[Turn]) -> list[Turn]:
+    path = [leaf]
+    while (parent := path[-1].parent) is not None:
+        path.append(turns[parent])
+    return path[::-1]
+
+
 def _sample(
-    lineage: Lineage, path: Sequence[Turn], fresh: frozenset[int], row: int, rows: int, result: SessionResult
+    lineage: Lineage, path: Sequence[Turn], trains: frozenset[int], row: int, rows: int, result: SessionResult
 ) -> Sample:
     columns = _Columns()
     for turn in path:
-        columns.context(unpack_ids(turn.prompt_delta).tolist())
-        if turn.index in fresh:
-            columns.sampled(turn)
+        columns.add_context(unpack_ids(turn.prompt_delta).tolist())
+        if turn.index in trains:
+            columns.add_trained(turn)
         else:
-            columns.context(unpack_ids(turn.output_ids).tolist())
+            columns.add_context(unpack_ids(turn.output_ids).tolist())
     policy = {**POLICY, **result.policy}[lineage.kind]
     versions = [version for version, mask in zip(columns.versions, columns.mask, strict=True) if mask]
     return Sample(
@@ -218,18 +194,18 @@ def _sample(
         reward=result.verdict.reward if result.verdict and policy is BranchPolicy.TRAIN else None,
         metrics=result.verdict.metrics if result.verdict else {},
         mode=TokenMode.TOKENS if all(turn.mode is TokenMode.TOKENS for turn in path) else TokenMode.CAPTURE,
-        logprob_kind=path[-1].logprob_kind if len({t.logprob_kind for t in path}) == 1 else LogprobKind.NONE,
+        # Log-probabilities of two kinds cannot be told apart in one column, so such a row claims none.
+        logprob_kind=path[-1].logprob_kind if len({turn.logprob_kind for turn in path}) == 1 else LogprobKind.NONE,
         stop_reason=result.stop_reason,
         min_version=min(versions, default=-1),
         max_version=max(versions, default=-1),
         labels=result.labels,
         images=_images(path),
-        altered=tuple([turn.index for turn in path if turn.altered]),
+        altered=tuple(turn.index for turn in path if turn.altered),
     )
 
 
 def _images(path: Sequence[Turn]) -> tuple[SampleImage, ...]:
-    """Those that the turns' messages show."""
     found = []
     position = 0
     for turn in path:
@@ -245,13 +221,12 @@ def _images(path: Sequence[Turn]) -> tuple[SampleImage, ...]:
                 )
                 for image in images_in(message)
             ]
-        position += len(turn.messages) + 1
+        position += len(turn.messages) + 1  # the reply
     return tuple(found)
 
 
 class _Columns:
-    """The four equally long columns of a sample while it grows. An engine that tells no log-probabilities
-    (LogprobKind.NONE) leaves zeros."""
+    """The four equally long columns of a sample while they grow."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -259,13 +234,14 @@ class _Columns:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
 
-    def context(self, ids: list[int]) -> None:
+    def add_context(self, ids: list[int]) -> None:
         self.ids += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
 
-    def sampled(self, turn: Turn) -> None:
+    def add_trained(self, turn: Turn) -> None:
+        """The turn's sampled tokens. An engine without log-probabilities (LogprobKind.NONE) leaves zeros."""
         ids = unpack_ids(turn.output_ids).tolist()
         self.ids += ids
         self.mask += [1] * len(ids)
@@ -274,10 +250,3 @@ class _Columns:
         for span in turn.versions:
             versions[span.start : span.end] = span.version
         self.versions += versions.tolist()
-
-
-def _path(leaf: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    path = [leaf]
-    while (parent := path[-1].parent) is not None:
-        path.append(turns[parent])
-    return path[::-1]

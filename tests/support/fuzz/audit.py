@@ -14,7 +14,7 @@ import msgspec
 
 from outrider.lifecycle import StopReason
 from outrider.testing.scripted_engine import scripted_logprob
-from outrider.tokens.samples import POLICY, build_samples, count
+from outrider.tokens.samples import POLICY, build_samples, count_session
 from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
@@ -47,7 +47,7 @@ def audited(turns: Sequence[Turn], given: Sequence[Given], dice: random.Random) 
     _check_generations(turns, contexts, given)
     result = _result(dice)
     policy = {**POLICY, **result.policy}
-    counts = count(turns, policy)
+    counts = count_session(turns, policy)
     samples = build_samples(turns, result)
     check(len(samples) == counts.samples, "there are not as many samples as counted")
     _check_samples(samples, turns, contexts, counts.tokens, policy)

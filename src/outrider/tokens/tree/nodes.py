@@ -26,7 +26,8 @@ class PromptNode:
         that were rendered and not sampled.
     splice: how the prompt was put together, if its history's ids were recorded behind another head.
     thinking: whether its end switches the model's reasoning on or off; None where it ends as the family's prompts do.
-    conversation: 0 for the session's first conversation; those that began independently of it count up.
+    conversation: 0 for the session's first conversation; those that began independently of it, or with other tools or
+        another system prompt, count up.
     fork: why and from which turn it forked, if the tools or the system prompt changed.
     first_turn: the first turn that was sampled from it.
 
