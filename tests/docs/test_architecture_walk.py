@@ -1,0 +1,74 @@
+"""The walk in docs/architecture.md: its names are in its files, and each is called by the row that says so."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from .pages import ROOT, page
+
+PACKAGE = ROOT / "src" / "outrider"
+MOST_FILES = 15
+[WALK] = page("docs/architecture.md").tables("#")
+ROWS = [dict(zip(WALK.columns, row, strict=True)) for row in WALK.rows]
+
+
+def file_of(row: dict[str, str]) -> Path:
+    return PACKAGE / row["File"].partition("`")[2].partition("`")[0]
+
+
+def name_of(row: dict[str, str]) -> str:
+    return row["Name"].strip("`")
+
+
+def defined(tree: ast.AST, name: str) -> bool:
+    """Whether a module has a function, class or method of this dotted name, at any depth."""
+    first, _, rest = name.partition(".")
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == first]
+    return any(not rest or defined(node, rest) for node in found)
+
+
+def calls(path: Path, name: str) -> bool:
+    """Whether a file, or one of a folder, calls something by the last part of this name."""
+    last = name.rpartition(".")[2]
+    for file in path.rglob("*.py") if path.is_dir() else [path]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                called = node.func
+                if isinstance(called, ast.Name | ast.Attribute) and last in (
+                    getattr(called, "id", ""),
+                    getattr(called, "attr", ""),
+                ):
+                    return True
+    return False
+
+
+def test_it_is_short_and_in_order() -> None:
+    assert [row["#"] for row in ROWS] == [str(number) for number in range(1, len(ROWS) + 1)]
+    assert len({file_of(row) for row in ROWS}) == len(ROWS) <= MOST_FILES
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: name_of(row))
+def test_a_name_is_in_its_file_and_called_by_the_row_that_says_so(row: dict[str, str]) -> None:
+    assert defined(ast.parse(file_of(row).read_text()), name_of(row))
+    caller = row["Called by"]
+    if caller == "HTTP":
+        return
+    if caller.isdigit():
+        assert int(caller) < int(row["#"])
+        source = file_of(ROWS[int(caller) - 1])
+    else:
+        [folder] = re.findall(r"`([\w/]+)/`", caller)
+        source = PACKAGE / folder
+    assert calls(source, name_of(row)), f"{source.name} does not call {name_of(row)}"
+
+
+def test_a_name_that_is_not_there_would_be_seen() -> None:
+    tree = ast.parse("class A:\n    def b(self): return c.d()")
+    assert defined(tree, "A.b")
+    assert not defined(tree, "A.d")
+    assert not defined(tree, "b.A")
