@@ -117,6 +117,7 @@ _BYTES_OF: dict[str, Callable[[Block], tuple[bytes | Raw, ...]]] = {
 }
 """The bytes that determine what a block is read as: JSON values, first its kind, then as many as that kind has."""
 
+_ROLE_BYTES = {role: role.encode() for role in Role}
 _STRING = msgspec.json.Decoder(str)
 _NULLABLE = msgspec.json.Decoder(str | None)
 _FLAG = msgspec.json.Decoder(bool | None)
@@ -159,20 +160,11 @@ class MessagesHistory:
         return len(self._spans)
 
     def raw(self, index: int) -> bytes:
-        span = self._spans[index]
-        pieces: list[bytes | Raw] = [span.role.encode()]
-        for message in self._wire[span.first : span.last]:
-            content = message.content
-            if isinstance(content, str):  # the same bytes as a list of one text: clients switch between the two
-                pieces += (b'"text"', msgspec.json.encode(content))
-                continue
-            for block in content[span.start : span.stop]:
-                bytes_of = _BYTES_OF.get(block.type)
-                pieces += (msgspec.json.encode(block.type),) if bytes_of is None else bytes_of(block)
-        return b"\n".join(pieces)
+        return b"\n".join(self._pieces(self._spans[index]))
 
     def head(self, count: int) -> bytes:
-        return b"\0".join(map(self.raw, range(count)))
+        # One join over all messages: it runs on every call over the whole history.
+        return b"\n".join([piece for span in self._spans[:count] for piece in self._pieces(span)])
 
     def size(self, index: int) -> int:
         return len(self.raw(index))
@@ -192,6 +184,19 @@ class MessagesHistory:
                 return _assistant_message(blocks)
             case Role.TOOL:
                 return _tool_message(blocks[0])
+
+    def _pieces(self, span: _Span) -> list[bytes | Raw]:
+        """The bytes that determine a message: its role, then JSON values, none of which reads like a role."""
+        pieces: list[bytes | Raw] = [_ROLE_BYTES[span.role]]
+        for message in self._wire[span.first : span.last]:
+            content = message.content
+            if isinstance(content, str):  # the same bytes as a list of one text: clients switch between the two
+                pieces += (b'"text"', msgspec.json.encode(content))
+                continue
+            for block in content[span.start : span.stop]:
+                bytes_of = _BYTES_OF.get(block.type)
+                pieces += (msgspec.json.encode(block.type),) if bytes_of is None else bytes_of(block)
+        return pieces
 
 
 def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:

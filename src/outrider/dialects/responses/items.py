@@ -74,11 +74,11 @@ class Item(msgspec.Struct, gc=False):
     def kind(self) -> str:
         return self.type or ("item_reference" if self.role is None else "message")
 
-    def raw(self) -> bytes:
-        """Bytes that determine what the item is read as: JSON values."""
-        kind = self.kind()
+    def pieces(self) -> tuple[bytes | Raw, ...]:
+        """JSON values that determine what the item is read as: its kind, then as many as that kind has."""
+        kind = self.type or self.kind()
         bytes_of = _BYTES_OF.get(kind)
-        return msgspec.json.encode(kind) if bytes_of is None else b",".join(bytes_of(self))
+        return (msgspec.json.encode(kind),) if bytes_of is None else bytes_of(self)
 
     def copy(self) -> Item:
         """The same, without holding on to the body it was read from."""
@@ -177,11 +177,17 @@ class ResponsesHistory:
     def raw(self, index: int) -> bytes:
         span = self._spans[index]
         if span.first == span.last:
-            return msgspec.json.encode(self._instructions)
-        return b"\n".join([at.item.raw() for at in self._items[span.first : span.last]])
+            # The letter tells instructions from an item whose kind reads like them.
+            return b"i" + msgspec.json.encode(self._instructions)
+        return b"\n".join([piece for at in self._items[span.first : span.last] for piece in at.item.pieces()])
 
     def head(self, count: int) -> bytes:
-        return b"\0".join(map(self.raw, range(count)))
+        if count == 0:
+            return b""
+        # One join over all messages: it runs on every call over the whole history.
+        instructions = [self.raw(0)] if self._instructions else []
+        items = self._items[: self._spans[count - 1].last]
+        return b"\n".join(instructions + [piece for at in items for piece in at.item.pieces()])
 
     def size(self, index: int) -> int:
         return len(self.raw(index))

@@ -75,7 +75,7 @@ class ResponseStore:
 
     def _kept_once(self, item: Item) -> Item:
         """The kept item that equals this one, which is kept from now on if there was none."""
-        raw = item.raw()
+        raw = b",".join(item.pieces())
         key = xxhash.xxh3_128_digest(raw)
         known = self._items.get(key)
         if known is None:
