@@ -1,7 +1,7 @@
-"""The form that a reply must have: what the clients call structured output, guided decoding or a response format.
+"""The form that a reply must have: structured output, guided decoding or a response format, as clients call it.
 
-Here in layer 0, because a dialect reads it, an engine enforces it and a turn records it. Invariant: `text` was
-checked to be of its kind's size and syntax as far as JSON goes; whether a grammar compiles only its engine knows.
+A dialect reads it, an engine enforces it and a turn records it. It does not know whether an expression or a grammar
+compiles: only the engine does. Invariant: the size of `text` is bounded, and the text of a JSON schema is valid JSON.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import msgspec
 
 
 class ConstraintKind(StrEnum):
-    JSON_OBJECT = "json_object"  # any JSON object
+    JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    GRAMMAR = "grammar"  # in whatever syntax the engine's grammar library reads (Lark, GBNF)
+    # In the syntax that the engine's grammar library reads: Lark or GBNF.
+    GRAMMAR = "grammar"
 
 
 class Constraint(msgspec.Struct, frozen=True):

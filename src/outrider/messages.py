@@ -1,7 +1,8 @@
-"""The conversation in one shape: what every dialect is read into and every renderer is given.
+"""Messages in one shape: every dialect reads its conversations into it, every renderer gets them in it.
 
-It knows no wire format and no token. Tool specs stay in OpenAI form (`{"type": "function", "function":
-{"name", "description", "parameters"}}`) with the client's key order, because templates print them verbatim.
+It knows no wire format and no token. Invariant: a message holds all that a template may print of it. Tool specs stay in
+OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the client's key order,
+because templates print them verbatim.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# Structs of which a request may have tens of thousands are made with gc=False, here and in the dialects: they cannot be
-# part of a cycle, and the garbage collector stops everything for as long as it looks at them.
+# A request may have tens of thousands of some structs, here and in the dialects. These are declared with gc=False: they
+# cannot be part of a cycle, and a pass of the garbage collector stops all threads while it visits its objects.
 
 
 class Role(StrEnum):
@@ -27,7 +28,7 @@ class Role(StrEnum):
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
-    """A call as the model made it. `arguments` is JSON text, exactly as sampled or as the client sent it."""
+    """A call of a tool. `arguments` is JSON text, exactly as the model sampled it or as the client sent it."""
 
     id: str
     name: str
@@ -41,9 +42,11 @@ class Text(msgspec.Struct, frozen=True, tag="text", gc=False):
 
 
 class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=False):
-    """An image, known by the digest (SHA-256, hex) of its bytes, or of its address when the client sent only that: it
-    then has no media type and no size. `data` is empty once the image has been stored; `size` is how many bytes it has.
-    The media type is what the client said."""
+    """An image, identified by `digest`, the SHA-256 (hex) of its bytes.
+
+    `media_type` is what the client said; `size` is in bytes; `data` is empty once the image is stored. Of an image that
+    the client sent as an address, `digest` is that of the address, and media type and size are empty.
+    """
 
     media_type: str
     digest: str
@@ -65,8 +68,8 @@ def image_from_url(url: str) -> Image:
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One message. `content` is plain text ("" when absent); `reasoning` is the model's thinking, if any. `parts` is
-    empty unless there are images: then it holds all of the content in order, and `content` the text in it."""
+    """One message. `content` is its text, "" where there is none; `reasoning` is the model's thinking, if any. `parts`
+    is empty unless there are images: then it holds text and images in order, and `content` all the text."""
 
     role: Role
     content: str = ""
@@ -78,15 +81,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
 
 
 def images_in(message: Message) -> list[Image]:
-    """In their order."""
+    """The images of a message, in order."""
     return [part for part in message.parts if isinstance(part, Image)]
 
 
 class WireMessages(Protocol):
-    """A request's messages, parsed only when asked for: a long history is compared by its bytes.
+    """A request's messages, each parsed only when asked for: a long history is compared by its bytes.
 
-    `raw(i)` is any byte string that determines message `i`, and `head(n)` any that determines the first `n`;
-    `parse(i)` raises `RequestError` naming the message when it is malformed, and `size(i)` is how many bytes it reads.
+    - `raw(i)` is any byte string that determines message `i`, and `head(n)` any that determines the first `n`. They are
+      compared within a session, which may speak several dialects.
+    - `size(i)` is about how many bytes `parse(i)` reads: callers do long work in pieces.
+    - `parse(i)` raises RequestError naming the message if it is malformed.
     """
 
     def __len__(self) -> int: ...
@@ -97,7 +102,7 @@ class WireMessages(Protocol):
 
 
 class ParsedMessages:
-    """`WireMessages` over messages that are already parsed."""
+    """`WireMessages` over messages that are already parsed, for callers within the process."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
@@ -119,10 +124,10 @@ class ParsedMessages:
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of a stream adds: visible text, reasoning, and the sampled tokens behind them.
+    """What one step of a stream adds: visible text, reasoning, and sampled tokens with their log-probabilities.
 
-    Tokens arrive with the step that sampled them, text when it can no longer be part of a tool call, so the
-    two need not match within a step; over a whole stream they do.
+    Tokens come with the step that sampled them, text when it can no longer be part of a tool call: the two need not
+    match within a step, but do over a whole stream.
     """
 
     text: str = ""

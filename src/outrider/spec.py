@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from outrider.concurrency.base64_pieces import base64_bytes
+from outrider.concurrency.base64_pieces import decode_base64
 
 MAX_TEXT = 1 << 20
 MEBIBYTE = 1 << 20
@@ -134,7 +134,7 @@ class Write(Spec):
         if self.encoding == "utf-8":
             return self.write.encode()
         try:
-            return base64_bytes(self.write)
+            return decode_base64(self.write)
         except ValueError as error:
             raise ValueError(f"write is not base64: {error}") from error
 

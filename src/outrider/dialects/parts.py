@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from outrider.concurrency.base64_pieces import base64_bytes
+from outrider.concurrency.base64_pieces import decode_base64
 from outrider.dialects.json import quoted, refuse
 from outrider.messages import Image, Message, Part, Role, Text, image_from_bytes, image_from_url
 
@@ -30,7 +30,7 @@ def image_from_base64(media_type: str, data: str, where: str) -> Image:
     if not media_type.startswith("image/"):
         refuse(where, f"is of media type {quoted(media_type)}: the model reads text and images")
     try:
-        decoded = base64_bytes(data)
+        decoded = decode_base64(data)
     except ValueError as error:
         refuse(where, "is not valid base64", error)
     if not decoded:

@@ -1,25 +1,30 @@
-"""Server-sent events, as the dialects that stream over them write them (WHATWG HTML, section 9.2).
+"""Server-sent events, the format of streamed replies.
 
-It knows no dialect and no payload. Invariant: the data of an event is one line for every client, also for
-those that split at Unicode line ends.
+It knows no dialect and no payload. Invariant: the data of an event is one line for every client, also for those that
+split at Unicode line ends.
+
+Source: WHATWG HTML, section 9.2 "Server-sent events".
 """
 
 from __future__ import annotations
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
+"""Ends a stream of Chat Completions."""
 PING = b": ping\n\n"
+"""A comment, which clients skip: it keeps a silent connection open."""
 
 
 def event(data: bytes, name: bytes | None = None) -> bytes:
-    """One event. `data` is JSON as a compact encoder gives it: without a raw line break."""
+    """One event. `data` is compact JSON, without a raw line break; `name` is the event's type, None for a message."""
     if name is None:
         return b"data: %b\n\n" % one_line(data)
     return b"event: %b\ndata: %b\n\n" % (name, one_line(data))
 
 
 def one_line(data: bytes) -> bytes:
-    """The same JSON value without U+0085, U+2028 and U+2029, at which some clients' line readers split."""
+    """The same JSON value without raw U+0085, U+2028 and U+2029."""
+    # Python's str.splitlines, which some clients read streams with, splits at these, though the format does not.
     if data.isascii():
         return data
     return (
