@@ -6,6 +6,7 @@ import shlex
 import sys
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -24,7 +25,7 @@ def own(*habits: str) -> str:
     return shlex.join([sys.executable, str(AGENT), "{base_url}", "{instruction}", *habits])
 
 
-def check(cli: Cli, *words: str, habits: tuple[str, ...] = ()):
+def check(cli: Cli, *words: str, habits: tuple[str, ...] = ()) -> Any:
     return cli.run("harness", "check", "--command", own(*habits), "--runtime", "process", *words)
 
 

@@ -1,16 +1,18 @@
 import os
+from typing import Any
 
 import msgspec
 import pytest
 
 from outrider.errors import EvaluatorError, RuntimeFailure
 from outrider.evaluators.factory import make_evaluator
+from outrider.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 
 @pytest.fixture
-def grade(outcome):
+def grade(outcome: Any) -> Any:
     async def of(run: str, seconds: float = 20) -> Verdict:
         spec = EvaluatorSpec(run=run, seconds=seconds)
         return await make_evaluator(spec).evaluate(outcome(spec))
@@ -34,12 +36,12 @@ def grade(outcome):
         ("cat", 1.0),
     ],
 )
-async def test_exit_codes_and_written_numbers(grade, sandbox, run, reward):
+async def test_exit_codes_and_written_numbers(grade: Any, sandbox: Runtime, run: str, reward: float) -> None:
     await sandbox.write("out.txt", b"")
     assert await grade(run) == Verdict(reward=reward)
 
 
-async def test_a_json_verdict(grade):
+async def test_a_json_verdict(grade: Any) -> None:
     verdict = await grade(
         """echo '{"reward": 0.5, "metrics": {"passed": 2}, "reason": "half"}' > "$OUTRIDER_VERDICT" """
     )
@@ -65,18 +67,18 @@ async def test_a_json_verdict(grade):
         ('echo why; head -c 2000000 /dev/zero > "$OUTRIDER_VERDICT"', "larger than"),
     ],
 )
-async def test_a_grader_that_fails_is_an_error_with_its_output(grade, run, message):
+async def test_a_grader_that_fails_is_an_error_with_its_output(grade: Any, run: str, message: str) -> None:
     with pytest.raises(EvaluatorError, match=message) as caught:
         await grade(run)
     assert "why" in (caught.value.log_tail or "")
 
 
-async def test_a_grader_that_hangs_is_an_error(grade):
+async def test_a_grader_that_hangs_is_an_error(grade: Any) -> None:
     with pytest.raises(EvaluatorError, match=r"did not end within 0\.3 s"):
         await grade("sleep 60", seconds=0.3)
 
 
-async def test_the_verdict_file_is_fresh_and_outside_of_the_working_directory(grade, sandbox):
+async def test_the_verdict_file_is_fresh_and_outside_of_the_working_directory(grade: Any, sandbox: Runtime) -> None:
     run = 'test -f "$OUTRIDER_VERDICT" || exit 8; case "$OUTRIDER_VERDICT" in "$PWD"*) exit 9;; esac'
     run += '; echo "$OUTRIDER_VERDICT" >> paths'
     await grade(run)
@@ -88,13 +90,15 @@ async def test_the_verdict_file_is_fresh_and_outside_of_the_working_directory(gr
             await sandbox.read(path.decode())
 
 
-async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_back(outcome, sandbox):
+async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_back(
+    outcome: Any, sandbox: Runtime
+) -> None:
     class Breaking:
         """The sandbox, which stops with the clean-up."""
 
         read, write, scratch = sandbox.read, sandbox.write, sandbox.scratch
 
-        async def exec(self, command, **options):
+        async def exec(self, command: Any, **options: Any) -> Any:
             if not isinstance(command, str):
                 await sandbox.stop()
                 os.unlink(command[-1])
@@ -105,13 +109,13 @@ async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_bac
     assert await make_evaluator(spec).evaluate(graded) == Verdict(reward=0.5)
 
 
-async def test_a_sandbox_that_is_broken_before_grading_is_no_fault_of_the_grader(grade, sandbox):
+async def test_a_sandbox_that_is_broken_before_grading_is_no_fault_of_the_grader(grade: Any, sandbox: Runtime) -> None:
     await sandbox.stop()
     with pytest.raises(RuntimeFailure):
         await grade("true")
 
 
-async def test_no_place_for_a_verdict_is_an_error(grade, sandbox):
+async def test_no_place_for_a_verdict_is_an_error(grade: Any, sandbox: Runtime) -> None:
     await sandbox.exec(["rm", "-r", sandbox.scratch], seconds=20)
     await sandbox.exec(["touch", sandbox.scratch], seconds=20)
     with pytest.raises(EvaluatorError, match="no file for the verdict"):

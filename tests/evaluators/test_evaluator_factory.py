@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from outrider.errors import InvalidField
@@ -8,13 +10,13 @@ from outrider.spec import EvaluatorSpec
 
 
 class Picky:
-    def __init__(self, spec):
+    def __init__(self, spec: Any) -> None:
         raise KeyError("rubric")
 
-    async def evaluate(self, outcome): ...
+    async def evaluate(self, outcome: Any) -> None: ...
 
 
-def test_each_kind_is_made():
+def test_each_kind_is_made() -> None:
     assert isinstance(make_evaluator(EvaluatorSpec(run="true")), CommandEvaluator)
     assert isinstance(make_evaluator(EvaluatorSpec(kind="callable", path="math:sqrt")), CallableEvaluator)
 
@@ -36,7 +38,7 @@ def test_each_kind_is_made():
         ({"run": "echo \0"}, ".run"),
     ],
 )
-def test_what_is_wrong_is_named_at_submission(spec, field):
+def test_what_is_wrong_is_named_at_submission(spec: Any, field: str) -> None:
     with pytest.raises(InvalidField) as caught:
         make_evaluator(EvaluatorSpec(**spec))
     assert caught.value.field == f"task.evaluator{field}"

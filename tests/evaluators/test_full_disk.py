@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ async def small() -> AsyncIterator[Runtime]:
 @pytest.mark.parametrize("fill", [FILES, BYTES], ids=["files", "bytes"])
 @pytest.mark.parametrize("number", [0, 1])
 async def test_a_verdict_that_could_not_be_written_is_no_reward(
-    outcome, small: Runtime, fill: str, number: int
+    outcome: Any, small: Runtime, fill: str, number: int
 ) -> None:
     """Whether the disk is full before the grader begins, or only when it writes."""
     late = f'rm -f "$OUTRIDER_VERDICT"; {fill}; printf {number} > "$OUTRIDER_VERDICT"; exit $((1 - {number}))'
@@ -41,7 +42,7 @@ async def test_a_verdict_that_could_not_be_written_is_no_reward(
     await graded_as_error(outcome, small, f'printf {number} > "$OUTRIDER_VERDICT"; true')
 
 
-async def graded_as_error(outcome, sandbox: Runtime, run: str) -> None:
+async def graded_as_error(outcome: Any, sandbox: Runtime, run: str) -> None:
     spec = EvaluatorSpec(run=run, seconds=20)
     with pytest.raises(EvaluatorError):
         await make_evaluator(spec).evaluate(msgspec.structs.replace(outcome(spec), runtime=sandbox))

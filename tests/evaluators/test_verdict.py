@@ -1,4 +1,5 @@
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,11 +9,11 @@ from outrider.trajectory import Verdict
 
 
 @pytest.mark.parametrize("value", [0.5, Fraction(1, 2), np.float32(0.5), {"reward": 0.5}, Verdict(reward=0.5)])
-def test_numbers_of_any_kind(value):
+def test_numbers_of_any_kind(value: Any) -> None:
     assert read_verdict(value) == Verdict(reward=0.5)
 
 
-def test_a_whole_verdict():
+def test_a_whole_verdict() -> None:
     verdict = read_verdict({"reward": 1, "metrics": {"passed": 3}, "reason": "3 of 4"})
     assert verdict == Verdict(reward=1.0, metrics={"passed": 3.0}, reason="3 of 4")
     assert type(verdict.reward) is float
@@ -45,7 +46,7 @@ def test_a_whole_verdict():
         Verdict(reward=0.0, metrics={"a": float("inf")}),
     ],
 )
-def test_what_is_no_verdict_is_refused(value):
+def test_what_is_no_verdict_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_verdict(value)
 
@@ -54,6 +55,6 @@ def test_what_is_no_verdict_is_refused(value):
     "text",
     [b"", b" \n", b"NaN", b"-Infinity", b"1e999", b"true", b"pass", b"1 2", b"\xff", b"9" * 5000, b"[" * 100_000],
 )
-def test_text_that_is_no_verdict_is_refused(text):
+def test_text_that_is_no_verdict_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_verdict(text)

@@ -1,5 +1,6 @@
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ class ScriptedModel:
         self.asked: list[list[Message]] = []
         self.tools: list[list[str]] = []
 
-    async def chat(self, messages, *, tools=(), max_tokens=None, stop=()) -> Message:
+    async def chat(self, messages: Any, *, tools: Any = (), max_tokens: Any = None, stop: Any = ()) -> Message:
         self.asked.append(list(messages))
         self.tools.append([tool["function"]["name"] for tool in tools])
         reply = self.replies.pop(0)
@@ -42,7 +43,7 @@ def results(messages: Sequence[Message]) -> list[str]:
     return [message.content for message in messages if message.role is Role.TOOL]
 
 
-def context(runtime: Runtime, harness: HarnessSpec, *replies: Message | Exception, **task) -> HarnessContext:
+def context(runtime: Runtime, harness: HarnessSpec, *replies: Message | Exception, **task: Any) -> HarnessContext:
     spec = TaskSpec(
         instruction=task.pop("instruction", "do it"),
         harness=harness,

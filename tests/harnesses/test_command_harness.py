@@ -1,4 +1,6 @@
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -6,18 +8,19 @@ from outrider.errors import HarnessError, HarnessUnavailable, InvalidField
 from outrider.harnesses.command import MAX_INSTRUCTION, CommandHarness
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.presets import ConfigFile, Option, Preset
+from outrider.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
 
 from .conftest import context
 
 
-async def outcome_of(sandbox, spec, **task):
+async def outcome_of(sandbox: Runtime, spec: Any, **task: Any) -> Any:
     harness, given = make_harness(spec), context(sandbox, spec, **task)
     await harness.install(given)
     return await harness.run(given)
 
 
-async def test_the_words_are_filled_into_command_and_environment(sandbox):
+async def test_the_words_are_filled_into_command_and_environment(sandbox: Runtime) -> None:
     spec = HarnessSpec(
         command=[
             "bash",
@@ -37,7 +40,7 @@ async def test_the_words_are_filled_into_command_and_environment(sandbox):
     assert outcome.answer is None
 
 
-async def test_every_vendors_variables_point_at_the_session(sandbox):
+async def test_every_vendors_variables_point_at_the_session(sandbox: Runtime) -> None:
     outcome = await outcome_of(sandbox, HarnessSpec(command=["env"]), instruction="two\nlines")
     base = "http://127.0.0.1:9/s/key-1"
     for line in (
@@ -56,7 +59,7 @@ async def test_every_vendors_variables_point_at_the_session(sandbox):
         assert f"{line}\n" in outcome.log_tail + "\n"
 
 
-async def test_the_shell_preset(sandbox):
+async def test_the_shell_preset(sandbox: Runtime) -> None:
     script = 'echo "$OUTRIDER_INSTRUCTION to {model}" > out.txt; cat; echo \'{"a": {"b": 1}}\''
     spec = HarnessSpec(preset="shell", options={"script": script})
     outcome = await outcome_of(sandbox, spec, instruction="say {api_key}")
@@ -64,7 +67,7 @@ async def test_the_shell_preset(sandbox):
     assert outcome.log_tail == '{"a": {"b": 1}}'
 
 
-async def test_a_program_that_fails_is_an_error_with_the_end_of_its_output(sandbox):
+async def test_a_program_that_fails_is_an_error_with_the_end_of_its_output(sandbox: Runtime) -> None:
     script = "head -c 100000 /dev/zero | tr '\\0' x; echo; echo the end; echo the reason >&2; exit 3"
     with pytest.raises(HarnessError, match=r"shell exited with code 3") as caught:
         await outcome_of(sandbox, HarnessSpec(preset="shell", options={"script": script}))
@@ -73,12 +76,12 @@ async def test_a_program_that_fails_is_an_error_with_the_end_of_its_output(sandb
     assert len(tail) <= 4097
 
 
-async def test_a_program_that_is_killed_is_an_error(sandbox):
+async def test_a_program_that_is_killed_is_an_error(sandbox: Runtime) -> None:
     with pytest.raises(HarnessError, match="was killed by signal 9"):
         await outcome_of(sandbox, HarnessSpec(command=["bash", "-c", "kill -9 $$"]))
 
 
-async def test_config_files_are_written_into_home_with_the_words_escaped(sandbox):
+async def test_config_files_are_written_into_home_with_the_words_escaped(sandbox: Runtime) -> None:
     preset = Preset(
         name="p",
         summary="s",
@@ -94,7 +97,7 @@ async def test_config_files_are_written_into_home_with_the_words_escaped(sandbox
     assert json.loads(outcome.answer) == {"key": 'quote " and {model}', "url": "http://127.0.0.1:9/s/key-1"}
 
 
-async def test_a_commands_own_files_are_written_as_a_presets_are(sandbox):
+async def test_a_commands_own_files_are_written_as_a_presets_are(sandbox: Runtime) -> None:
     """Relative to HOME, or by their whole path; escaped as their format wants it, and otherwise put in as they are."""
     absolute = f"{sandbox.scratch}/notes.txt"
     spec = HarnessSpec(
@@ -112,7 +115,7 @@ async def test_a_commands_own_files_are_written_as_a_presets_are(sandbox):
     assert notes == ': say "{model}"'
 
 
-async def test_a_dialects_words_are_filled_in_with_the_endpoints(sandbox):
+async def test_a_dialects_words_are_filled_in_with_the_endpoints(sandbox: Runtime) -> None:
     preset = Preset(
         name="p",
         summary="s",
@@ -132,7 +135,7 @@ async def test_a_dialects_words_are_filled_in_with_the_endpoints(sandbox):
     assert outcome.log_tail == f"{base}/v1beta {{dialect.url}}", "a word is filled in once"
 
 
-async def test_the_end_of_a_programs_own_log_is_added_to_its_output(sandbox):
+async def test_the_end_of_a_programs_own_log_is_added_to_its_output(sandbox: Runtime) -> None:
     write = 'mkdir -p "$HOME/logs"; cd "$HOME/logs"; echo old > a.log; echo kept > b.log; touch -d yesterday a.log'
     preset = Preset(
         name="p",
@@ -150,26 +153,28 @@ async def test_the_end_of_a_programs_own_log_is_added_to_its_output(sandbox):
     assert (await CommandHarness(quiet, {}, {}).run(given)).log_tail == "said"
 
 
-async def test_the_tasks_variables_win_over_the_presets(sandbox):
+async def test_the_tasks_variables_win_over_the_presets(sandbox: Runtime) -> None:
     preset = Preset(name="p", summary="s", command=("bash", "-c", "echo $A $B"), env={"A": "1", "B": "1"})
     given = context(sandbox, HarnessSpec(command=["unused"]))
     assert (await CommandHarness(preset, {}, {"B": "2"}).run(given)).log_tail == "1 2"
 
 
 @pytest.mark.parametrize("instruction", ["a\0b", "é" * (MAX_INSTRUCTION // 2 + 1)])
-async def test_an_instruction_that_no_program_can_be_given(sandbox, instruction):
+async def test_an_instruction_that_no_program_can_be_given(sandbox: Runtime, instruction: str) -> None:
     with pytest.raises(InvalidField) as caught:
         await outcome_of(sandbox, HarnessSpec(command=["true"]), instruction=instruction)
     assert caught.value.field == "task.instruction"
 
 
-async def test_the_longest_instruction_reaches_the_program(sandbox):
+async def test_the_longest_instruction_reaches_the_program(sandbox: Runtime) -> None:
     spec = HarnessSpec(command=["bash", "-c", 'printf %s "$1$OUTRIDER_INSTRUCTION" | wc -c', "x", "{instruction}"])
     outcome = await outcome_of(sandbox, spec, instruction="x" * MAX_INSTRUCTION)
     assert int(outcome.log_tail) == 2 * MAX_INSTRUCTION
 
 
-async def test_a_program_that_is_not_installed_is_said_so_before_anything_starts(sandbox, tmp_path, monkeypatch):
+async def test_a_program_that_is_not_installed_is_said_so_before_anything_starts(
+    sandbox: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "empty"))
     spec = HarnessSpec(preset="pi")
     harness = make_harness(spec)
@@ -181,7 +186,7 @@ async def test_a_program_that_is_not_installed_is_said_so_before_anything_starts
         await harness.install(context(sandbox, spec))
 
 
-def test_a_command_of_the_tasks_own_is_always_available():
+def test_a_command_of_the_tasks_own_is_always_available() -> None:
     harness = make_harness(HarnessSpec(command=["true"]))
     assert harness.available().ok
     assert harness.mounts() == ()

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from outrider.errors import InvalidField
@@ -9,7 +11,7 @@ from outrider.spec import HarnessSpec
 
 
 class Careful:
-    def __init__(self, options):
+    def __init__(self, options: Any) -> None:
         if options:
             raise ValueError("I take none")
 
@@ -20,10 +22,10 @@ class Careful:
 
 
 class NoHooks:
-    def __init__(self, options): ...
+    def __init__(self, options: Any) -> None: ...
 
 
-def test_each_kind_is_made():
+def test_each_kind_is_made() -> None:
     assert isinstance(make_harness(HarnessSpec(preset="pi")), CommandHarness)
     assert isinstance(make_harness(HarnessSpec(command=["true"], env={"A": "b"})), CommandHarness)
     assert isinstance(make_harness(HarnessSpec(agent="tools", options={"max_turns": 2})), InProcessHarness)
@@ -54,14 +56,14 @@ def test_each_kind_is_made():
         ({"agent": f"{__name__}:Careful", "options": {"a": 1}}, "options"),
     ],
 )
-def test_what_is_wrong_is_named(spec, field):
+def test_what_is_wrong_is_named(spec: Any, field: str) -> None:
     with pytest.raises(InvalidField) as caught:
         make_harness(HarnessSpec(**spec))
     assert caught.value.field == f"task.harness.{field}"
 
 
 @pytest.mark.parametrize("name", sorted(ENDPOINT_VARIABLES))
-def test_a_task_cannot_point_the_program_elsewhere(name):
+def test_a_task_cannot_point_the_program_elsewhere(name: str) -> None:
     with pytest.raises(InvalidField) as caught:
         make_harness(HarnessSpec(command=["true"], env={name: "http://elsewhere"}))
     assert caught.value.field == f"task.harness.env.{name}"

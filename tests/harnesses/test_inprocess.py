@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 
 from outrider.errors import HarnessError, InvalidField
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.harnesses.factory import make_harness
+from outrider.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
 
 from .conftest import context, says
@@ -11,7 +14,7 @@ from .conftest import context, says
 class Prepared:
     """Writes a file in init, asks once in run."""
 
-    def __init__(self, options):
+    def __init__(self, options: Any) -> None:
         self.name = options["name"]
 
     async def init(self, given: HarnessContext) -> None:
@@ -36,7 +39,7 @@ def spec(agent: type) -> HarnessSpec:
     return HarnessSpec(agent=f"{__name__}:{agent.__name__}", options={"name": "note.txt"})
 
 
-async def test_init_prepares_and_run_drives(sandbox):
+async def test_init_prepares_and_run_drives(sandbox: Runtime) -> None:
     harness, given = make_harness(spec(Prepared)), context(sandbox, spec(Prepared), says("yes"))
     await harness.install(given)
     assert await sandbox.read("note.txt") == b"do it"
@@ -45,18 +48,18 @@ async def test_init_prepares_and_run_drives(sandbox):
     assert harness.mounts() == ()
 
 
-async def test_an_agent_that_returns_nothing_has_failed(sandbox):
+async def test_an_agent_that_returns_nothing_has_failed(sandbox: Runtime) -> None:
     with pytest.raises(HarnessError, match="returned NoneType"):
         await make_harness(spec(Forgetful)).run(context(sandbox, spec(Forgetful)))
 
 
-async def test_an_init_that_fails_is_the_harness_failing(sandbox):
+async def test_an_init_that_fails_is_the_harness_failing(sandbox: Runtime) -> None:
     with pytest.raises(HarnessError, match=r"Clumsy\.init raised ZeroDivisionError: oops") as caught:
         await make_harness(spec(Clumsy)).install(context(sandbox, spec(Clumsy)))
     assert "ZeroDivisionError: oops" in (caught.value.log_tail or "")
 
 
-def test_options_that_the_constructor_cannot_take_are_refused_at_submission():
+def test_options_that_the_constructor_cannot_take_are_refused_at_submission() -> None:
     with pytest.raises(InvalidField, match="KeyError: 'name'") as caught:
         make_harness(HarnessSpec(agent=f"{__name__}:Prepared"))
     assert caught.value.field == "task.harness.options"

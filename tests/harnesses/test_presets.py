@@ -1,3 +1,5 @@
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -5,7 +7,7 @@ from outrider.errors import InvalidField
 from outrider.harnesses.presets import Install, Preset, checked_options, load_preset, preset_names
 
 
-def test_the_shipped_presets_all_load():
+def test_the_shipped_presets_all_load() -> None:
     assert {"mini-swe-agent", "pi", "shell"} <= set(preset_names())
     for name in preset_names():
         preset = load_preset(name)
@@ -15,21 +17,21 @@ def test_the_shipped_presets_all_load():
 
 
 @pytest.mark.parametrize("name", ["nosuch", "", "../presets/pi", "pi.toml", "Pi"])
-def test_an_unknown_preset_names_the_known_ones(name):
+def test_an_unknown_preset_names_the_known_ones(name: str) -> None:
     with pytest.raises(InvalidField) as caught:
         load_preset(name)
     assert caught.value.field == "task.harness.preset"
     assert caught.value.hint == f"known: {', '.join(preset_names())}"
 
 
-def test_installed_packages_are_pinned():
+def test_installed_packages_are_pinned() -> None:
     for name in preset_names():
         if install := load_preset(name).install:
             assert install.packages[0].endswith(install.version)
             assert any("{prefix}" in part for part in install.check)
 
 
-def test_options_get_their_defaults():
+def test_options_get_their_defaults() -> None:
     assert checked_options(load_preset("pi"), {"max_tokens": 9}) == {
         "reasoning": True,
         "context_tokens": 131072,
@@ -51,13 +53,13 @@ def test_options_get_their_defaults():
         ("shell", {"script": ["ls"]}, "task.harness.options.script"),
     ],
 )
-def test_wrong_options_are_named(preset, options, field):
+def test_wrong_options_are_named(preset: str, options: Any, field: str) -> None:
     with pytest.raises(InvalidField) as caught:
         checked_options(load_preset(preset), options)
     assert caught.value.field == field
 
 
-def test_a_preset_of_several_dialects_has_an_option_for_them():
+def test_a_preset_of_several_dialects_has_an_option_for_them() -> None:
     preset = load_preset("opencode")
     assert checked_options(preset, {})["dialect"] == preset.dialects[0] == "chat"
     assert checked_options(preset, {"dialect": "gemini"})["dialect"] == "gemini"
@@ -68,7 +70,7 @@ def test_a_preset_of_several_dialects_has_an_option_for_them():
     assert "dialect" not in load_preset("pi").options
 
 
-def test_every_dialect_has_all_the_words_that_are_used():
+def test_every_dialect_has_all_the_words_that_are_used() -> None:
     texts = {"name": "p", "summary": "s", "command": ["x", "{dialect.url}"], "dialects": ["chat", "gemini"]}
     msgspec.convert(texts | {"words": {"chat": {"url": "1"}, "gemini": {"url": "2"}}}, Preset)
     with pytest.raises(msgspec.ValidationError, match="has no words for: gemini"):
@@ -84,11 +86,11 @@ def test_every_dialect_has_all_the_words_that_are_used():
         {"kind": "npm", "packages": ["x@1"]},
     ],
 )
-def test_an_install_that_cannot_be_does_not_load(wrong):
+def test_an_install_that_cannot_be_does_not_load(wrong: Any) -> None:
     with pytest.raises(msgspec.ValidationError, match="only"):
         msgspec.convert({"version": "1", "check": ["x"], **wrong}, Install)
 
 
-def test_a_preset_that_uses_an_undeclared_option_does_not_load():
+def test_a_preset_that_uses_an_undeclared_option_does_not_load() -> None:
     with pytest.raises(msgspec.ValidationError, match="undeclared options: x"):
         msgspec.convert({"name": "p", "summary": "s", "command": ["{option.x}"]}, Preset)

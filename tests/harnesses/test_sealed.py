@@ -1,5 +1,6 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ ONE = Contents(("a==1",))
 TWO = Contents(("a==2",))
 
 
-def test_many_at_once_build_it_once(tmp_path):
+def test_many_at_once_build_it_once(tmp_path: Path) -> None:
     folder, start, built = tmp_path / "deep" / "a-1", threading.Barrier(64), []
 
     def ask(_: int) -> bool:
@@ -22,7 +23,7 @@ def test_many_at_once_build_it_once(tmp_path):
     assert len(built) == 1
 
 
-def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path):
+def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
     folder = tmp_path / "a"
 
     def fail() -> None:
@@ -36,7 +37,7 @@ def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path):
     assert is_sealed(folder, ONE)
 
 
-def test_what_a_killed_build_left_is_built_again_from_nothing(tmp_path):
+def test_what_a_killed_build_left_is_built_again_from_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "half").write_text("x")
@@ -46,7 +47,7 @@ def test_what_a_killed_build_left_is_built_again_from_nothing(tmp_path):
     assert not (folder / "half").exists()
 
 
-def test_other_contents_do_not_count(tmp_path):
+def test_other_contents_do_not_count(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     build_in_place(folder, ONE, lambda: None)
     assert not is_sealed(folder, TWO)
@@ -54,7 +55,7 @@ def test_other_contents_do_not_count(tmp_path):
     assert is_sealed(folder, TWO)
 
 
-def test_an_unsealed_or_garbled_folder_does_not_count(tmp_path):
+def test_an_unsealed_or_garbled_folder_does_not_count(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     build_in_place(folder, ONE, lambda: None)
     unseal(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import renderers
 from pydantic import TypeAdapter
@@ -30,7 +32,7 @@ def answered(prompt: PromptNode, family: str) -> list[int]:
     return [*small_tokenizer().encode(f"{thought}There."), 2]
 
 
-def theirs(family: str, thinking: bool):
+def theirs(family: str, thinking: bool) -> Any:
     """The family's own renderer with thinking as asked for."""
     config = TypeAdapter(renderers.RendererConfig).validate_python(
         {"name": family, "thinking_retention": "all", "enable_thinking": thinking}
