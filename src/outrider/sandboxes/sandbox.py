@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from outrider.concurrency.backoff import Backoff
@@ -54,15 +55,13 @@ class Sandbox:
 
     async def stop(self) -> None:
         """Stop the sandbox and remove its folder, also if cancelled meanwhile. Idempotent."""
-        if not self._stopped:
-            self._stopped = True
-            await shielded(self._stop)
-
-    async def _stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
         try:
-            await self.runtime.stop()
+            await shielded(self.runtime.stop)
         finally:
-            await asyncio.to_thread(remove_tree, self._context.directory)
+            await shielded(partial(asyncio.to_thread, remove_tree, self._context.directory))
 
 
 class Sandboxes:
@@ -121,27 +120,26 @@ async def prepare(
     for number, step in enumerate(steps):
         match step:
             case Run():
-                await _run(runtime, step, number, pauses)
+                # Only a command that fails is tried again, not a sandbox: its RuntimeFailure is raised.
+                for failures in range(step.attempts):
+                    if failures:
+                        await asyncio.sleep(pauses.wait(failures - 1))
+                    result = await runtime.exec(step.run, env=step.env, seconds=step.seconds)
+                    if result.exit_code == 0:
+                        break
+                else:
+                    ended = (
+                        f"took longer than {step.seconds:g} s"
+                        if result.timed_out
+                        else f"exited with {result.exit_code}"
+                    )
+                    tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
+                    raise RuntimeFailure(
+                        f"prepare step {number} {ended}{tried}: {step.run[:200]}",
+                        field=f"task.runtime.prepare.{number}",
+                        log_tail=result.log_tail(),
+                    )
             case Upload():
                 await runtime.upload(files / step.upload, step.to)
             case Write():
                 await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
-
-
-async def _run(runtime: Runtime, step: Run, number: int, pauses: Backoff) -> None:
-    """Run the step's command up to `step.attempts` times. A RuntimeFailure of the sandbox itself is not tried again."""
-    result = await runtime.exec(step.run, env=step.env, seconds=step.seconds)
-    for failures in range(1, step.attempts):
-        if result.exit_code == 0:
-            return
-        await asyncio.sleep(pauses.wait(failures - 1))
-        result = await runtime.exec(step.run, env=step.env, seconds=step.seconds)
-    if result.exit_code == 0:
-        return
-    ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
-    tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
-    raise RuntimeFailure(
-        f"prepare step {number} {ended}{tried}: {step.run[:200]}",
-        field=f"task.runtime.prepare.{number}",
-        log_tail=result.log_tail(),
-    )

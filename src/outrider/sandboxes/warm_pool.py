@@ -181,7 +181,10 @@ class WarmPool:
         async with asyncio.TaskGroup() as starts:
             while True:
                 self._work.clear()
-                self._set_targets()
+                left = self._limits.memory_mb
+                for kind in reversed(self._kinds.values()):  # those wanted last have their share of the memory first
+                    kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
+                    left -= kind.target * kind.memory_mb
                 await self._stop_surplus()
                 self._start_missing(starts)
                 now = asyncio.get_running_loop().time()
@@ -189,13 +192,6 @@ class WarmPool:
                 await wait_for_event(self._work, seconds=min([CHECK_SECONDS, *retries]))
                 if not self._work.is_set():
                     await self._stop_unusable()
-
-    def _set_targets(self) -> None:
-        """Share the memory out; kinds that were wanted last come first."""
-        left = self._limits.memory_mb
-        for kind in reversed(self._kinds.values()):
-            kind.target = min(kind.most(self._limits.each), left // kind.memory_mb)
-            left -= kind.target * kind.memory_mb
 
     async def _stop_surplus(self) -> None:
         """Stop sandboxes above their kind's target or too old, and forget kinds of which none is kept."""

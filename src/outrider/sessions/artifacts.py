@@ -46,48 +46,50 @@ class ArtifactCollector:
         """Keep one attempt's artifacts, once."""
         if not task.artifacts:
             return
-        collection = ArtifactCollection(runtime, task, self._limits)
+        collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)
         try:
             try:
                 async with asyncio.timeout(self._limits.seconds):
                     async for path in collection.paths():
                         async with self._reading:
-                            await self._keep(collection, path, session_id, attempt)
+                            await collection.keep(path)
             except TimeoutError:
                 collection.leave_out("", f"what is not listed could not be had within {self._limits.seconds:g} s")
-            listed = ArtifactList(
-                session_id=session_id,
-                attempt=attempt,
-                artifacts=tuple(collection.kept),
-                left_out=tuple(collection.left_out),
-            )
-            await asyncio.to_thread(self._store.index, listed)
+            await asyncio.to_thread(self._store.index, collection.listed())
         except Exception as error:  # a session is not lost for want of its artifacts
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
-
-    async def _keep(self, collection: ArtifactCollection, path: str, session_id: str, attempt: int) -> None:
-        data = await collection.read(path)
-        if data is None:
-            return
-        try:
-            digest = await asyncio.to_thread(self._store.put, session_id, attempt, data)
-        except OSError as error:
-            collection.leave_out(path, f"the service cannot store it: {error}")
-        else:
-            collection.keep(path, len(data), digest)
 
 
 class ArtifactCollection:
     """The artifacts of one attempt: those kept so far, and those left out, with reasons."""
 
-    def __init__(self, runtime: Runtime, task: TaskSpec, limits: ArtifactLimits) -> None:
-        self.kept: list[Artifact] = []
-        self.left_out: list[LeftOut] = []
+    def __init__(
+        self,
+        runtime: Runtime,
+        task: TaskSpec,
+        store: ArtifactStore,
+        limits: ArtifactLimits,
+        session_id: str,
+        attempt: int,
+    ) -> None:
         self._runtime = runtime
         self._patterns = task.artifacts
         self._workdir = task.runtime.workdir
+        self._store = store
         self._limits = limits
+        self._session_id = session_id
+        self._attempt = attempt
+        self._kept: list[Artifact] = []
+        self._left_out: list[LeftOut] = []
         self._bytes_left = limits.total_bytes
+
+    def listed(self) -> ArtifactList:
+        return ArtifactList(
+            session_id=self._session_id,
+            attempt=self._attempt,
+            artifacts=tuple(self._kept),
+            left_out=tuple(self._left_out),
+        )
 
     async def paths(self) -> AsyncIterator[str]:
         """The absolute paths in the sandbox that the task's patterns match, each once."""
@@ -106,24 +108,29 @@ class ArtifactCollection:
                     seen.add(path)
                     yield path
 
-    async def read(self, path: str) -> bytes | None:
-        """A file's bytes; None for one that is left out."""
+    async def keep(self, path: str) -> None:
+        """Store a file's bytes, or leave the file out."""
         limit = min(self._limits.file_bytes, self._bytes_left)
         try:
             path.encode()
-            return await self._runtime.read(path, limit=limit, follow=False)
+            data = await self._runtime.read(path, limit=limit, follow=False)
         except IsADirectoryError:
             self.leave_out(path, "a folder: a pattern such as `folder/**` names what is in it")
+            return
         except UnicodeEncodeError:
             self.leave_out(path, "its name is not UTF-8")
+            return
         except (RuntimeFailure, OSError) as error:
             full = f" ({self._limits.total_bytes} bytes are kept in all)" if limit < self._limits.file_bytes else ""
             self.leave_out(path, f"{error}{full}")
-        return None
-
-    def keep(self, path: str, size: int, digest: str) -> None:
-        self._bytes_left -= size
-        self.kept.append(Artifact(path=path, size=size, sha256=digest))
+            return
+        try:
+            digest = await asyncio.to_thread(self._store.put, self._session_id, self._attempt, data)
+        except OSError as error:
+            self.leave_out(path, f"the service cannot store it: {error}")
+            return
+        self._bytes_left -= len(data)
+        self._kept.append(Artifact(path=path, size=len(data), sha256=digest))
 
     def leave_out(self, path: str, reason: str) -> None:
-        self.left_out.append(LeftOut(path=plain(path), reason=plain(reason)))
+        self._left_out.append(LeftOut(path=plain(path), reason=plain(reason)))

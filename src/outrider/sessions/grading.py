@@ -15,6 +15,7 @@ import logging
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -84,7 +85,8 @@ class Grading:
         self._second_share: Slot | None = None
         """The resources of a sandbox beside the agent's. The last sandbox of the session uses the session's own."""
         self._ahead: GraderSandbox | None = None
-        self._started: list[GraderSandbox] = []
+        self._numbers = count()
+        self._undo = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         return self
@@ -92,21 +94,14 @@ class Grading:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await shielded(self._close)
-
-    async def _close(self) -> None:
-        async with AsyncExitStack() as undo:  # a step that raises does not keep the others from being done
-            if self._carry is not None:
-                undo.push_async_callback(asyncio.to_thread, remove_tree, self._folder)
-            undo.callback(self._release_second_share)
-            for sandbox in self._started:
-                undo.push_async_callback(sandbox.close)
+        await shielded(self._undo.aclose)  # one step that raises does not keep the others from being done
 
     def start_ahead(self) -> None:
         """Start a new sandbox now, if it needs nothing of the agent's to start and the resources for both are free."""
         if isinstance(self._carry, list):
             self._second_share = self._resources.try_take(required(self._task.runtime.resources))
             if self._second_share is not None:
+                self._undo.callback(self._second_share.release)
                 self._ahead = self._start()
 
     async def grade(
@@ -128,7 +123,7 @@ class Grading:
         except OutriderError as error:
             if not (error.inside and model_replied):
                 raise
-            failure = failure or error
+            failure = failure or error  # the first one is the cause
         self._stopwatch.lap("eval")
         if failure is not None:
             await self._stop(sandbox)
@@ -144,6 +139,7 @@ class Grading:
 
     async def _take_out(self, runtime: Runtime) -> None:
         """Copy what is graded from the agent's sandbox to the host. Raises RuntimeFailure."""
+        self._undo.push_async_callback(asyncio.to_thread, remove_tree, self._folder)
         await asyncio.to_thread(self._folder.mkdir, mode=0o700)
         if isinstance(self._carry, list):
             await runtime.snapshot(self._carry, self._archive, alone=True)
@@ -157,7 +153,8 @@ class Grading:
         A failure from inside the sandbox is tried TRIES_BEFORE_BLAME times in any case. Carried files are evaluated in
         another new sandbox each time, so a failure of that sandbox is tried again too.
         """
-        self._release_second_share()
+        if self._second_share is not None:  # with carried files, the agent's sandbox has stopped by now
+            self._second_share.release()
         failure: OutriderError = EvaluatorError("not evaluated")
         tries = 0
         while tries < self._task.max_attempts or (failure.inside and tries < TRIES_BEFORE_BLAME):
@@ -188,13 +185,19 @@ class Grading:
     async def _confirm_excess(self, failure: OutriderError, outcome: Outcome) -> Verdict:
         """The verdict on an agent that broke its sandbox or made grading impossible; its sandbox has been stopped.
 
-        Raises `failure` if an untouched sandbox fails too. `outcome` is evaluated in there as well, but if that fails,
-        it counts only where `failure` is the evaluator's. The reward is at most 0, and at most what doing nothing gets.
+        Raises `failure` if an untouched sandbox fails too: to write a file, to run a command, or to open the shell that
+        was missing. `outcome` is evaluated in there as well, but if that fails, it counts only where `failure` is the
+        evaluator's. The reward is at most 0, and at most what doing nothing gets.
         """
         reward = 0.0
         try:
             async with self._new_sandbox(layer=None) as runtime:
-                await _try_out(runtime, failure)
+                await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
+                done = await runtime.exec("true", seconds=PROBE_SECONDS)
+                if done.exit_code != 0:
+                    raise RuntimeFailure("a new sandbox runs no command", log_tail=done.log_tail())
+                if isinstance(failure, NoShell):
+                    await (await runtime.open_shell(failure.kind)).close()
                 untouched = await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
                 reward = min(reward, untouched.reward)
         except EvaluatorError as error:
@@ -207,27 +210,23 @@ class Grading:
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
         """The sandbox that was started ahead, if it came up, else another one; stopped on leaving."""
-        sandbox = await self._take_ahead() or self._start(layer)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            try:
+                await ahead.ready()
+            except RuntimeFailure as error:  # the failure of one start costs no verdict
+                log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
+                await shielded(ahead.close)
+                ahead = None
+        sandbox = ahead or self._start(layer)
         try:
             yield await sandbox.ready()
         finally:
             await shielded(sandbox.close)
 
-    async def _take_ahead(self) -> GraderSandbox | None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return None
-        try:
-            await ahead.ready()
-        except RuntimeFailure as error:  # the failure of one start costs no verdict
-            log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
-            await shielded(ahead.close)
-            return None
-        return ahead
-
     def _start(self, layer: Path | None = None) -> GraderSandbox:
         session, runtime = self._attempt.session, self._task.runtime
-        name = f"{session.id}-g{len(self._started)}"
+        name = f"{session.id}-g{next(self._numbers)}"
 
         def make() -> Sandbox:
             return self._sandboxes.make(runtime, name, session.attempt, mounts=self._mounts, layer=layer)
@@ -239,7 +238,7 @@ class Grading:
             priority=session.priority,
             seconds=self._task.limits.session_seconds,
         )
-        self._started.append(sandbox)
+        self._undo.push_async_callback(sandbox.close)
         return sandbox
 
     async def _evaluate(self, outcome: Outcome) -> Verdict:
@@ -260,10 +259,6 @@ class Grading:
             return read_verdict(verdict)
         except ValueError as error:
             raise EvaluatorError(f"the evaluator returned no verdict: {error}") from error
-
-    def _release_second_share(self) -> None:
-        if self._second_share is not None:
-            self._second_share.release()
 
 
 class GraderSandbox:
@@ -321,14 +316,3 @@ async def blamed(runtime: Runtime) -> AsyncIterator[None]:
         if isinstance(runtime, Witness) and await runtime.broken_inside():
             failure.inside = True
         raise
-
-
-async def _try_out(runtime: Runtime, failure: OutriderError) -> None:
-    """Check that a sandbox can write a file and run a command, and open the shell that `failure` says was missing.
-    Raises RuntimeFailure."""
-    await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
-    done = await runtime.exec("true", seconds=PROBE_SECONDS)
-    if done.exit_code != 0:
-        raise RuntimeFailure("a new sandbox runs no command", log_tail=done.log_tail())
-    if isinstance(failure, NoShell):
-        await (await runtime.open_shell(failure.kind)).close()

@@ -39,7 +39,8 @@ log = logging.getLogger("outrider.session")
 
 
 class LocalNode:
-    """The node in this process. Enter it before use; leaving it ends what it does in the background."""
+    """The node in this process. `async with LocalNode(...) as node`; leaving it ends its background tasks and
+    removes its folder with all that is left in it."""
 
     def __init__(
         self,
@@ -56,15 +57,14 @@ class LocalNode:
         self.name = name
         self.backend = backend
         self._store = store
-        self._collector = ArtifactCollector(artifacts)
+        self._artifacts = artifacts
         self._lanes = lanes
         self._resources = resources
         self._files = files
         self._warm_limits = warm or WarmLimits()
-        self._watchdog = Watchdog()
         self._held = AsyncExitStack()
         self._background = asyncio.TaskGroup()
-        """Sweeps, sandboxes that are made ahead of sessions, and those for grading while they start."""
+        """Sweeps, warm sandboxes, and sandboxes for grading while they start."""
         self._conversations: dict[str, Conversation] = {}
 
     async def __aenter__(self) -> Self:
@@ -73,24 +73,24 @@ class LocalNode:
             host = await held.enter_async_context(Host(self._folder.path))
             await sweep(host)
             await held.enter_async_context(self._background)
-            await held.enter_async_context(self._watchdog)
+            watchdog = await held.enter_async_context(Watchdog())
             held.callback(self._background.create_task(keep_sweeping(host), name="sweeps").cancel)
-            self._sandboxes = Sandboxes(
+            sandboxes = Sandboxes(
                 host=host,
                 background=self._background,
                 files=self._files,
                 gateway_socket=self.gateway_socket,
             )
-            self._warm_pool = await held.enter_async_context(WarmPool(self._sandboxes, self._warm_limits))
+            warm_pool = await held.enter_async_context(WarmPool(sandboxes, self._warm_limits))
             self._services = NodeServices(
                 model=self.backend,
                 store=self._store,
-                artifacts=self._collector,
+                artifacts=ArtifactCollector(self._artifacts),
                 lanes=self._lanes,
                 resources=self._resources,
-                sandboxes=self._sandboxes,
-                warm_pool=self._warm_pool,
-                watchdog=self._watchdog,
+                sandboxes=sandboxes,
+                warm_pool=warm_pool,
+                watchdog=watchdog,
             )
             self._held = held.pop_all()
         return self
@@ -107,7 +107,7 @@ class LocalNode:
 
     def gateway_at(self, url: str) -> AbstractContextManager[None]:
         """Sandboxes that are made within this block reach the model gateway at `url`; see `Sandboxes.gateway_at`."""
-        return self._sandboxes.gateway_at(url)
+        return self._services.sandboxes.gateway_at(url)
 
     def conversation(self, key: str) -> Conversation | None:
         """The conversation a credential belongs to, while its run lasts."""
@@ -120,8 +120,8 @@ class LocalNode:
             capacity=self._lanes.capacity,
             lanes=self._lanes.stats(),
             resources=self._resources.stats(),
-            warm=self._warm_pool.stats(),
-            stalls=self._watchdog.stalls,
+            warm=self._services.warm_pool.stats(),
+            stalls=self._services.watchdog.stalls,
         )
 
     async def run(self, attempt: Attempt) -> SessionResult:
@@ -133,7 +133,7 @@ class LocalNode:
             return await rollout.run()
         except Exception as error:  # such as that of a record that cannot be read back
             if not isinstance(error, OutriderError):
-                log.exception("session %s failed in a way it never should", attempt.name)
+                log.exception("session %s failed unexpectedly", attempt.name)
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))
         finally:
             self._conversations.pop(key, None)

@@ -47,6 +47,7 @@ HARMFUL_SECONDS = 2.0
 a slow model call."""
 
 ENDED_BADLY = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.NONZERO_EXIT})
+"""Ends of a run that a stall of the service may have caused."""
 
 
 class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +100,7 @@ class Rollout:
             limits=attempt.task.limits,
             sampling=attempt.task.sampling,
             history=attempt.task.history,
-            record=self._record,
+            record=lambda turn: node.store.add_turn(attempt.session.id, attempt.session.attempt, turn),
             on_limit=self._end_run,
         )
 
@@ -110,7 +111,7 @@ class Rollout:
                 ending = await self._stages()
         except Exception as failed:  # plugins run in here: whatever they raise is this session's failure alone
             if not isinstance(failed, OutriderError):
-                log.exception("session %s failed in a way it never should", self._attempt.name)
+                log.exception("session %s failed unexpectedly", self._attempt.name)
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
         self._stopwatch.lap("stop")
         return await self._result(ending)
@@ -147,7 +148,8 @@ class Rollout:
             self._stopwatch.lap("init")
 
             await self._enter(SessionState.READY)
-            # The run slot is taken before the init slot is released: this bounds how many prepared sandboxes wait.
+            # Each slot is taken before the one before it is released: so the slots bound how many sandboxes are alive,
+            # and a prepared one that waits for its run keeps others from being prepared.
             run = await held.enter_async_context(await lanes.run.take(priority))
             init.release()
             self._stopwatch.lap("ready")
@@ -338,9 +340,6 @@ class Rollout:
 
     async def _enter(self, state: SessionState) -> None:
         await self._node.store.set_state(self._session.id, self._session.attempt, state)
-
-    async def _record(self, turn: Turn) -> None:
-        await self._node.store.add_turn(self._session.id, self._session.attempt, turn)
 
     async def _turns(self, *, images: bool = False) -> list[Turn]:
         return await self._node.store.turns(self._session.id, self._session.attempt, images=images)
