@@ -80,8 +80,6 @@ def finish_of(reason: str, engine: str) -> FinishReason:
 
 def checked_logprobs(ids: Sequence[int], logprobs: list[float | None], engine: str) -> list[float]:
     """The log-probabilities of `ids`, one each. Raises EngineMisbehaved when one is missing or too many."""
-    if len(ids) == len(logprobs) == 1 and (value := logprobs[0]) is not None and value > MISSING_LOGPROB:
-        return [value]  # nearly every event of a stream
     values = [value for value in logprobs if value is not None and value > MISSING_LOGPROB]
     if not len(ids) == len(values) == len(logprobs):
         raise EngineMisbehaved(

@@ -22,6 +22,7 @@ from outrider.engines.adapters.options import ServerOptions, read_options, serve
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
 from outrider.engines.adapters.replies import (
     LOGPROB_KINDS,
+    MISSING_LOGPROB,
     ModelCard,
     altering,
     checked_logprobs,
@@ -287,7 +288,7 @@ class _VLLMReader:
 
     def _take(self, choice: _Choice) -> None:
         ids = choice.token_ids or []
-        self._logprobs += checked_logprobs(ids, _logprobs(choice, ids, self._engine), self._engine)
+        self._logprobs += _logprobs(choice.logprobs, ids, self._engine)
         self._ids += ids
         self._length += len(ids)
         self._prompt_ids = choice.prompt_token_ids or self._prompt_ids
@@ -303,22 +304,25 @@ class _VLLMReader:
             )
 
 
-def _logprobs(choice: _Choice, ids: list[int], engine: str) -> list[float | None]:
-    """The log-probabilities in whichever shape they came; the ids beside them must be the choice's own."""
-    if choice.logprobs is None:
-        return []
-    if choice.logprobs.token_logprobs is not None:
-        return choice.logprobs.token_logprobs
-    logprobs: list[float | None] = []
-    entries = choice.logprobs.content or []
+def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[float]:
+    """The log-probabilities of `ids` in whichever shape they came. Raises EngineMisbehaved where one is missing, or is
+    that of another id."""
+    if given is None:
+        return checked_logprobs(ids, [], engine)
+    if given.token_logprobs is not None:
+        return checked_logprobs(ids, given.token_logprobs, engine)
+    entries = given.content or []
+    if len(entries) == len(ids) == 1:  # nearly every event of a stream: what follows comes to the same
+        value = entries[0].logprob
+        if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
+            return [value]
     for entry, token_id in zip(entries, ids, strict=False):
         named = entry.token_id
         if named is None and entry.token is not None and entry.token.startswith("token_id:"):
             named = int(entry.token.removeprefix("token_id:"))
         if named is not None and named != token_id:
             raise EngineMisbehaved(f"engine {engine!r} gave the log-probability of {named} for token {token_id}")
-        logprobs.append(entry.logprob)
-    return logprobs + [entry.logprob for entry in entries[len(logprobs) :]]
+    return checked_logprobs(ids, [entry.logprob for entry in entries], engine)
 
 
 def _sampling(request: GenerateRequest) -> dict[str, Any]:

@@ -246,6 +246,7 @@ class _Connection(asyncio.Protocol):
         if self.complete:  # bytes that answer no request would be taken for the answer to the next one
             self.abort()
             return
+        self._unread += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -280,7 +281,6 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         self._body.append(part)
-        self._unread += len(part)
 
     def on_message_complete(self) -> None:
         if self._head_complete:

@@ -21,6 +21,13 @@ class SseReader:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The payloads of the events that this chunk completes."""
+        if chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and not (self._partial or self._data):
+            # Whole events of one line each, as engines write them: splitting takes half the time of the general
+            # way below. A line break in a payload makes it no such chunk.
+            payloads = chunk[6:-2].split(b"\n\ndata: ")
+            if chunk.count(b"\n") == 2 * len(payloads) and b"\r" not in chunk:
+                self._after_cr = False
+                return payloads
         if self._after_cr and chunk:
             self._after_cr = False
             if chunk.startswith(b"\n"):
@@ -38,14 +45,11 @@ class SseReader:
             self._partial = []
         if not ended:
             self._partial.append(lines.pop())
-        return self._events(lines)
-
-    def _events(self, lines: list[bytes]) -> list[bytes]:
         found: list[bytes] = []
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[6:] if line[5:6] == b" " else line[5:])
             elif not line and self._data:
-                found.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
+                found.append(b"\n".join(self._data))
                 self._data = []
         return found
