@@ -99,7 +99,7 @@ class Yard:
             elif kind == "apptainer":
                 self._fields[kind] = {"rootfs": str(unpacked_root(self._folder / "root"))}
             else:
-                self._fields[kind] = {"image": engines.imported(runtime.daemon.find(), "python")}
+                self._fields[kind] = {"image": engines.imported(runtime.engine.find(), "python")}
         return [kind for kind in kinds if kind not in left_out], left_out
 
 

@@ -13,12 +13,13 @@ import socket
 import subprocess
 import tarfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
-from outrider.runtimes.containers.daemon import DockerDaemon, PodmanDaemon, limits_hold
+from outrider.runtimes.containers.daemon import DOCKER_ENGINE, PODMAN_ENGINE, limits_hold
 from outrider.runtimes.containers.runtime import ContainerRuntime
 
 PYTHON = "/usr/bin/python3"
@@ -31,34 +32,23 @@ CACHE = "SANDBOX_CACHE"
 """A folder that every user of this machine may read."""
 
 
-class Docker(DockerDaemon):
-    variable = "SANDBOX_DOCKER"
-
-
-class Podman(PodmanDaemon):
-    variable = "SANDBOX_PODMAN"
-
-
-class RootlessPodman(PodmanDaemon):
-    variable = "SANDBOX_PODMAN_ROOTLESS"
-
-
-DOCKER = ContainerRuntime(Docker)
-GVISOR = ContainerRuntime(Docker, oci_runtime="runsc")
-PODMAN = ContainerRuntime(Podman)
-ROOTLESS_PODMAN = ContainerRuntime(RootlessPodman)
+HERE = replace(DOCKER_ENGINE, variable="SANDBOX_DOCKER")
+DOCKER = ContainerRuntime(HERE)
+GVISOR = ContainerRuntime(HERE, oci_runtime="runsc")
+PODMAN = ContainerRuntime(replace(PODMAN_ENGINE, variable="SANDBOX_PODMAN"))
+ROOTLESS_PODMAN = ContainerRuntime(replace(PODMAN_ENGINE, variable="SANDBOX_PODMAN_ROOTLESS"))
 RUNTIMES = {"docker": DOCKER, "gvisor": GVISOR, "podman": PODMAN, "podman-rootless": ROOTLESS_PODMAN}
 MADE: set[tuple[Path, str]] = set()
 
 
 def engine(kind: str) -> Path:
     """The socket; without an engine the test is skipped."""
-    variable = RUNTIMES[kind].daemon.variable
+    variable = RUNTIMES[kind].engine.variable
     if variable not in os.environ:
         pytest.skip(f"{kind}: {variable} is not set: .ci/sandboxes FILE starts an engine and writes it to FILE")
     if not (can := RUNTIMES[kind].available()).ok:
         pytest.skip(f"{kind}: {can.detail}")
-    return RUNTIMES[kind].daemon.find()
+    return RUNTIMES[kind].engine.find()
 
 
 def needs_limits(kind: str) -> None:

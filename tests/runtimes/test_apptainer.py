@@ -18,8 +18,8 @@ from aiohttp import web
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.pythons.portable import portable_command
 from outrider.rootfs.store import ImageStore
+from outrider.runtimes.apptainer.program import APPTAINER, find_apptainer
 from outrider.runtimes.apptainer.runtime import ApptainerRuntime
-from outrider.runtimes.apptainer.start import APPTAINER, look
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.kernel.process_marks import marked
@@ -344,14 +344,14 @@ def test_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert APPTAINER.get().version in ApptainerRuntime.available().detail
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeUnavailable, match="not installed"):
-        look()
+        find_apptainer()
     (tmp_path / "singularity").write_text(
         "#!/bin/sh\n[ $1 = --version ] && echo singularity 2.6 || echo odd >&2; exit 1"
     )
     (tmp_path / "singularity").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(RuntimeUnavailable, match="cannot make a sandbox"):
-        look()
+        find_apptainer()
 
 
 @pytest.mark.timeout(560)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -13,8 +14,8 @@ from aiohttp import web
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Availability
-from outrider.runtimes.containers.body import ContainerPlan, Shown
-from outrider.runtimes.containers.daemon import NODE_LABEL, DockerDaemon, PodmanDaemon
+from outrider.runtimes.containers.create_request import ContainerRequest, Shown
+from outrider.runtimes.containers.daemon import DOCKER_ENGINE, NODE_LABEL, PODMAN_ENGINE, ContainerDaemon
 from outrider.runtimes.containers.runtime import DOCKER, GVISOR
 from outrider.runtimes.node_host import Host
 from outrider.spec import Resources
@@ -129,8 +130,8 @@ async def fake(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[F
     await runner.cleanup()
 
 
-def body(daemon: DockerDaemon) -> Any:
-    plan = ContainerPlan(
+def body(daemon: ContainerDaemon) -> Any:
+    plan = ContainerRequest(
         image=IMAGE,
         command=["/p", "-c", "x"],
         env={"A": "1"},
@@ -143,7 +144,7 @@ def body(daemon: DockerDaemon) -> Any:
 
 
 async def test_what_a_container_is_asked_to_be(world: World, fake: FakeDaemon) -> None:
-    daemon = await world.host.part(DockerDaemon)
+    daemon = await world.host.part(DOCKER_ENGINE.daemon)
     await daemon.run("name", body(daemon))
     (asked,) = fake.bodies
     host = asked["HostConfig"]
@@ -158,7 +159,7 @@ async def test_what_a_container_is_asked_to_be(world: World, fake: FakeDaemon) -
 
 async def test_a_daemon_that_cannot_bound_disks_is_asked_once(world: World, fake: FakeDaemon) -> None:
     fake.refuses = True
-    daemon = await world.host.part(DockerDaemon)
+    daemon = await world.host.part(DOCKER_ENGINE.daemon)
     async with asyncio.TaskGroup() as group:
         for number in range(4):
             group.create_task(daemon.run(f"n{number}", body(daemon)))
@@ -170,7 +171,7 @@ async def test_a_daemon_that_cannot_bound_disks_is_asked_once(world: World, fake
 
 
 async def test_removal_by_somebody_else_is_waited_for(world: World, fake: FakeDaemon) -> None:
-    daemon = await world.host.part(DockerDaemon)
+    daemon = await world.host.part(DOCKER_ENGINE.daemon)
     await daemon.run("name", body(daemon))
     fake.busy = 3
     await daemon.remove("name")
@@ -180,7 +181,7 @@ async def test_removal_by_somebody_else_is_waited_for(world: World, fake: FakeDa
 
 @pytest.mark.parametrize("lost", ["create", "start"])
 async def test_a_lost_reply_leaves_no_container(world: World, fake: FakeDaemon, lost: str) -> None:
-    daemon = await world.host.part(DockerDaemon)
+    daemon = await world.host.part(DOCKER_ENGINE.daemon)
     fake.loses = {lost}
     with pytest.raises(RuntimeFailure):
         await daemon.run("name", body(daemon))
@@ -191,7 +192,7 @@ async def test_a_lost_reply_leaves_no_container(world: World, fake: FakeDaemon, 
 
 @pytest.mark.parametrize("slow", ["create", "start"])
 async def test_a_cancellation_waits_for_what_was_asked(world: World, fake: FakeDaemon, slow: str) -> None:
-    daemon = await world.host.part(DockerDaemon)
+    daemon = await world.host.part(DOCKER_ENGINE.daemon)
     fake.slow = {slow}
     async with asyncio.TaskGroup() as group:
         task = group.create_task(daemon.run("name", body(daemon)))
@@ -210,7 +211,7 @@ async def test_what_was_lost_sight_of_is_swept(fake: FakeDaemon, folder: Path) -
         dead[3] = "1"
         for node in ("-".join(dead), living.name, host.name, "not-a-node"):
             fake.containers[f"x-{node}"] = {"Labels": {NODE_LABEL: node}}
-        daemon = await host.part(DockerDaemon)
+        daemon = await host.part(DOCKER_ENGINE.daemon)
         assert set(fake.containers) == {f"x-{living.name}", "x-not-a-node"}
         await daemon.run("ours", body(daemon))
         fake.containers["lost"] = {"Labels": {NODE_LABEL: host.name}}
@@ -222,7 +223,7 @@ async def test_what_was_lost_sight_of_is_swept(fake: FakeDaemon, folder: Path) -
 
 
 async def test_what_became_of_a_container(world: World, fake: FakeDaemon) -> None:
-    daemon = await world.host.part(DockerDaemon)
+    daemon = await world.host.part(DOCKER_ENGINE.daemon)
     fake.starved.add("b")
     for name in ("a", "b"):
         await daemon.run(name, body(daemon))
@@ -231,7 +232,7 @@ async def test_what_became_of_a_container(world: World, fake: FakeDaemon) -> Non
 
 async def test_a_daemon_that_goes_away(world: World, fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = world.create_with(DOCKER, image="good")
-    await world.host.part(DockerDaemon)
+    await world.host.part(DOCKER_ENGINE.daemon)
     (world.folder / "daemon.sock").unlink()
     with pytest.raises(RuntimeFailure, match="docker cannot"):
         await sandbox.start()
@@ -244,7 +245,7 @@ async def test_a_daemon_that_is_not_there(world: World, folder: Path, monkeypatc
     sandbox = world.create_with(DOCKER, image="good")
     with pytest.raises(RuntimeFailure, match="no docker daemon at") as raised:
         await sandbox.start()
-    assert (raised.value.retryable, raised.value.hint) == (True, DockerDaemon.hint)
+    assert (raised.value.retryable, raised.value.hint) == (True, DOCKER_ENGINE.hint)
     await sandbox.stop()
 
 
@@ -255,23 +256,17 @@ class Closed(PosixPath):
         raise PermissionError(13, "Permission denied", str(self))
 
 
-class Elsewhere(DockerDaemon):
-    variable = "NO_SUCH_VARIABLE"
-
-    @classmethod
-    def places(cls) -> list[Path]:
-        return [Closed("/run/user/4242/docker.sock")]
-
-
 def test_places_that_may_not_be_looked_into() -> None:
+    closed = [Closed("/run/user/4242/docker.sock")]
+    elsewhere = replace(DOCKER_ENGINE, variable="NO_SUCH_VARIABLE", places=lambda: closed)
     with pytest.raises(RuntimeUnavailable, match="/run/user/4242") as raised:
-        Elsewhere.find()
-    assert Elsewhere.available() == Availability(ok=False, detail=raised.value.message, hint=DockerDaemon.hint)
-    assert Elsewhere.oci_runtimes() == frozenset()
+        elsewhere.find()
+    assert elsewhere.available() == Availability(ok=False, detail=raised.value.message, hint=DOCKER_ENGINE.hint)
+    assert elsewhere.oci_runtimes() == frozenset()
 
 
 async def test_image_and_its_variables(world: World, fake: FakeDaemon) -> None:
-    daemon = await world.host.part(DockerDaemon)
+    daemon = await world.host.part(DOCKER_ENGINE.daemon)
     image = await daemon.image("good")
     assert (image.id, image.env) == (IMAGE, {"A": "b=c", "EMPTY": ""})
     with pytest.raises(RuntimeUnavailable) as raised:
@@ -291,5 +286,5 @@ async def test_available(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch, fold
     assert "this machine" in DOCKER.available().detail
     monkeypatch.delenv("DOCKER_HOST")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    assert (folder / "podman/podman.sock") in PodmanDaemon.places()
-    assert os.getuid() or PodmanDaemon.places()[0] == Path("/run/podman/podman.sock")
+    assert (folder / "podman/podman.sock") in PODMAN_ENGINE.places()
+    assert os.getuid() or PODMAN_ENGINE.places()[0] == Path("/run/podman/podman.sock")

@@ -14,8 +14,8 @@ import pytest
 
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Runtime
-from outrider.runtimes.containers.client import DaemonClient
 from outrider.runtimes.containers.daemon import NODE_LABEL, ContainerDaemon
+from outrider.runtimes.containers.docker_api import DockerApi
 from outrider.runtimes.node_host import Host
 from outrider.spec import Mount
 
@@ -58,11 +58,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 async def daemon_of(world: World, kind: str) -> ContainerDaemon:
-    return await world.host.part(engines.RUNTIMES[kind].daemon)
+    return await world.host.part(engines.RUNTIMES[kind].engine.daemon)
 
 
 async def names(kind: str, node: str) -> list[str]:
-    client = DaemonClient(engines.engine(kind))
+    client = DockerApi(engines.engine(kind))
     try:
         return [one.name for one in await client.labelled(NODE_LABEL) if one.labels[NODE_LABEL] == node]
     finally:
@@ -277,7 +277,7 @@ async def test_sweep(world: World, kind: str, folder: Path) -> None:
     dead = f"outrider-{namespace}-{os.getpid()}-1-00000000"  # our number, and another time of birth
     other = Host(folder / "other")
     kept = await world.start(kind)
-    client = DaemonClient(engines.engine(kind))
+    client = DockerApi(engines.engine(kind))
     try:
         for node in (dead, other.name, world.host.name):
             await client.create(f"{node}-x", {"Image": image, "Cmd": ["true"], "Labels": {NODE_LABEL: node}})

@@ -18,16 +18,16 @@ from outrider.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
 MAX_OUTPUT = 10 << 20
-"""Bytes kept of one output stream; the middle of a longer one is replaced by a note of how much was cut."""
+"""Maximum bytes kept of one output stream. The middle of a longer one is replaced by a note of how much was cut."""
 
 MAX_PATHS = 10_000
-"""How many paths `glob` returns unless it is told otherwise."""
+"""Maximum number of paths that `glob` returns by default."""
 
 MAX_PATCH = 16 << 20
-"""Bytes of a patch's text, and of each file that it changes."""
+"""Maximum bytes of a patch's text, and of each file that it changes."""
 
 LOG_TAIL = 4096
-"""Bytes of a failed program's output that its error carries."""
+"""Maximum bytes of a failed program's output that its error carries."""
 
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,15 +69,15 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Display(msgspec.Struct, frozen=True):
-    """Something that an input showed in other forms than text: by MIME type, pictures as bytes, all else (JSON too)
-    as text. Its `text/plain` form, if it has one, is in the output as well."""
+    """A rich result of an input: its forms by MIME type, pictures as bytes, all else (JSON too) as text. The
+    `text/plain` form, if there is one, is in the output as well."""
 
     data: dict[str, str | bytes]
 
 
 class ShellResult(msgspec.Struct, frozen=True, kw_only=True):
     """Output of one shell or interpreter input, stdout and stderr merged in order. `displays` are IPython's rich
-    results, 8 MiB of them at most; a form that is larger is left out, and said so in its place."""
+    results, at most 8 MiB together; in place of a form that does not fit there is a note."""
 
     output: str
     exit_code: int | None
@@ -101,7 +101,7 @@ class Shell(Protocol):
 
 
 class NoShell(RuntimeFailure):
-    """A sandbox has nothing of that `kind`; or no more, if there had been an agent in it."""
+    """A sandbox has no interpreter of that `kind`, or has none any more after an agent has worked in it."""
 
     def __init__(self, kind: ShellKind, *, hint: str, log_tail: str | None) -> None:
         name = "IPython" if kind == "ipython" else "Python"
@@ -110,7 +110,7 @@ class NoShell(RuntimeFailure):
 
 
 class PatchConflict(ValueError):
-    """A patch that does not apply, and has changed nothing. The text names the file and the hunk."""
+    """A patch does not apply, and nothing was changed. The text names the file and the hunk."""
 
 
 class Availability(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,12 +172,12 @@ class Runtime(Protocol):
         ...
 
     async def open_shell(self, kind: ShellKind = "bash") -> Shell:
-        """Raises RuntimeFailure, with a hint, when the sandbox has nothing of that kind."""
+        """Raises NoShell, with a hint, when the sandbox has no interpreter of that kind."""
         ...
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        """A file's bytes. Raises FileNotFoundError, IsADirectoryError, or RuntimeFailure past `limit`, and for a
-        symbolic link if it is not to `follow` that."""
+        """A file's bytes. Raises FileNotFoundError, IsADirectoryError, and RuntimeFailure for more than `limit` bytes,
+        or for a symbolic link where `follow` is false."""
         ...
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
@@ -187,12 +187,12 @@ class Runtime(Protocol):
     async def glob(self, pattern: str, *, limit: int = MAX_PATHS) -> list[str]:
         """The paths that match, sorted, as Python's `glob.glob(pattern, recursive=True)` finds them: relative for a
         relative pattern, hidden files only where the pattern's part begins with a dot. `**` does not go through
-        symbolic links. Raises RuntimeFailure past `limit`."""
+        symbolic links. Raises RuntimeFailure for more than `limit` paths."""
         ...
 
     async def patch(self, text: str | bytes, *, cwd: str | None = None) -> list[str]:
-        """Apply a unified diff, as `git apply` would, to the files below `cwd`: all of it or nothing. Returns the
-        paths that were written or taken away, as the diff names them. Raises PatchConflict."""
+        """Apply a unified diff, as `git apply` would, to the files below `cwd`: all of it or nothing. Returns the paths
+        that were written or removed, as the diff names them. Raises PatchConflict."""
         ...
 
     async def upload(self, source: Path, target: str) -> None:
@@ -200,16 +200,19 @@ class Runtime(Protocol):
         ...
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """Write a tar archive of the given paths into a new host file. What is missing, vanishes or may not be read is
-        left out; what cannot be read for want of anything is a failure. With `alone`, all else that runs in the sandbox
-        is ended first, live shells too: what is archived is what it left. Raises RuntimeFailure, leaving no file, also
-        when it is more than can be carried."""
+        """Write a tar archive of the given paths into the new host file `target`.
+
+        Files that are missing, vanish meanwhile or may not be read are left out. With `alone`, everything else that
+        runs in the sandbox is killed first, live shells too, so that nothing changes the files meanwhile. Raises
+        RuntimeFailure, and leaves no file, when a file cannot be read for want of a resource, or the archive is larger
+        than can be carried."""
         ...
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
-        """Make `paths` what they were in another sandbox, of which the host file `archive` is the `snapshot`: what
-        else was at them is taken away, and nothing of the archive gets anywhere else. It may have been made under
-        an agent's hands: devices, sockets, pipes and links that lead out of `paths` are left out, but for links to
+        """Make `paths` what they were in another sandbox, whose `snapshot` is the host file `archive`.
+
+        What was at them before is removed, and nothing of the archive is written anywhere else. An agent may have
+        shaped the archive, so devices, sockets, pipes and links that lead out of `paths` are left out, except links to
         the system's folders."""
         ...
 
@@ -221,8 +224,8 @@ class Witness(Protocol):
     """A runtime that can tell who broke a sandbox."""
 
     async def broken_inside(self) -> bool:
-        """Whether the sandbox, which was started and not stopped, has lost its tool server by what runs in it. False
-        where the host's own part in it has failed, and where that cannot be known."""
+        """Whether programs inside broke the sandbox. False for one that works, was not started or was stopped, where
+        the host's own part has failed, and where the cause cannot be known."""
         ...
 
 
@@ -231,12 +234,12 @@ class Aging(Protocol):
     """A runtime whose image's name may come to stand for another image."""
 
     async def current(self) -> bool:
-        """Whether a sandbox that is started now would be made of the same image. Raises RuntimeFailure."""
+        """Whether a sandbox that is started now would have the same image. Raises RuntimeFailure."""
         ...
 
 
 class Layered(Protocol):
-    """A runtime that can also carry all that was written in a sandbox, wherever that is, into another."""
+    """A runtime that can carry everything that was written in a sandbox into another."""
 
     async def save_layer(self, target: Path) -> None:
         """Write the writable layer into a new host file, for `SandboxContext.layer` of another sandbox."""

@@ -1,7 +1,7 @@
-"""What the sandboxes of one node share: the process that makes them, a daemon's client, a place for control groups.
+"""What the sandboxes of one node share: the zygote, a daemon's client, the folder of control groups.
 
 It knows none of these parts, only when they begin and end. Invariant: a part is opened by the first sandbox that asks
-for it, and closed, after the last sandbox has been stopped, in the reverse order of opening.
+for it, and closed after the last sandbox has been stopped, in the reverse order of opening.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ log = logging.getLogger("outrider.node")
 P = TypeVar("P")
 
 PREFIX = "outrider-"
-"""What the name of a node begins with, wherever something is named after it: folders, control groups, labels."""
+"""How the name of a node begins, and so the names of its folders, control groups and labels."""
 
 SWEEP_SECONDS = 60.0
-"""How long one part may sweep."""
+"""Time limit for the sweep of one part."""
 
 
 class Host:
-    """`folder` is the node's private one. `name` is no other node's, at any time, and tells whether the node still
-    runs (see `lives`)."""
+    """`folder` is the node's private folder. `name` is unique to this node for all time, and tells whether the node
+    still runs (see `lives`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Host:
         self._stack = AsyncExitStack()
         self._parts: dict[object, Any] = {}
         self._opening: defaultdict[object, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By kind: one that hangs holds up no other."""
+        """By kind, so that a part that hangs while it is opened holds up no other."""
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -47,7 +47,7 @@ class Host:
         return await self._stack.__aexit__(*error)
 
     async def part(self, kind: Callable[[Host], AbstractAsyncContextManager[P]]) -> P:
-        """The one `kind(host)` of this node, entered. What entering raises is raised again at the next try."""
+        """The one `kind(host)` of this node, entered. Raises what entering raises; the next call tries again."""
         if kind not in self._parts:
             async with self._opening[kind]:
                 if kind not in self._parts:
@@ -55,8 +55,8 @@ class Host:
         return cast(P, self._parts[kind])
 
     async def sweep(self, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
-        """Have every part that has an `async sweep()` end what dead nodes left behind, in so many seconds each. How
-        many things were ended, by the part's class, where it says so. A part that fails is asked again next time."""
+        """Call `sweep()` of every part that has one, to end what dead nodes left behind; `seconds` bounds each. Returns
+        how many things were ended, by the part's class. A failure is logged; the next sweep tries again."""
         ended: dict[str, int] = {}
         for part in tuple(self._parts.values()):
             if (sweep := getattr(part, "sweep", None)) is None:
@@ -66,14 +66,16 @@ class Host:
                 async with asyncio.timeout(seconds):
                     if number := await sweep():
                         ended[name] = ended.get(name, 0) + number
-            except Exception as error:  # whatever is wrong with one part, the others have their turn
+            except Exception as error:  # of whatever kind: the other parts are swept too
                 log.warning("%s cannot sweep: %s", name, str(error) or type(error).__name__)
         return ended
 
 
 def lives(name: str) -> bool:
-    """Whether the process of the node with this name still runs. True where that cannot be known from here: for a
-    name that is no node's, and for a node that numbers its processes apart from ours, as in a container."""
+    """Whether the process of the node with this name still runs.
+
+    True where that cannot be known: for a name that is no node's, and for a node in another pid namespace, such as a
+    container's, whose process numbers mean nothing here."""
     try:
         namespace, pid, started, _ = map(str, name.removeprefix(PREFIX).split("-"))
         return namespace != _pid_namespace() or _started(int(pid)) == started
@@ -86,7 +88,8 @@ def _pid_namespace() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in the kernel's ticks; "" when it is dead."""
+    """When a process was started, in the kernel's ticks; "" when it is dead. With the number it names one process for
+    all time, because numbers are used again."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

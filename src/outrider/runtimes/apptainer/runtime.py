@@ -18,7 +18,7 @@ import msgspec
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command
 from outrider.rootfs.store import known_image
-from outrider.runtimes.apptainer.start import (
+from outrider.runtimes.apptainer.program import (
     APPTAINER,
     CONFINEMENT,
     Bind,
@@ -30,8 +30,7 @@ from outrider.runtimes.apptainer.start import (
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.kernel.cgroups import Cgroups
-from outrider.runtimes.kernel.child import Child
-from outrider.runtimes.kernel.descendants import Descendants
+from outrider.runtimes.kernel.child import Child, Descendants
 from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.kernel.process_marks import kill_marked
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds

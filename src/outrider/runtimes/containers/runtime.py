@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT
 from outrider.runtimes.base import Availability, SandboxContext
-from outrider.runtimes.containers.body import ContainerPlan, Shown
+from outrider.runtimes.containers.create_request import ContainerRequest, Shown
 from outrider.runtimes.containers.daemon import (
+    DOCKER_ENGINE,
     NODE_LABEL,
+    PODMAN_ENGINE,
     SESSION_LABEL,
-    ContainerDaemon,
-    DockerDaemon,
-    PodmanDaemon,
+    Engine,
 )
-from outrider.runtimes.containers.server import TOOLS_AT, ContainedServer, command
+from outrider.runtimes.containers.tool_socket import TOOLS_AT, ToolSocket, command
 from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.limits import counted_memory
 from outrider.runtimes.tool_server.bundle import portable_server
@@ -36,26 +36,26 @@ from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import MEBIBYTE, RuntimeSpec
 
 if TYPE_CHECKING:
-    from outrider.runtimes.containers.client import LocalImage
+    from outrider.runtimes.containers.docker_api import LocalImage
 
 BRIDGE_SOCKET = "/run/outrider/gateway.sock"
 
 
 @dataclass(frozen=True)
 class ContainerRuntime:
-    """A kind whose sandboxes are containers of `daemon`, started by `oci_runtime` (None: the daemon's own choice).
+    """A kind whose sandboxes are containers of `engine`, started by `oci_runtime` (None: the daemon's own choice).
 
     Paths are the container's own. What is written anywhere is gone with `stop`."""
 
-    daemon: type[ContainerDaemon]
+    engine: Engine
     oci_runtime: str | None = None
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
         return ToolServerSandbox(partial(launch, self), spec, context)
 
     def available(self) -> Availability:
-        can = self.daemon.available()
-        if not can.ok or self.oci_runtime is None or self.oci_runtime in self.daemon.oci_runtimes():
+        can = self.engine.available()
+        if not can.ok or self.oci_runtime is None or self.oci_runtime in self.engine.oci_runtimes():
             return can
         return Availability(
             ok=False,
@@ -74,13 +74,13 @@ class ContainerRuntime:
             raise InvalidField(
                 f"{spec.kind!r} sandboxes need an image",
                 field="task.runtime.image",
-                hint=f"name one that `{self.daemon.name} images` lists",
+                hint=f"name one that `{self.engine.name} images` lists",
             )
 
 
-DOCKER = ContainerRuntime(DockerDaemon)
-PODMAN = ContainerRuntime(PodmanDaemon)
-GVISOR = ContainerRuntime(DockerDaemon, oci_runtime="runsc")
+DOCKER = ContainerRuntime(DOCKER_ENGINE)
+PODMAN = ContainerRuntime(PODMAN_ENGINE)
+GVISOR = ContainerRuntime(DOCKER_ENGINE, oci_runtime="runsc")
 """A kernel of its own, written in Go, between the sandbox and the host's."""
 
 
@@ -88,13 +88,13 @@ GVISOR = ContainerRuntime(DockerDaemon, oci_runtime="runsc")
 async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
     """Have the daemon run a container. See tool_server/launch.py."""
     image_name = _image_name(kind, spec)
-    daemon = await context.host.part(kind.daemon)
+    daemon = await context.host.part(kind.engine.daemon)
     image = await daemon.image(image_name)
     python, bytecode = await asyncio.to_thread(portable_server)
     memory = counted_memory(spec.resources, ("memory",) if daemon.limits else ())
     setup = rooted_setup(spec, context, image.env, memory=memory, bridge_socket=BRIDGE_SOCKET)
     async with AsyncExitStack() as undo:
-        server = ContainedServer(context.directory / "tools")
+        server = ToolSocket(context.directory / "tools")
         undo.push_async_callback(undone, context.directory.name, server.close)
         ours = [Shown(python, PORTABLE_AT), Shown(server.folder, TOOLS_AT)]
         plan = _plan(kind, spec, context, image, setup, ours, limits=daemon.limits)
@@ -119,13 +119,13 @@ def _image_name(kind: ContainerRuntime, spec: RuntimeSpec) -> str:
     """Raises RuntimeUnavailable for a spec that names none."""
     if spec.rootfs is not None:
         raise RuntimeUnavailable(
-            f"the {kind.daemon.name} runtime has images, no root folders", hint="use runtime kind 'namespace'"
+            f"the {kind.engine.name} runtime has images, no root folders", hint="use runtime kind 'namespace'"
         )
     if spec.image is None:
         raise RuntimeUnavailable(
-            f"the {kind.daemon.name} runtime needs an image",
+            f"the {kind.engine.name} runtime needs an image",
             field="task.runtime.image",
-            hint=f"name one that `{kind.daemon.name} images` lists",
+            hint=f"name one that `{kind.engine.name} images` lists",
         )
     return spec.image
 
@@ -139,7 +139,7 @@ def _plan(
     ours: Sequence[Shown],
     *,
     limits: bool,
-) -> ContainerPlan:
+) -> ContainerRequest:
     with contextlib.suppress(PermissionError):  # its folder is private, and root inside may be another user
         context.gateway_socket.chmod(0o666)
     shown = [
@@ -150,7 +150,7 @@ def _plan(
     ]
     inner = inner_mounts((one.source, one.target) for one in shown)
     shown = [*(Shown(source, target) for source, target in inner), *shown]
-    return ContainerPlan(
+    return ContainerRequest(
         image=image.id,
         command=command(spec.resources.disk_mb * MEBIBYTE, setup.memory),
         env=setup.marking(),

@@ -1,8 +1,8 @@
-"""Control groups of a node: where the limits of its sandboxes are kept by the kernel.
+"""Control groups of a node, by which the kernel keeps the limits of its sandboxes.
 
-Version 2 where this process may make groups (a delegated unit or container), version 1 where it may (root, or chowned
-folders), nothing otherwise. It knows no runtime. Invariants: a group is named after its node's folder and its sandbox,
-so that what a dead node left is known for certain; and after `remove` it is gone.
+It uses version 2 where this process may make groups (a delegated unit or container), version 1 where it may (root, or
+chowned folders), and nothing otherwise. It knows no runtime. Invariants: a group is named after its node and its
+sandbox, so that what a dead node left can be told for certain; and after `remove` it is gone.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 KILLS_SECONDS = 1.0
 OWN = "outrider-service"
-"""The group that this process moves into where a group with members may have no groups of its own (version 2)."""
+"""The group that this process moves into on version 2, where a group that has members can pass no controllers on."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
-    """Where this process may make groups: the folder for each controller it can set limits with."""
+    """Where this process may make groups: the folder of each controller that it can set limits with."""
 
     version: int
     folders: Mapping[str, Path]
@@ -56,7 +56,7 @@ NONE = Hierarchies(0, {})
 
 
 def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
-    """What this process can use. `own` is what /proc/self/cgroup says."""
+    """The hierarchies that this process can use. `own` is the text of /proc/self/cgroup."""
     paths = by_controller(OWN_GROUPS.read_text() if own is None else own)
     if (mount / "cgroup.controllers").exists():
         return _unified(mount / paths.get(UNIFIED, "/").lstrip("/"))
@@ -69,13 +69,13 @@ def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
 
 
 def by_controller(own: str) -> dict[str, str]:
-    """The path of a process's group for each controller, of what its /proc/PID/cgroup says."""
+    """The path of a process's group for each controller, from the text of its /proc/PID/cgroup."""
     lines = [line.split(":", 2) for line in own.splitlines()]
     return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
 
 
 def _unified(folder: Path) -> Hierarchies:
-    """Our own group, or the one above if we have moved into a leaf of it before."""
+    """Of version 2: our own group, or the one above if this process has moved into OWN before."""
     folder = folder.parent if folder.name == OWN else folder
     try:
         offered = (folder / "cgroup.controllers").read_text().split()
@@ -88,7 +88,7 @@ def _unified(folder: Path) -> Hierarchies:
 
 
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
-    """By controller: the files to write, in order, for what the resources bound."""
+    """By controller: the files to write, in order, and their text."""
     found: dict[str, dict[str, str]] = {"pids": {"pids.max": str(resources.pids)}}
     memory = str(resources.most_memory_mb * MEBIBYTE)
     if version == 2:
@@ -104,31 +104,31 @@ def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, st
     return found
 
 
-UNBOUND = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
+UNLIMITED_CPU = {"cpu.max": "max", "cpu.cfs_quota_us": "-1"}
 OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
-"""Not there where the kernel does not account for swap."""
+"""Missing where the kernel does not account for swap."""
 
 
 class Group:
-    """The groups of one sandbox. Its methods block, for as long as a few system calls."""
+    """The groups of one sandbox, one in each hierarchy. Its methods block for a few system calls."""
 
     def __init__(self, folders: tuple[Path, ...], host_kills: int = 0) -> None:
-        """`host_kills` is what that of the module said before."""
+        """`host_kills` is the module's `host_kills()` of when the group was made."""
         self._folders = folders
         self._host_kills = host_kills
 
     @property
     def entrances(self) -> tuple[str, ...]:
-        """The files that a process writes "0" to, to be in the group with all that it starts."""
+        """The files to which a process writes "0" to enter the group, with all that it starts from then on."""
         return tuple(str(folder / "cgroup.procs") for folder in self._folders)
 
     def starved(self) -> bool:
-        """Whether the kernel has killed something for want of memory since this was made, and not of the memory that
-        this may have: it may have killed what is in it, too."""
+        """Whether the kernel has killed anything on this host for want of memory since the group was made, other than
+        for the group's own limit. Processes of the group may have been killed for that too."""
         return host_kills() - self.kills() > self._host_kills
 
     def kills(self) -> int:
-        """How often the kernel has killed something in it for want of the memory that it may have."""
+        """How often the kernel has killed a process of the group because the group was at its memory limit."""
         return sum(count_in(folder / file, "oom_kill") for folder in self._folders for file in KILL_COUNTS)
 
     def add(self, pid: int) -> None:
@@ -136,15 +136,16 @@ class Group:
             Path(entrance).write_text(str(pid))
 
     def kill(self) -> None:
-        """Whoever is in it now, without the limit of processor time, of which dying takes some."""
+        """SIGKILL every process that is in it now. The limit of processor time is taken off first: dying takes some."""
         for folder in self._folders:
-            for file, value in UNBOUND.items():
+            for file, value in UNLIMITED_CPU.items():
                 with contextlib.suppress(OSError):  # of the other version, or of another controller
                     (folder / file).write_text(value)
             _kill_members(folder)
 
     async def remove(self) -> None:
-        """With all that may still run in it. Raises RuntimeFailure, when as many are removed as can be."""
+        """Remove the groups, and kill what still runs in them. Raises RuntimeFailure when one cannot be removed; the
+        others are."""
         deadline = time.monotonic() + REMOVE_SECONDS
         left: dict[Path, str] = {}
         for folder in self._folders:
@@ -163,12 +164,12 @@ class Group:
 
 
 def host_kills() -> int:
-    """How often the kernel has killed something on this host for want of memory, the host's or that of a group."""
+    """How often the kernel has killed a process of this host for want of memory, the host's or a group's."""
     return count_in(VMSTAT, "oom_kill")
 
 
 def count_in(file: Path, name: str) -> int:
-    """Of a file of lines `NAME NUMBER`; 0 where there is no such file or line."""
+    """The number after `name` in a file of lines `NAME NUMBER`; 0 where there is no such file or line."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -177,7 +178,7 @@ def count_in(file: Path, name: str) -> int:
 
 
 class Cgroups:
-    """A part of a node's host (see host.py): `async with` it, and make groups."""
+    """A part of a node's host (see node_host.py) that makes the groups of its sandboxes."""
 
     def __init__(self, host: Host, *, hierarchies: Hierarchies | None = None) -> None:
         self._name = host.name
@@ -193,7 +194,7 @@ class Cgroups:
         await asyncio.to_thread(_remove_node, self._parents(), self._name)
 
     def make(self, sandbox: str, resources: Resources) -> Group:
-        """A group with the limits of `resources`, as far as there are controllers for them. Raises RuntimeFailure."""
+        """A group with those limits of `resources` for which there are controllers. Raises RuntimeFailure."""
         wanted = settings(self.hierarchies.version, resources)
         folders: dict[Path, None] = {}
         try:
@@ -213,7 +214,7 @@ class Cgroups:
         return Group(tuple(folders), self._kills_lately())
 
     def _kills_lately(self) -> int:
-        """The host's, as of a second ago at most: the file takes the kernel as long as a tenth of a sandbox's start."""
+        """`host_kills()` of at most a second ago: reading that file takes a tenth of the time of a sandbox's start."""
         now = time.monotonic()
         if now > self._kills_until:
             self._kills, self._kills_until = host_kills(), now + KILLS_SECONDS
@@ -229,7 +230,8 @@ class Cgroups:
             self.hierarchies = NONE  # what looked writable is not
 
     def _delegate(self) -> None:
-        """Only a group without members of its own can give its controllers to groups below it."""
+        """Move this process's group out of the way: only a group without members can pass its controllers on to groups
+        below it."""
         (folder,) = self._parents()
         own = folder / OWN
         own.mkdir(exist_ok=True)
@@ -246,8 +248,7 @@ class Cgroups:
 
 
 def sweep() -> int:
-    """End what nodes left behind that do not live any more, whatever this process is to start itself; how many such
-    nodes there were. Blocks."""
+    """End what dead nodes left in control groups; returns how many such nodes there were. Blocks."""
     parents = _parents(find())
     names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
     ended = 0
@@ -257,7 +258,7 @@ def sweep() -> int:
         try:
             _remove_node(parents, name)
             ended += 1
-        except OSError as error:  # it is another user's, perhaps: that is no reason to leave the others
+        except OSError as error:  # another user's, perhaps: the others are removed all the same
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
 
@@ -284,7 +285,8 @@ def _inner_first(folder: Path) -> Iterator[Path]:
 
 
 def _kill_members(folder: Path) -> None:
-    """What is in a group that nobody else puts anything into. A process is held before its membership is read."""
+    """SIGKILL what is in a group. Each process is held by a pidfd before its membership is read again, so that a number
+    that went to another process meanwhile is not hit."""
     for pid in _members(folder):
         with contextlib.suppress(OSError):
             held = os.pidfd_open(pid)

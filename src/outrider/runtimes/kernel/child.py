@@ -1,7 +1,8 @@
-"""A process that works for the service: a child, spawned without copying the service's memory, or one forked for it
-by its zygote. Watched by pidfd.
+"""A process that works for the service, watched by a pidfd, and the processes below it.
 
-It knows nothing of sandboxes. Invariant: after `end` returned, the process is dead, and reaped if it was a child.
+It is a child that was spawned without copying the service's memory, or one that the zygote forked. This module knows
+nothing of sandboxes. Invariants: after `Child.end` the process is dead, and reaped if it was a child; and a signal goes
+only to a process that is held by a pidfd, never to a number.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from pathlib import Path
 from outrider.errors import RuntimeFailure
 
 LOG_TAIL = 4096
+END_SECONDS = 5.0
+"""How long the descendants of a child may take to end by themselves."""
 
 
 class Child:
-    """Held by `pidfd`; `log` is a file of memory with what it writes to standard error. Both are ours from now on."""
+    """`pidfd` refers to the process; `log` is a file in memory with its standard error. Both are closed by `close`."""
 
     def __init__(self, pid: int, pidfd: int, log: int) -> None:
         self.pid = pid
@@ -62,7 +65,7 @@ class Child:
             raise
 
     def stopped_by_signal(self) -> bool:
-        """Whether it was sent a signal to stop, or is traced; to be asked before `close`."""
+        """Whether a signal has stopped it, or a debugger. Call it before `close`."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -74,8 +77,8 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     async def end(self, seconds: float) -> bool:
-        """Wait for its end, which comes by force after so many seconds, reap it and close. Whether it came by itself.
-        Call once; not cancel-safe by itself."""
+        """Wait for its end, kill it when that does not come within `seconds`, reap it and close. Returns whether it
+        ended by itself. Call it once, shielded from cancellation."""
         in_time = await self.ends_within(seconds)
         if not in_time:
             self.kill()
@@ -92,13 +95,10 @@ class Child:
         return True
 
     def bury(self) -> None:
-        """Reap what has ended, and close."""
-        self._reap()
-        self.close()
-
-    def _reap(self) -> None:
+        """Reap a process that has ended, and close."""
         with contextlib.suppress(ChildProcessError):  # it may be a child of the zygote's, not ours
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)
+        self.close()
 
     def log_tail(self) -> str:
         """The end of what it wrote to standard error; empty after `close`."""
@@ -116,7 +116,7 @@ class Child:
 
 
 async def readable(fd: int) -> None:
-    """Wait until `fd` is readable: for a pidfd, until its process is dead."""
+    """Wait until `fd` is readable. A pidfd is when its process is dead."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)
@@ -124,3 +124,68 @@ async def readable(fd: int) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(fd)
+
+
+class Descendants:
+    """Those of a child; made before that ends. `hold` is called again for processes that came later."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._held: dict[int, int] = {}
+
+    def hold(self) -> None:
+        """Open a pidfd of each process that is below the child now. Blocks for a few system calls each."""
+        todo = [self._child.pid, *self._held]
+        while todo:
+            above = todo.pop()
+            for pid in _children(above) - self._held.keys():
+                with contextlib.suppress(OSError):
+                    self._held[pid] = os.pidfd_open(pid)
+                    if _status(pid, "PPid") != [above]:  # the number went to another process meanwhile
+                        os.close(self._held.pop(pid))
+                        continue
+                    todo.append(pid)
+
+    def kill_first_inside(self) -> None:
+        """SIGKILL the first process of a pid namespace below the child: all processes in there die with it."""
+        for pid, held in self._held.items():
+            numbers = _status(pid, "NSpid")
+            if len(numbers) > 1 and numbers[-1] == 1:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(held, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Wait until all held processes are dead, and kill those that have not ended after END_SECONDS."""
+        held, self._held = self._held, {}
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    for descriptor in held.values():
+                        await readable(descriptor)
+            for descriptor in held.values():
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                await readable(descriptor)
+        finally:
+            for descriptor in held.values():
+                os.close(descriptor)
+
+
+def _children(pid: int) -> set[int]:
+    """By the children of its threads; empty for a process that is gone, as it may be at any moment."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+                found.update(map(int, words))
+    return found
+
+
+def _status(pid: int, name: str) -> list[int]:
+    """The numbers of one line of a process's status; empty when it is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return [int(word) for word in line.split()[1:]]
+    return []

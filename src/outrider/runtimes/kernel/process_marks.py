@@ -1,10 +1,10 @@
-"""Processes by the mark in their environment: how what a sandbox left is found, and killed for certain.
+"""Finding and killing processes by the mark in their environment, so that nothing a sandbox started is left.
 
-Everything that runs for a sandbox carries `OUTRIDER_CALL=FOLDER/SANDBOX:CALL` from its first moment on: the folder of
-its node, its own directory in there, the call it belongs to. As a program, `python marks.py FOLDER`, this is a node's
-keeper: it waits for the end of its standard input, which is the node's death however that came, and kills what the
-node had. It knows nothing of isolation. Invariant: a signal goes only to a process that is held by a pidfd from
-before its mark is read, never to a number. Standard library only.
+Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, its own directory in
+there, the call it belongs to. Run as a program, `python process_marks.py FOLDER`, this is a node's keeper: it waits
+for the end of its standard input, which comes with the node's death, and kills the node's processes. It knows nothing
+of isolation. Invariant: a signal goes only to a process that is held by a pidfd from before its mark is read, never to
+a number. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def mark_of(directory: Path) -> str:
 
 
 def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
-    """SIGKILL every process whose mark begins with `mark`, and all below it, until looks at /proc find none; how many
+    """SIGKILL every process whose mark begins with `mark`, and all below it, until /proc shows none. Returns how many
     are still there after `seconds`. Blocks."""
     deadline = time.monotonic() + seconds
     quiet = 0
@@ -47,7 +47,7 @@ def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
 
 
 def marked(mark: str) -> set[int]:
-    """The processes alive, but this one, whose mark begins with `mark`, and all below them."""
+    """The living processes, without this one, whose mark begins with `mark`, and all below them."""
     needle = f"\0{VARIABLE}={mark}".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = {pid for pid in pids if needle in _environ(pid)}
@@ -61,7 +61,7 @@ def marked(mark: str) -> set[int]:
 
 
 def _kill(mark: str) -> None:
-    """Freeze them first, until none has started another that escaped the look, then kill."""
+    """Stop them all before any is killed: else those not yet seen go on to start others."""
     held: dict[int, int] = {}
     try:
         while new := marked(mark) - held.keys():
@@ -77,7 +77,7 @@ def _kill(mark: str) -> None:
 
 
 def _hold(pid: int) -> int:
-    """A pidfd; -1 for what is gone."""
+    """A pidfd; -1 for a process that is gone."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -91,7 +91,7 @@ def _signal(pids: set[int], held: dict[int, int], number: signal.Signals) -> Non
 
 
 def _environ(pid: int) -> bytes:
-    """What it was started with, each entry after a NUL; empty for what is dead, or not ours to read."""
+    """The environment it was started with, each entry after a NUL; empty for a dead process, or another user's."""
     found = _bytes(f"/proc/{pid}/environ")
     if not found and _state(pid)[0] in "ZX":
         for thread in _threads(pid):
@@ -100,13 +100,14 @@ def _environ(pid: int) -> bytes:
 
 
 def _parent(pid: int) -> int:
-    """0 for what is gone, and for a zombie, which has nothing below it and cannot be killed again."""
+    """The parent's number; 0 for a process that is gone, and for a zombie, which has no children."""
     state, parent = _state(pid)
     return 0 if state in "ZX" and not _threads(pid) else parent
 
 
 def _state(pid: int) -> tuple[str, int]:
-    """As one letter, and the parent. That of a zombie also where only the first thread has ended and others live."""
+    """The state's letter, and the parent's number. A process whose first thread has ended looks like a zombie, though
+    other threads live."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
@@ -115,7 +116,7 @@ def _state(pid: int) -> tuple[str, int]:
 
 
 def _threads(pid: int) -> list[str]:
-    """By their numbers; none of what is gone, or has but one."""
+    """The numbers of its threads; none for a process that is gone, or has only one."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -131,10 +132,10 @@ def _bytes(path: str) -> bytes:
 
 
 def keep(folder: str, *, patience: float = PATIENCE_SECONDS) -> None:
-    """Wait for the end of standard input; then for what carries the folder's mark to end by itself, as it should: a
-    tool server takes with it also what cleared its environment. What is left after that is killed."""
+    """Wait for the end of standard input, then `patience` seconds for the marked processes to end by themselves, and
+    kill what is left. A tool server that ends by itself also kills what has cleared its environment, and its mark."""
     while os.read(0, 4096):
-        """Nothing is ever said."""
+        """Nobody writes to it."""
     deadline = time.monotonic() + patience
     while marked(f"{folder}/") and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)

@@ -1,7 +1,7 @@
-"""What a namespace sandbox is to look like, as plain data: what guest/isolation/isolate.py carries out.
+"""What a namespace sandbox is made of, as plain data that guest/isolation/isolate.py carries out.
 
-It knows the spec and the host's folders, and makes nothing but the skeleton of a root. Invariant: of the host, a plan
-shows its system folders, a fixed list of harmless files below /etc, and what the caller names.
+It knows the host's folders, and makes nothing but the skeleton of a root. Invariant: of the host, a plan shows its
+system folders, a fixed list of harmless files below /etc, and what the caller names.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ ETC_MADE = {
 
 
 Ids = tuple[int, int, int]
-"""The first id inside, the first outside, how many."""
+"""The first id inside, the first outside, and how many: as in a line of /proc/PID/uid_map."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`layers` are (folder of the host, where it is inside), the first of them the root, each under a throw-away
-    writable one; `shown` is (path of the host, where it is inside), read-only. `bytes` and `files` bound what may be
-    written. `memory` is what `counted_memory` says. `saved` is an archive of writable layers to begin with, "" for
-    none. `uids` and `gids` are which users there are; `mappers` the programs that can give more than one."""
+    """`base` is a folder at which the root is mounted, in the sandbox's own mount namespace.
+
+    `layers` are pairs (folder of the host, path inside), the first of them the root; each is under a throw-away
+    writable layer. `shown` are pairs (path of the host, path inside), mounted read-only. `bytes` and `files` bound what
+    may be written. `gateway` is the path of the gateway's socket, `cgroups` are the files by which to enter the control
+    groups (see `Group.entrances`). `memory` is `counted_memory`. `saved` is an archive of writable layers to begin
+    with, "" for none. `uids` and `gids` say which users there are; `mappers` are the programs that can map more than
+    one."""
 
     base: str
     layers: tuple[tuple[str, str], ...]
@@ -63,8 +67,8 @@ def image_root(folder: Path) -> Root:
 
 
 def host_root(skeleton: Path) -> Root:
-    """The host's system folders over a skeleton that `make_skeleton` made. Where this user owns /usr it gets a
-    throw-away writable layer; over that of another owner one would be of no use."""
+    """The host's system folders over a skeleton that `make_skeleton` made. /usr gets a throw-away writable layer only
+    where this user owns it: an overlay over another user's files cannot be written to."""
     own = os.stat("/usr").st_uid == os.geteuid()
     usr = ("/usr", "/usr")
     folders = [f"/{name}" for name in SYSTEM_FOLDERS if Path("/", name).is_dir() and not _link(name)]
@@ -75,8 +79,8 @@ def host_root(skeleton: Path) -> Root:
 
 
 def make_skeleton(folder: Path) -> None:
-    """A root without its system folders: empty folders, links, and files below /etc, made up or copies of harmless
-    ones, as they are now."""
+    """Make a root without its system folders: empty folders, links, and files below /etc, which are made up or copies
+    of the host's harmless ones. Blocks."""
     for name in EMPTY_FOLDERS:
         (folder / name).mkdir(parents=True)
     for name in ("tmp", "var/tmp"):
@@ -101,7 +105,7 @@ def _link(name: str) -> str | None:
 
 
 def unsupported() -> str | None:
-    """None when the kernel has the calls that a sandbox is made by, else what is missing."""
+    """What the kernel lacks of the calls by which a sandbox is made; None when it has them all."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"
     version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])

@@ -1,7 +1,7 @@
-"""The host's end of the node's zygote (guest/isolation/zygote.py), from which namespace sandboxes are forked.
+"""The node's zygote, as the host sees it: the process from which namespace sandboxes are forked.
 
-It knows plans and nothing of what runs in a sandbox. Invariant: a fork that was asked for is either given to the caller
-or, if the caller has gone meanwhile, killed.
+The program itself is guest/isolation/zygote.py. This module knows plans and nothing of what runs in a sandbox.
+Invariant: a process that was forked is either returned to the caller or, if the caller was cancelled, killed.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ for name in ("outrider", "outrider.runtimes"):
 from outrider.runtimes.guest.isolation.zygote import main
 main()
 """
-"""The packages are stood in for: their own modules import what a bare interpreter does not have."""
+"""Empty modules stand for the packages above, because the real ones import what `-I -S` cannot find."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The zygote's answer to request `number`: the process that it forked, or the error that kept it from that."""
+
     number: int
     pid: int
     error: str
 
 
 class Zygote:
-    """A part of a node's host: `async with` it, then `fork`. `host_root` is the root of the host's own system folders,
-    `base` a folder for sandboxes to mount theirs at. A zygote that died is started anew by the next fork; the
-    sandboxes that came from it have died with it."""
+    """A part of a node's host (see node_host.py). `host_root` is the root made of the host's own system folders, `base`
+    an empty folder at which each sandbox mounts its root. When the zygote dies, all sandboxes that came from it die
+    with it, and the next fork starts another."""
 
     def __init__(self, host: Host) -> None:
         self._folder = host.folder
@@ -61,7 +63,8 @@ class Zygote:
         self._number = 0
         self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._spares: list[int] = []
-        """Descriptors held for the answers to come: one that found no room would be lost."""
+        """One open descriptor for each answer to come. It is closed just before the answer is read, so that there is
+        room for the pidfd that comes with it: the kernel drops one for which there is none."""
         self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Self:
@@ -75,7 +78,7 @@ class Zygote:
         await shielded(self._bury)
 
     async def _bury(self) -> None:
-        """Wait for the death of those that lost their connection, and so for that of all that came from them."""
+        """Wait until zygotes that were given up are dead, and with them all that came from them."""
         while self._lost:
             await self._lost.pop().end(STOP_SECONDS)
 
@@ -93,8 +96,8 @@ class Zygote:
         self._loop.add_reader(ours.fileno(), self._ready)
 
     async def fork(self, plan: Plan, connection: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
-        """A new sandbox whose tool server speaks on `connection`, and how to ask whether the process that it came from
-        still lives. Raises RuntimeFailure, and OSError when there are no descriptors left."""
+        """A new sandbox whose tool server speaks on `connection`, and a function that tells whether the zygote that it
+        came from still lives. Raises RuntimeFailure, and OSError when there are no descriptors left."""
         if self._child is None:
             await shielded(self._bury)
         if self._child is None:  # and nobody has started it meanwhile
@@ -110,7 +113,7 @@ class Zygote:
         return Child(pid, pidfd, log), partial(self._lives, maker)
 
     async def _lives(self, maker: Child | None) -> bool:
-        """What came from it may be seen to die a moment before it is seen itself."""
+        """Waits a moment, because the death of a sandbox may be seen before that of the zygote which caused it."""
         return maker is not None and maker is self._child and not await maker.ends_within(PAUSE_SECONDS)
 
     async def _ask(self, *fds: int) -> tuple[int, int]:
@@ -126,7 +129,8 @@ class Zygote:
             raise
 
     async def _send(self, number: int, answer: asyncio.Future[tuple[int, int]], *fds: int) -> None:
-        """Until it is sent, or answered otherwise. What is not the zygote's fault is this request's own failure."""
+        """Send the request, waiting for room. A lost connection is the zygote's failure, any other error that of this
+        request alone."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         try:
             while not answer.done():
@@ -163,7 +167,7 @@ class Zygote:
             answer.set_result((told.pid, fds[0]))
 
     def _lose(self) -> None:
-        """Give up the connection, and with it the zygote and all that came from it."""
+        """Close the connection, on which the zygote ends, and fail the requests under way."""
         if self._child is None:
             return
         self._loop.remove_reader(self._control.fileno())
@@ -179,7 +183,8 @@ class Zygote:
 
 
 def _skeleton(folder: Path) -> Path:
-    """The skeleton of a root in `folder`, whole, whoever else makes it now or has failed to. Blocks."""
+    """The skeleton of a root in `folder`. It is made under another name and renamed, so that it is whole also when
+    another process makes it now, or was killed while it did. Blocks."""
     skeleton = folder / "skeleton"
     if not skeleton.exists():
         with tempfile.TemporaryDirectory(prefix="skeleton-", dir=folder) as half:
@@ -194,7 +199,7 @@ def _skeleton(folder: Path) -> Path:
 
 
 def _discard(answer: asyncio.Future[tuple[int, int]]) -> None:
-    """The fork that nobody waits for any more."""
+    """Kill the process of a request whose caller was cancelled."""
     if answer.exception() is None:
         _, pidfd = answer.result()
         with contextlib.suppress(ProcessLookupError):

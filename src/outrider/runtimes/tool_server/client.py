@@ -1,9 +1,9 @@
-"""The host's end of a tool server: many calls at once over one connection.
+"""The host's end of a connection to a tool server, over which many calls run at once.
 
-It knows frames and replies, not how the server was started. What comes back is decoded into closed types, because
-the program that sends it shares a sandbox with an agent. Invariants: a cancelled call is cancelled inside too, and its
-processes are dead, before the cancellation goes on (for as long as the server answers at all); and whatever comes
-costs bounded time and memory, for a server that sends more than it was asked for is dropped.
+It knows frames and replies, not how the server was started. Replies are decoded into closed types, because the program
+that sends them shares a sandbox with an agent. Invariants: when a call is cancelled, it is cancelled inside too and its
+processes are dead before the cancellation goes on, as long as the server answers at all; and whatever comes costs
+bounded time and memory, because a server that sends more than it was asked for is dropped.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import MAX_OUTPUT
 
 FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
-"""The largest is of a command that filled both its outputs."""
+"""Maximum bytes of a frame. The largest is that of a command that filled both its outputs."""
 PART_MIN = 1 << 10
-"""What a part counts for, if it is smaller: many small ones cost more than their bytes."""
+"""Bytes that a smaller part counts for: many small parts cost more than their bytes."""
 STRAY_MAX = 64 << 20
-"""So much may come that no call waits for, from one answer to the next: of calls that were cancelled."""
+"""Maximum bytes that no call waits for, from one answer to the next: parts of calls that were cancelled."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What decoding raises for bytes that are not of the type: also text that is no UTF-8, and what is nested deeply."""
+"""What decoding raises for bytes that are not of the type, text that is no UTF-8, and deep nesting."""
 UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""What encoding raises for what is not of the wire: text that is no Unicode, an integer of more than 64 bits."""
+"""What encoding raises for what msgpack cannot carry: text that is no Unicode, an integer of more than 64 bits."""
 GRACE_SECONDS = 30.0
 """How much longer than its own time limit a call may take before the server counts as stuck."""
 LAST_LOOK_SECONDS = 0.5
+"""How long replies are still read after that: this event loop may have been held up itself."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 Loss = Literal["gone", "stuck", "wrong", "closed"]
-"""How a connection was lost: its other end is closed, does not answer, or sends what no tool server would; or this
-end was closed, or not opened."""
+"""How a connection was lost: its other end is closed (gone), does not answer (stuck), or sends what no tool server
+would (wrong); or this end was closed, or could not be opened."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
-"""An input of a live Python can make up its own status."""
+"""An exit code, or the number of a shell. A program in a live Python can exit with any integer; larger ones than these
+are refused."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -56,7 +58,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """`ended`: the sandbox's own time is over; else what was asked for is missing, or a folder, or cannot be done."""
+    """Why a call failed: the file is missing, or a directory; the sandbox's lifetime is over (`ended`); or else."""
 
     code: Literal["missing", "directory", "failed", "ended"]
     text: str
@@ -75,14 +77,14 @@ class ExecDone(msgspec.Struct, frozen=True):
 
 
 class ShellOpened(msgspec.Struct, frozen=True):
-    """`shell` is None when there is nothing to start; `why` is what the last that was tried has printed."""
+    """`shell` is None when the sandbox has nothing of that kind; `why` is then what the last program tried printed."""
 
     shell: Number | None
     why: bytes = b""
 
 
 class ShellDone(msgspec.Struct, frozen=True):
-    """`shown` is msgpack: a list of rich results, each a dictionary by MIME type."""
+    """`shown` is msgpack: a list of rich results, each a mapping from MIME type to text or bytes."""
 
     out: bytes
     code: Number | None
@@ -97,7 +99,7 @@ class Stopped(msgspec.Struct, frozen=True):
 
 
 class Call:
-    """A call under way: its outcome, where partial replies go, and how many bytes of them may come."""
+    """A call under way: its outcome, where partial replies go, and how many bytes of them may still come (`room`)."""
 
     __slots__ = ("on_part", "outcome", "room")
 
@@ -110,13 +112,13 @@ class Call:
 
 
 class ToolClient(asyncio.Protocol):
-    """One connection. `log_tail` gives the end of the server's standard error for the failure's record. `loss` is how
-    it was lost, None while it is not."""
+    """One connection. `log_tail` gives the end of the server's standard error, which failures carry. `loss` is None as
+    long as the connection is not lost."""
 
     def __init__(self, end: socket.socket, log_tail: Callable[[], str]) -> None:
-        """`end` is one end of a Unix stream connection to the server; it is ours from now on."""
+        """`end` is one end of a Unix stream connection to the server; this object closes it."""
         self._end: socket.socket | None = end
-        """Until it is the transport's."""
+        """None once the transport has it."""
         self._log_tail = log_tail
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -129,7 +131,7 @@ class ToolClient(asyncio.Protocol):
         self._closed = asyncio.Event()
 
     async def open(self) -> None:
-        """Once. Raises RuntimeFailure when it is closed before that is done."""
+        """Call once. Raises RuntimeFailure when the connection is closed before that is done."""
         self._check()
         end, self._end = self._end, None
         try:
@@ -166,7 +168,7 @@ class ToolClient(asyncio.Protocol):
         self._closed.set()
 
     def hold(self) -> None:
-        """Read nothing more until `release`: the server waits, once what lies between is full."""
+        """Read nothing more until `release`. The server waits once the socket's buffers are full."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
@@ -175,7 +177,7 @@ class ToolClient(asyncio.Protocol):
             self._transport.resume_reading()
 
     def send_raw(self, data: bytes) -> None:
-        """Bytes ahead of the first frame: the server's own code."""
+        """Send bytes ahead of the first frame: the server's own code."""
         if self._transport is not None:
             self._transport.write(data)
 
@@ -206,16 +208,19 @@ class ToolClient(asyncio.Protocol):
         self._send(frame)
         alarm = self._loop.call_later(seconds + GRACE_SECONDS, self._late, number, method)
         try:
-            return self._decoded(await outcome, reply)
+            fields = await outcome
         except asyncio.CancelledError:
             await self._cancel(number)
             raise
         finally:
             alarm.cancel()
             self._calls.pop(number, None)
+        try:
+            return msgspec.msgpack.decode(fields, type=reply)
+        except UNREADABLE as error:
+            raise self._failure(f"the tool server sent a wrong reply: {error}", inside=True) from error
 
     def _late(self, number: int, method: str) -> None:
-        """This loop may have been held up itself: what has come meanwhile is read first."""
         self._loop.call_later(LAST_LOOK_SECONDS, self._stuck, number, method)
 
     def _stuck(self, number: int, method: str) -> None:
@@ -224,12 +229,13 @@ class ToolClient(asyncio.Protocol):
             self._lose(f"the tool server is stuck in {method}", "stuck")
 
     def fail_all(self, reason: str) -> None:
-        """The calls under way fail; new ones can be made."""
+        """Fail the calls under way; new ones can be made."""
         failure = self._failure(reason)
         for call in self._calls.values():
             if not call.outcome.done():
                 call.outcome.set_exception(failure)
-                call.outcome.exception()  # its caller may have been cancelled at this very moment
+                # Its caller may be being cancelled, and asyncio would log an exception that nobody retrieves.
+                call.outcome.exception()
 
     def complaint(self) -> str:
         """The end of what the server wrote to its standard error."""
@@ -242,6 +248,7 @@ class ToolClient(asyncio.Protocol):
             await self._closed.wait()
 
     async def _cancel(self, number: int) -> None:
+        """Have the server kill the call's processes, and wait until it has, but not for ever."""
         if self._lost is not None:
             return
         ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
@@ -263,7 +270,7 @@ class ToolClient(asyncio.Protocol):
         self._transport.write(frame)
 
     def _take(self, reply: Reply, size: int) -> None:
-        """`size` is what the frame counts for."""
+        """`size` is the bytes that the frame counts for."""
         call = self._calls.get(reply.call)
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
             self._stray -= size
@@ -292,12 +299,6 @@ class ToolClient(asyncio.Protocol):
         if refusal.code == "directory":
             return IsADirectoryError(text)
         return self._failure(text, inside=refusal.code == "failed")
-
-    def _decoded(self, fields: msgspec.Raw, reply: type[T]) -> T:
-        try:
-            return msgspec.msgpack.decode(fields, type=reply)
-        except UNREADABLE as error:
-            raise self._failure(f"the tool server sent a wrong reply: {error}", inside=True) from error
 
     def _check(self) -> None:
         """Raises RuntimeFailure when the connection is lost."""

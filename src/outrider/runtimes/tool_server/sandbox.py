@@ -37,9 +37,9 @@ from outrider.runtimes.base import (
     ShellKind,
     ShellResult,
 )
+from outrider.runtimes.tool_server.archive_download import download_archive
 from outrider.runtimes.tool_server.bundle import shell_program
 from outrider.runtimes.tool_server.client import UNREADABLE, Done, ExecDone, Part, ShellDone, ShellOpened, ToolClient
-from outrider.runtimes.tool_server.download import save_parts
 from outrider.runtimes.tool_server.launch import BRIDGE_URL, Launch, RunningServer
 from outrider.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
@@ -190,7 +190,7 @@ class ToolServerSandbox:
         limit = self.server.layer_limit
         if limit == 0:
             raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
-        await save_parts(self.server.tools, "save_layer", {}, target, limit=limit)
+        await download_archive(self.server.tools, "save_layer", {}, target, limit=limit)
 
     async def exec(
         self,
@@ -323,7 +323,9 @@ class ToolServerSandbox:
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
         named = [[self._paths.place(path), self._paths.member(path)] for path in paths]
-        await save_parts(self.server.tools, "snapshot", {"paths": named, "alone": alone}, target, limit=MAX_SNAPSHOT)
+        await download_archive(
+            self.server.tools, "snapshot", {"paths": named, "alone": alone}, target, limit=MAX_SNAPSHOT
+        )
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
         outermost = self._paths.outermost(paths)

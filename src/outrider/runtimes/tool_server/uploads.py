@@ -1,7 +1,7 @@
-"""What a host file or folder consists of when it is copied into a sandbox.
+"""The files, folders and links of a host folder that is copied into a sandbox.
 
-It knows nothing of where it goes. Invariant: no byte is read through a symbolic link, and no link is passed on that
-leads out of the folder.
+It does not know where they go. Invariant: no byte is read through a symbolic link, and no link is passed on that leads
+out of the folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def entries(source: Path) -> Iterator[Entry]:
-    """A host file or folder, parents before children. Raises RuntimeFailure for a symbolic link that leaves it, for
-    a source that is one, and for what is neither file, folder nor link."""
+    """The entries of a host file or folder, parents before children. Raises RuntimeFailure for a symbolic link that
+    leaves the folder, for a `source` that is a link, and for what is neither file, folder nor link."""
     if source.is_symlink() or not source.exists():
         raise RuntimeFailure(f"cannot upload {source}: it is a symbolic link or does not exist")
     yield from _entries(source, "", source.resolve())
@@ -49,7 +49,7 @@ def _entries(path: Path, name: str, root: Path) -> Iterator[Entry]:
 
 
 def _link(path: Path, root: Path) -> str:
-    """The link's text, made relative; what it leads to must be in the uploaded folder."""
+    """The link's target, made relative. Raises RuntimeFailure for one outside of `root`."""
     try:
         goal = path.resolve()
     except (OSError, RuntimeError) as error:
@@ -60,7 +60,8 @@ def _link(path: Path, root: Path) -> str:
 
 
 def open_plain(path: Path) -> tuple[int, int]:
-    """A read descriptor of a regular file and its mode bits; a link put there meanwhile is refused."""
+    """A read descriptor of a regular file, and its mode bits. Refuses a link or a pipe that was put there meanwhile:
+    O_NONBLOCK, because to open a pipe would wait for a writer. Raises RuntimeFailure."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

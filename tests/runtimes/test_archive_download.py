@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
+from outrider.runtimes.tool_server.archive_download import BACKLOG, ArchiveDownload, download_archive
 from outrider.runtimes.tool_server.client import Done, ToolClient
-from outrider.runtimes.tool_server.download import BACKLOG, Saving, save_parts
 
 from .test_toolclient import Peer, frame, pair
 
@@ -44,11 +44,11 @@ async def test_all_that_came_is_in_the_file(pair: tuple[ToolClient, Peer], tmp_p
     client, peer = pair
     async with asyncio.TaskGroup() as group:
         group.create_task(flood(peer, 100))
-        await save_parts(client, "snapshot", {"paths": []}, tmp_path / "a", limit=100 * len(PIECE))
+        await download_archive(client, "snapshot", {"paths": []}, tmp_path / "a", limit=100 * len(PIECE))
     assert (tmp_path / "a").read_bytes() == PIECE * 100
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        await save_parts(client, "snapshot", {}, tmp_path / "a", limit=1)
+        await download_archive(client, "snapshot", {}, tmp_path / "a", limit=1)
 
 
 class Held(ToolClient):
@@ -68,7 +68,7 @@ async def test_a_slow_disk_makes_the_server_wait() -> None:
     client, peer = Held(ours), Peer(theirs)
     await client.open()
     reader, writer = os.pipe()
-    saving = Saving(client, writer)
+    saving = ArchiveDownload(client, writer)
     got = 0
     async with asyncio.TaskGroup() as group:
         sending = group.create_task(flood(peer, 400))
@@ -96,7 +96,9 @@ async def test_a_full_disk_is_told_and_leaves_nothing(pair: tuple[ToolClient, Pe
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(flood(peer, 5))
             with pytest.raises(RuntimeFailure, match=r"the node cannot write .*File too large") as told:
-                await asyncio.wait_for(save_parts(client, "snapshot", {}, tmp_path / "a", limit=10 * len(PIECE)), 30)
+                await asyncio.wait_for(
+                    download_archive(client, "snapshot", {}, tmp_path / "a", limit=10 * len(PIECE)), 30
+                )
             sending.cancel()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -109,7 +111,7 @@ async def test_more_than_may_be_is_a_failure_and_no_file(pair: tuple[ToolClient,
     async with asyncio.TaskGroup() as group:
         sending = group.create_task(flood(peer, 3))
         with pytest.raises(RuntimeFailure, match="more than it was asked for"):
-            await save_parts(client, "snapshot", {}, tmp_path / "a", limit=len(PIECE))
+            await download_archive(client, "snapshot", {}, tmp_path / "a", limit=len(PIECE))
         sending.cancel()
     assert not (tmp_path / "a").exists()
 
@@ -117,7 +119,7 @@ async def test_more_than_may_be_is_a_failure_and_no_file(pair: tuple[ToolClient,
 async def test_a_cancelled_one_leaves_no_file(pair: tuple[ToolClient, Peer], tmp_path: Path) -> None:
     client, peer = pair
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(save_parts(client, "snapshot", {}, tmp_path / "a", limit=1 << 30))
+        task = group.create_task(download_archive(client, "snapshot", {}, tmp_path / "a", limit=1 << 30))
         call, _, _ = await peer.request()
         await peer.send(frame(call, "part", {"data": PIECE}))
         task.cancel()

@@ -1,8 +1,8 @@
-"""What a container is asked to be, in the words of the Docker Engine API. Pure but for a look at this process's limits.
+"""The request by which a container is created, as the Docker Engine API has it. Pure but for this process's own limits.
 
 It knows no daemon. Invariant: a container has no network and no privilege beyond its own files, nor a way to get any,
-and shows of the host what is mounted here, all of it read-only: what is mounted in that has to be named by itself (see
-kernel/mounts.py).
+and shows of the host what is mounted here, all of it read-only. File systems mounted below that have to be named by
+themselves (see kernel/mounts.py).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from outrider.spec import MEBIBYTE, Resources
 
 MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
-"""Podman holds itself to that many."""
+"""Podman's own limit."""
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": ""}
-"""Whatever the image sets must not get into the tool server's interpreter."""
+"""What an image sets of these must not load code into the tool server's interpreter."""
 
 ROOT = ("DAC_OVERRIDE",)
-"""Images have files that are not root's, and folders that by their mode not even root may write to."""
+"""Images have files of other users, and folders whose mode lets not even root write to them."""
 MANY_USERS = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID"),
     "SYS_CHROOT",
 )
-"""For `apt`, `su`, `chown` and the like: those that engines give by themselves, but for devices and raw sockets."""
+"""For `apt`, `su`, `chown` and the like: what engines give by default, without devices and raw sockets."""
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -38,8 +38,8 @@ class Shown(msgspec.Struct, frozen=True):
     target: str
 
 
-class ContainerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """`command` runs as root, without a shell. `limits`: the daemon can hold containers to `resources`."""
+class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`command` runs as root, without a shell. `limits`: the daemon can limit containers to `resources`."""
 
     image: str
     command: Sequence[str]
@@ -52,7 +52,7 @@ class ContainerPlan(msgspec.Struct, frozen=True, kw_only=True):
     oci_runtime: str | None = None
 
     def body(self, sized: bool) -> dict[str, Any]:
-        """The body of a create request. `sized`: the daemon can bound a container's file system."""
+        """The JSON body. `sized`: the daemon can bound the size of a container's file system."""
         return {
             "Image": self.image,
             "Entrypoint": list(self.command[:1]),
@@ -102,8 +102,9 @@ def ulimit(name: str, value: int) -> dict[str, Any]:
 
 
 def ulimits() -> list[dict[str, Any]]:
-    """Given in every case, and not above what this process may have: a daemon's own choice may be above what it may
-    itself have, and then no container starts."""
+    """Limits of a container's processes, none above this process's own.
+
+    Without them a daemon sets its default, which may be above its own hard limit, and then no container starts."""
     return [
         ulimit("nofile", hard(resource.RLIMIT_NOFILE, MAX_FILES)),
         ulimit("nproc", hard(resource.RLIMIT_NPROC, MAX_PROCESSES)),

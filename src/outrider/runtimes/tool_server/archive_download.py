@@ -1,7 +1,7 @@
 """An archive that a tool server sends in parts, written into a file of the host.
 
-It does not know what is in it. Invariants: at most about BACKLOG bytes wait to be written, however slow the disk is,
-because nothing more is read from the server meanwhile; and where the whole of it is not written, there is no file.
+It does not know what is in it. Invariants: little more than BACKLOG bytes wait to be written, however slow the disk is,
+because nothing more is read from the server meanwhile; and where not all of the archive is written, there is no file.
 """
 
 from __future__ import annotations
@@ -21,29 +21,38 @@ BACKLOG = 4 << 20
 SAVE_SECONDS = 600.0
 
 
-async def save_parts(tools: ToolClient, method: str, args: Mapping[str, Any], target: Path, *, limit: int) -> None:
-    """Call, and write what it answers with into a new file that only this user can read. Raises OSError when there can
-    be no such file, RuntimeFailure when the server has more than `limit` bytes or else fails, and when the file cannot
-    be written."""
+async def download_archive(
+    tools: ToolClient, method: str, args: Mapping[str, Any], target: Path, *, limit: int
+) -> None:
+    """Call `method`, and write the parts of its answer into the new file `target`, which only this user can read.
+
+    Raises OSError when `target` cannot be created, RuntimeFailure when the server sends more than `limit` bytes or
+    fails, and when the file cannot be written."""
     whole = False
+
+    def finish(fd: int) -> None:
+        os.close(fd)
+        if not whole:
+            target.unlink(missing_ok=True)
+
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    async with opened(partial(os.open, target, flags, 0o600), lambda fd: finish(fd, target, whole)) as fd:
-        saving = Saving(tools, fd)
+    async with opened(partial(os.open, target, flags, 0o600), finish) as fd:
+        download = ArchiveDownload(tools, fd)
         async with asyncio.TaskGroup() as group:
-            call = group.create_task(saving.call(method, {**args, "limit": limit}, limit))
-            group.create_task(saving.write(call))
-        if isinstance(saving.fault, OSError):
+            call = group.create_task(download.call(method, {**args, "limit": limit}, limit))
+            group.create_task(download.write(call))
+        if isinstance(download.fault, OSError):
             raise RuntimeFailure(
-                f"the node cannot write {target}: {saving.fault.strerror or saving.fault}",
+                f"the node cannot write {target}: {download.fault.strerror or download.fault}",
                 hint="the disk of the node's own folder needs room for what is carried out of sandboxes",
-            ) from saving.fault
-        if saving.fault is not None:
-            raise saving.fault
+            ) from download.fault
+        if download.fault is not None:
+            raise download.fault
         whole = True
 
 
-class Saving:
-    """What has come and is not written yet, and what went wrong."""
+class ArchiveDownload:
+    """Two tasks: `call` takes the parts that come, `write` writes them. `fault` is what went wrong in either."""
 
     def __init__(self, tools: ToolClient, fd: int) -> None:
         self.fault: Exception | None = None
@@ -76,12 +85,12 @@ class Saving:
         self._some.set()
 
     async def write(self, call: asyncio.Task[None]) -> None:
-        """Until the call has ended; it is cancelled when nothing can be written."""
+        """Until `call` has ended. It is cancelled when a part cannot be written."""
         try:
             while self._pieces or not self._ended:
                 await self._some.wait()
                 self._some.clear()
-                await shielded(self._put)
+                await shielded(self._put)  # the thread has the descriptor until it ends
                 if self.fault is not None:
                     break
         finally:
@@ -90,7 +99,6 @@ class Saving:
             call.cancel()
 
     async def _put(self) -> None:
-        """Not to be left before the thread has: it has the descriptor."""
         pieces, self._pieces, self._size = self._pieces, [], 0
         try:
             await asyncio.to_thread(write_all, self._fd, pieces)
@@ -100,13 +108,8 @@ class Saving:
 
 
 def write_all(fd: int, pieces: list[bytes]) -> None:
+    """Blocks; raises OSError."""
     for piece in pieces:
         view = memoryview(piece)
         while view:
-            view = view[os.write(fd, view) :]
-
-
-def finish(fd: int, target: Path, whole: bool) -> None:
-    os.close(fd)
-    if not whole:
-        target.unlink(missing_ok=True)
+            view = view[os.write(fd, view) :]  # a full disk takes a part before it refuses

@@ -1,7 +1,7 @@
-"""The few calls of the Docker Engine API that sandboxes need, over a daemon's Unix socket, by aiodocker.
+"""The calls of the Docker Engine API that sandboxes need, over a daemon's Unix socket, by aiodocker.
 
-It knows no sandbox, and neither repeats nor undoes anything. Invariant: whatever goes wrong is a `DaemonError`, with
-the daemon's own words and status, or with status 0 when nobody can tell whether the call was carried out.
+It knows no sandbox, and neither repeats nor undoes a call. Invariant: every failure is a `DockerApiError` with the
+daemon's own text and status, or with status 0 when nobody can tell whether the call was carried out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ URL = "http://localhost"
 CALL_SECONDS = 120.0
 CONNECT_SECONDS = 5.0
 NO_CONNECTION = 900
-"""The status that aiodocker makes up."""
+"""aiodocker's own status for a call that did not reach the daemon."""
 
 
-class DaemonError(Exception):
-    """`status` is the daemon's HTTP status."""
+class DockerApiError(Exception):
+    """`status` is the daemon's HTTP status, 0 where there was no answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -31,22 +31,22 @@ class DaemonError(Exception):
 
 
 class LocalImage(msgspec.Struct, frozen=True):
-    """An image that the daemon has: its content's id, and the variables it sets."""
+    """An image that the daemon has: the id of its content, and the variables it sets."""
 
     id: str
     env: dict[str, str]
 
 
-class Listed(msgspec.Struct, frozen=True):
+class ListedContainer(msgspec.Struct, frozen=True):
     name: str
     labels: dict[str, str]
 
 
-class DaemonClient:
-    """Close it after use. Any number of calls may be under way."""
+class DockerApi:
+    """Close it after use. Any number of calls may be under way. All of them raise DockerApiError."""
 
     def __init__(self, socket: Path) -> None:
-        # An idle connection that the daemon is just closing would cost a call: each call has its own.
+        # A call on a kept connection that the daemon is just closing would fail, so each call has its own.
         self._connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
         self._session = aiohttp.ClientSession(connector=self._connector, timeout=timeout)
@@ -58,7 +58,7 @@ class DaemonClient:
         await self._session.close()
 
     async def _api(self) -> aiodocker.Docker:
-        """Speaks the newest version that the daemon knows, as its ping tells at once: what aiodocker asks by itself
+        """With the newest version that the daemon speaks. The ping tells it at once; aiodocker's own request for it
         takes podman half a second."""
         if self._docker is None:
             async with self._session.get(f"{URL}/_ping") as answer:
@@ -98,12 +98,12 @@ class DaemonClient:
         async with translated():
             await (await self._api()).containers.container(name).delete(force=True, v=True)
 
-    async def labelled(self, label: str) -> list[Listed]:
+    async def labelled(self, label: str) -> list[ListedContainer]:
         """All containers that have the label, running or not."""
         filters = msgspec.json.encode({"label": [label]}).decode()
         async with translated():
             found = await (await self._api()).containers.list(all=True, filters=filters)
-        return [Listed(one["Names"][0].lstrip("/"), one["Labels"]) for one in found]
+        return [ListedContainer(one["Names"][0].lstrip("/"), one["Labels"]) for one in found]
 
 
 @asynccontextmanager
@@ -112,8 +112,8 @@ async def translated() -> AsyncIterator[None]:
         yield
     except aiodocker.DockerError as error:
         status = 0 if error.status == NO_CONNECTION else error.status
-        raise DaemonError(status, str(error.message).strip()) from error
+        raise DockerApiError(status, str(error.message).strip()) from error
     except TimeoutError as error:
-        raise DaemonError(0, f"no answer within {CALL_SECONDS:.0f} s") from error
+        raise DockerApiError(0, f"no answer within {CALL_SECONDS:.0f} s") from error
     except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
-        raise DaemonError(0, f"{type(error).__name__}: {error}") from error
+        raise DockerApiError(0, f"{type(error).__name__}: {error}") from error

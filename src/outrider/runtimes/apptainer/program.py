@@ -1,7 +1,7 @@
-"""Apptainer: where it is, whether it works for this user, and the command line of one sandbox.
+"""The program Apptainer: where it is, whether it works for this user, and the command line of one sandbox.
 
-Pure except for `find` and what it looks at. Invariant: the command line shows nothing of the host but what the caller
-names, and lets nothing of the service's environment in.
+Pure except for `find_apptainer`. Invariant: the command line shows nothing of the host but what the caller names, and
+passes nothing of the service's environment on.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ISOLATION = (
     "--no-umask",
 )
 ROOT_OF_OWN = ("--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command")
-"""For an ordinary user: user 0 of a user namespace that has this one user."""
+"""For an ordinary user: uid 0 in a user namespace that has this one user."""
 ROOT_AS_ROOT = ("--userns",)
-"""The same for root, who may not have --fakeroot without an entry in /etc/subuid."""
+"""The same for root, whom --fakeroot refuses without an entry in /etc/subuid."""
 ENTER_GROUPS = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 1; shift; done; shift; exec "$@"'
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONFINEMENT = (
@@ -56,8 +56,8 @@ class Apptainer(msgspec.Struct, frozen=True):
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A folder, file or socket of the host, shown read-only at `target`. What is mounted in it needs a bind of its
-    own to be so too (see kernel/mounts.py)."""
+    """A folder, file or socket of the host, shown read-only at `target`. A file system that is mounted in it needs a
+    bind of its own to be read-only too (see kernel/mounts.py)."""
 
     source: str
     target: str
@@ -67,8 +67,8 @@ class Bind(msgspec.Struct, frozen=True):
         return ["--mount", ",".join('"' + field.replace('"', '""') + '"' for field in fields)]
 
 
-def look() -> Apptainer:
-    """The first program that works. Raises RuntimeUnavailable with what to do about it. Blocks."""
+def find_apptainer() -> Apptainer:
+    """Raises RuntimeUnavailable, with what to do about it, when there is none that works. Blocks."""
     path = apptainer_program()
     found = Apptainer(path, _version(path))
     if fault := _works(found):
@@ -90,7 +90,7 @@ def _version(path: str) -> str:
 
 
 def _works(found: Apptainer) -> str | None:
-    """None when the portable interpreter starts in an empty root, else what was said."""
+    """None when the portable interpreter starts in an empty root, else the error text."""
     with tempfile.TemporaryDirectory(prefix="outrider-probe-") as folder:
         root = Path(folder, "root")
         for name in EMPTY_FOLDERS:
@@ -113,7 +113,7 @@ def _works(found: Apptainer) -> str | None:
 
 
 def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mapping[str, str]) -> list[str]:
-    """Up to the program to run. `env` is set inside."""
+    """The command line up to the program to run. `env` is set inside."""
     return [
         *(found.path, "--quiet", "exec"),
         *ISOLATION,
@@ -125,7 +125,7 @@ def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mappi
 
 
 def program_environment(folder: Path) -> dict[str, str]:
-    """For Apptainer itself: where it finds its helpers, and that what it writes goes below `folder`."""
+    """The environment of Apptainer itself: it finds its helpers in PATH, and writes its files below `folder`."""
     cache = environment("APPTAINER_CACHEDIR")
     return {
         "PATH": environment("PATH") or PATH,
@@ -138,7 +138,7 @@ def program_environment(folder: Path) -> dict[str, str]:
 
 
 def in_groups(entrances: Sequence[str], command: Sequence[str]) -> list[str]:
-    """The command, in control groups from its first moment on."""
+    """The command, which enters its control groups before it starts: what it forks cannot escape them."""
     return ["/bin/sh", "-c", ENTER_GROUPS, "sh", *entrances, "--", *command] if entrances else list(command)
 
 
@@ -148,4 +148,4 @@ def server_command(size: int, files: int, memory: int, limits: Mapping[str, int]
     return [*portable_command(), *FLAGS, "-c", BOOT, *(f"{name}={value}" for name, value in options.items())]
 
 
-APPTAINER = ProbeCache(look)
+APPTAINER = ProbeCache(find_apptainer)

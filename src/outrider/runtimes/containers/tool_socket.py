@@ -1,7 +1,8 @@
-"""The tool server in a container: how it is started there, and how it and the host find each other.
+"""How a tool server is started in a container, and the socket by which it connects to the host.
 
-It does not know what made the container. Invariant: the folder that container and host share holds one socket, until
-the server has connected to it; after that, nothing.
+The server connects back through a mounted folder, so that no call goes through the daemon. This module does not know
+what made the container. Invariant: that folder holds one socket until the server has
+connected to it; after that, nothing.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ CONNECT = (
     " for fd in fds: posix.dup2(end.fileno(),fd)\n"
     " end.close()\n"
 )
-"""The first connection is for calls, the second takes what the server complains of."""
+"""The first connection is for calls, the second takes the server's standard error."""
 
 
 def command(file_bytes: int, memory: int) -> list[str]:
-    """What a container runs, where the portable interpreter and the shared folder are mounted. No file that is written
-    in it can be larger than `file_bytes`: a limit that every kernel keeps, and that not every daemon passes on.
-    `memory` is what `Setup.memory` says."""
+    """What a container runs, with the portable interpreter and the shared folder mounted. `memory` is `Setup.memory`.
+
+    No file that is written in it can be larger than `file_bytes`. This rlimit holds where the daemon cannot bound the
+    container's file system."""
     limits = [f"RLIMIT_FSIZE={file_bytes}", "RLIMIT_CORE=0", *([f"RLIMIT_DATA={memory}"] if memory else [])]
     return [*portable_command(), *FLAGS, "-c", CONNECT + BOOT, f"memory={memory}", *limits]
 
 
 class LogTail(asyncio.Protocol):
-    """Keeps the end of what comes."""
+    """Keeps the last LOG_TAIL bytes that come."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -62,12 +64,12 @@ class LogTail(asyncio.Protocol):
         return self._kept.decode(errors="replace").strip()
 
 
-class ContainedServer:
-    """Listens from the beginning, so that the container can be started then. `close` is called in any case, not while
-    `connect` runs."""
+class ToolSocket:
+    """Listens from when it is made, so that the container can be started after that. Call `close` in any case, but not
+    while `connect` runs."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` does not exist yet; it is what must be mounted at TOOLS_AT."""
+        """Makes `folder`, which is to be mounted at TOOLS_AT. Raises OSError."""
         self.folder = folder
         self._tools: ToolClient | None = None
         self._log = LogTail()
@@ -75,8 +77,8 @@ class ContainedServer:
         self._listener = listening(folder)
 
     async def connect(self, bytecode: bytes, setup: Setup, runs: Callable[[], Awaitable[bool]]) -> ToolClient:
-        """Wait for the server in there, and make it ready. Raises RuntimeFailure, also when the container, whose state
-        `runs` tells, has ended."""
+        """Wait for the server in the container, and set it up. `runs` tells whether the container still runs. Raises
+        RuntimeFailure when it does not, and when the server does not connect within START_SECONDS."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 self._tools = tools = ToolClient(await self._accept(runs), self._log.text)
@@ -120,8 +122,9 @@ class ContainedServer:
 
 
 def listening(folder: Path) -> socket.socket:
-    """A socket in `folder`, which any user of the container may connect to; only the container has the folder. By its
-    descriptor, because the path of a socket may be 107 bytes long."""
+    """A socket in `folder` to which any user of the container may connect. Nobody else is shown the folder.
+
+    It is bound by the folder's descriptor, because the path of a socket may have no more than 107 bytes."""
     held = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     listener = socket.socket(socket.AF_UNIX)
     try:
