@@ -35,7 +35,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "process-landlock": "outrider.runtimes.host_process.landlock:LandlockRuntime",
     },
     "agent": {
-        "tools": "outrider.harnesses.agent:ToolAgent",
+        "tools": "outrider.harnesses.tool_agent:ToolAgent",
     },
     "evaluator": {
         "callable": "outrider.evaluators.function:CallableEvaluator",

@@ -22,9 +22,9 @@ from outrider.cli.main import commands
 from outrider.config import Config
 from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
-from outrider.harnesses.agent import ToolOptions
 from outrider.harnesses.command import ENDPOINT_VARIABLES
 from outrider.harnesses.presets import load_preset, preset_names
+from outrider.harnesses.tool_agent import ToolOptions
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import names
 from outrider.sessions.calls.token_allowance import LimitReached

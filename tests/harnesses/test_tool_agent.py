@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from outrider.errors import EngineUnavailable, HarnessError, RuntimeFailure
-from outrider.harnesses.agent import MAX_RESULT, TOOLS
 from outrider.harnesses.factory import make_harness
+from outrider.harnesses.tool_agent import MAX_RESULT, TOOLS
 from outrider.messages import Message, Role
 from outrider.runtimes.base import Runtime
 from outrider.spec import HarnessSpec

@@ -1,7 +1,7 @@
-"""The evaluator seam: turns an outcome into a verdict, or raises.
+"""The contract of an evaluator: it turns the outcome of a session into a verdict, or raises.
 
-It never sees tokens' log-probabilities or other sessions. Invariant: a failure to grade is an EvaluatorError,
-never a reward.
+It sees neither log-probabilities nor other sessions. Invariant: a failure to grade is an EvaluatorError, never a
+reward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from outrider.trajectory import Verdict
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What is graded. `transcript` is the main branch as messages, the last reply included."""
+    """What is graded. `transcript` is the main branch as messages, with the last reply; `turns` the number of model
+    calls."""
 
     task: TaskSpec
     runtime: Runtime
@@ -30,6 +31,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluator(Protocol):
-    """Grades one outcome. `evaluate` raises EvaluatorError when it cannot, TimeoutError is the caller's."""
+    """Grades one outcome. `evaluate` raises EvaluatorError when it cannot. The caller sets the time limit."""
 
     async def evaluate(self, outcome: Outcome) -> Verdict: ...

@@ -1,8 +1,9 @@
-"""The command evaluator: a shell command in the sandbox grades the outcome by what it writes, or by how it exits.
+"""The command evaluator: a shell command in the sandbox grades the outcome by what it writes, or by its exit code.
 
-It knows nothing of models. Invariant: only exit codes 0 and 1 grade; a grader that crashes, is killed, or writes
-something that is no verdict is an error, never a reward. So is one that began to write and could not: opening a file
-to write to it empties it, so that one which is as it was made is one that nobody tried to write to.
+It knows nothing of models. Invariant: only the exit codes 0 and 1 grade. A grader that crashes, is killed, or writes
+something that is no verdict is an error, never a reward; so is one that tried to write and could not. The file for the
+verdict is made with blanks in it to tell that last case: to open a file for writing empties it, so that blanks still
+there mean that nobody tried to write.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 MAX_VERDICT = 1 << 20
+"""Bytes."""
 FULL = "the sandbox's disk may be full: see disk_mb of task.runtime.resources"
 CLEANUP_SECONDS = 30.0
 VERDICT_VARIABLE = "OUTRIDER_VERDICT"
 UNWRITTEN = b" " * 31 + b"\n"
-"""What is in the file for the verdict at first. Blanks: around what is appended, or written over them, they say
-nothing."""
+"""First content of the file for the verdict. JSON ignores blanks, also around what a grader appends."""
 
 
 class CommandEvaluator:
-    """Runs `run` by `bash -c` in the working directory. $OUTRIDER_VERDICT names a new file outside of it, which has
-    nothing but blanks: a number, or a JSON object with reward, metrics and reason, may be written there."""
+    """Runs `run` with `bash -c` in the working directory. $OUTRIDER_VERDICT names a new file outside of it, in which
+    the command may write a number, or a JSON object with reward, metrics and reason."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         if spec.path is not None or spec.options:
@@ -42,11 +43,11 @@ class CommandEvaluator:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         path = f"{outcome.runtime.scratch}/outrider-verdict-{secrets.token_hex(16)}"
         try:
-            await _make(outcome.runtime, path)
+            await _create_file(outcome.runtime, path)
             result = await outcome.runtime.exec(self._run, env={VERDICT_VARIABLE: path}, seconds=self._seconds)
-            return self._verdict(result, await _written(outcome.runtime, path, result))
+            return self._verdict(result, await _read_file(outcome.runtime, path, result))
         finally:
-            with suppress(RuntimeFailure):  # a sandbox that breaks now takes the file with it, and no verdict back
+            with suppress(RuntimeFailure):  # the sandbox broke: its files are gone, and the verdict stands
                 await outcome.runtime.exec(["rm", "-f", path], seconds=CLEANUP_SECONDS)
 
     def _verdict(self, result: ExecResult, written: bytes | None) -> Verdict:
@@ -62,18 +63,17 @@ class CommandEvaluator:
             raise _failure(f"the evaluator wrote no verdict: {error}", result) from error
 
 
-async def _make(runtime: Runtime, path: str) -> None:
-    """The file for the verdict. Raises EvaluatorError, or RuntimeFailure where the sandbox is broken."""
+async def _create_file(runtime: Runtime, path: str) -> None:
+    """Create the file for the verdict. Raises EvaluatorError, or RuntimeFailure where the whole sandbox is broken."""
     try:
         await runtime.write(path, UNWRITTEN)
     except RuntimeFailure as error:
-        await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # fails where more is broken than this
+        await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises where the whole sandbox is broken
         raise EvaluatorError(f"there is no file for the verdict: {error}", hint=FULL, inside=error.inside) from error
 
 
-async def _written(runtime: Runtime, path: str, result: ExecResult) -> bytes | None:
-    """The verdict, None when none was written. Raises EvaluatorError for one that is too large, or no file (any
-    more)."""
+async def _read_file(runtime: Runtime, path: str, result: ExecResult) -> bytes | None:
+    """What was written, None where nothing was. Raises EvaluatorError for a file that is too large, or is gone."""
     try:
         written = await runtime.read(path, limit=MAX_VERDICT)
         return None if written == UNWRITTEN else written
@@ -84,7 +84,7 @@ async def _written(runtime: Runtime, path: str, result: ExecResult) -> bytes | N
 
 
 def _failure(message: str, result: ExecResult, *, inside: bool = True) -> EvaluatorError:
-    """Of the command; not `inside` where it had no time, which may have been the host's."""
+    """An error of the command. `inside` is False where it ran out of time, because a slow host may be the cause."""
     return EvaluatorError(
         message,
         hint="exit 0 or 1, or write a number or a JSON object with 'reward' to $OUTRIDER_VERDICT",

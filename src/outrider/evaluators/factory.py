@@ -1,4 +1,4 @@
-"""From a task's evaluator spec to an evaluator. Used at submission, before anything is stored."""
+"""Makes an evaluator from a task's spec: when a task is submitted, before anything is stored, and for each session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.spec import EvaluatorSpec
 
 
 def make_evaluator(spec: EvaluatorSpec) -> Evaluator:
-    """The evaluator that a task asks for: its kind's class, constructed with the spec. Raises InvalidField."""
+    """The evaluator that a task asks for: the class of its kind, constructed with the spec. Raises InvalidField."""
     kind = resolve("evaluator", spec.kind, field="task.evaluator.kind")
     if not callable(getattr(kind, "evaluate", None)):
         raise InvalidField(f"{spec.kind!r} is not an evaluator class", field="task.evaluator.kind")
@@ -17,7 +17,7 @@ def make_evaluator(spec: EvaluatorSpec) -> Evaluator:
         evaluator: Evaluator = kind(spec)
     except InvalidField:
         raise
-    except Exception as error:  # it may be the user's own code: it may raise anything
+    except Exception as error:  # the user's code may raise anything
         message = f"{spec.kind!r} refuses its spec: {type(error).__name__}: {error}"
         raise InvalidField(message, field="task.evaluator") from error
     return evaluator

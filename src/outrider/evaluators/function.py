@@ -1,6 +1,6 @@
-"""The callable evaluator: a Python function of the outcome, in this process.
+"""The callable evaluator: calls a Python function with the outcome, in this process.
 
-It knows nothing of the function but its path. Invariant: a function that hangs costs its own thread, never one
+It knows nothing of the function but its path. Invariant: a function that hangs blocks a thread of its own, never one
 that the service needs.
 """
 
@@ -25,10 +25,10 @@ from outrider.trajectory import Verdict
 
 class CallableEvaluator:
     """Calls `path` (an `outrider.reward` entry point, or `package.module:attribute`) with the Outcome, whose
-    `task.evaluator.options` are the task's. It may be async; if not, it runs in a thread.
+    `task.evaluator.options` are the task's. It may be async; otherwise it runs in a thread.
 
-    It returns a finite number, a mapping with `reward` (and `metrics`, `reason`), or a Verdict. Outrider's own
-    errors pass through; anything else that it raises is an EvaluatorError with the end of the traceback.
+    It returns a finite number, a mapping with `reward` (and `metrics`, `reason`), or a Verdict. An OutriderError that
+    it raises is raised again; anything else becomes an EvaluatorError with the end of the traceback.
     """
 
     def __init__(self, spec: EvaluatorSpec) -> None:
@@ -48,7 +48,7 @@ class CallableEvaluator:
                     value = await self._call(outcome)
         except OutriderError:
             raise
-        except Exception as error:  # the grader is the user's code: it may raise anything
+        except Exception as error:  # the user's code may raise anything
             if limit.expired():
                 raise EvaluatorError(f"{self._path} did not end within {self._seconds:g} s") from error
             tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
@@ -68,9 +68,9 @@ class CallableEvaluator:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """The call's result, from a daemon thread of its own; on cancellation the thread is left to itself.
+    """Run the call in a daemon thread of its own; its result. When this is cancelled, the thread runs on by itself.
 
-    Not the loop's executor: its few threads would be lost one by one to graders that never return.
+    The loop's executor is not used: graders that never return would take its few threads one by one.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
@@ -84,14 +84,14 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             done.set_exception(error)
         else:
-            # SystemExit and its like belong to the grader's thread, not to this loop.
+            # A future refuses StopIteration, and SystemExit would end this loop instead of the grader's thread.
             done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def work() -> None:
         value, error = None, None
         try:
             value = context.run(call)
-        except BaseException as raised:  # whatever ends a thread, its caller waits for
+        except BaseException as raised:  # also SystemExit: the caller waits for an answer
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)

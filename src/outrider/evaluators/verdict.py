@@ -1,6 +1,6 @@
-"""Reading a verdict from whatever a grader gives. Pure.
+"""Reads a verdict from what a grader returns or writes. Pure.
 
-Invariant: a reward is a finite number, never a truth value, and nothing a grader says is dropped silently.
+Invariant: a reward is a finite number, never True or False, and nothing that a grader says is ignored silently.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from outrider.trajectory import Verdict
 
 FIELDS = frozenset({"reward", "metrics", "reason"})
 MAX_REASON = 65_536
+"""Characters of a reason that are kept."""
 
 
 def read_verdict(value: Any) -> Verdict:
-    """A number, a mapping with `reward` and perhaps `metrics` (numbers by name) and `reason`, or a Verdict.
-
-    Raises ValueError saying what is wrong.
+    """The verdict in a number, in a mapping with `reward` and optionally `metrics` (numbers by name) and `reason`, or
+    in a Verdict. Raises ValueError that says what is wrong.
     """
     if isinstance(value, Verdict):
         return _verdict(value.reward, value.metrics, value.reason)

@@ -1,7 +1,7 @@
-"""The harness seam: the agent program, how it is started and pointed at its model endpoint.
+"""The contract of a harness: an agent program, how it is started and pointed at its model endpoint.
 
-It knows no tokens, no reward and no engine. Invariant: a harness that fails raises, with the end of the
-program's output attached; it never returns quietly from a crash.
+It knows no tokens, no reward and no engine. Invariant: a harness that fails raises an error with the end of the
+program's output; it never returns quietly from a crash.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from outrider.spec import TaskSpec
 
 
 class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the session's model is. `base_url` is `http://host:port/s/<key>` without `/v1`; `api_key` is the
-    session's credential, `model` the served model's name. Valid inside the sandbox."""
+    """Where an agent finds its session's model, as seen from inside the sandbox. `base_url` is
+    `http://host:port/s/<key>` without `/v1`, `api_key` the session's credential, `model` the served model's name."""
 
     base_url: str
     api_key: str
@@ -28,7 +28,7 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelClient(Protocol):
-    """The session's model for in-process agents: the gateway's own path, without HTTP.
+    """The session's model for in-process agents: the path of the gateway without HTTP.
 
     Raises what a model call raises: ContextOverflow, EngineError, and the session's limits.
     """
@@ -44,7 +44,7 @@ class ModelClient(Protocol):
 
 
 class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
-    """All a harness is given for one session."""
+    """Everything that a harness is given for one session."""
 
     task: TaskSpec
     runtime: Runtime
@@ -53,8 +53,8 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent left: the end of its log, its final words if it has any, and its program's exit code if that is
-    not 0 and its work is graded all the same."""
+    """What the agent left: the end of its log, its answer if it gives one, and the exit code of its program, where that
+    is not 0 and its work is graded all the same."""
 
     log_tail: str = ""
     answer: str | None = None
@@ -62,7 +62,7 @@ class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProgramExit(HarnessError):
-    """An agent program that ended with an `exit_code` of its own, not 0: an outcome, if its model had said anything."""
+    """An agent program ended with an `exit_code` of its own, not 0. The session is graded if its model had replied."""
 
     def __init__(self, message: str, *, exit_code: int, hint: str, log_tail: str) -> None:
         super().__init__(message, hint=hint, log_tail=log_tail)
@@ -70,21 +70,21 @@ class ProgramExit(HarnessError):
 
 
 class Harness(Protocol):
-    """An agent. Made once per session from the task's spec; holds no state between sessions."""
+    """An agent. Made for each session from the task's spec; it keeps no state between sessions."""
 
     def available(self) -> Availability:
-        """Whether its program is installed on this node; asked at submission."""
+        """Whether its program is installed on this node. Asked when a task is submitted."""
         ...
 
     def mounts(self) -> tuple[Path, ...]:
-        """Host folders its program lives in, shown read-only in the sandbox at the same path."""
+        """Host folders that hold its program, mounted read-only in the sandbox at the same path."""
         ...
 
     async def install(self, context: HarnessContext) -> None:
-        """Put what it needs (config files) into the started sandbox; part of INIT."""
+        """Write what it needs (config files) into the started sandbox. Part of INIT."""
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
-        """Drive the agent to its end. Raises HarnessError when it exits non-zero, as a ProgramExit where that can be
-        graded. Cancelled on a time limit: everything it started must then die."""
+        """Run the agent to its end. Raises HarnessError when its program fails, a ProgramExit where the outcome can
+        still be graded. It is cancelled at a time limit: everything that it started must then end."""
         ...

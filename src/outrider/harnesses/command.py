@@ -1,7 +1,7 @@
-"""The command harness: any agent program, run headless in the sandbox and pointed at the session's model.
+"""The command harness: runs any agent program without a terminal in the sandbox, pointed at the session's model.
 
-It knows programs only as presets (data) and grades nothing. Invariant: the program sees the session's endpoint
-under every variable that agents read it from, and nothing in the task can point it elsewhere.
+It knows programs only as presets (data) and grades nothing. Invariant: the program finds the session's endpoint in
+every variable that agents read it from, and nothing in the task can point it elsewhere.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from pathlib import Path, PurePosixPath
 from outrider.errors import HarnessError, InvalidField, RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome, ModelEndpoint, ProgramExit
 from outrider.harnesses.install import installation, unavailable
-from outrider.harnesses.missing import SYSTEM_PATH, find_missing
+from outrider.harnesses.missing_program import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import DIALECT, OptionValue, Preset
 from outrider.harnesses.venv import COMPILE_SECONDS, compiled, read_venv
 from outrider.runtimes.base import LOG_TAIL, Availability, ExecResult
 
-SLACK_SECONDS = 60.0
-"""The caller ends a run on its own clock; this much later the sandbox does."""
+LOOKUP_SECONDS = 60.0
+"""Time limit of a short command that looks something up in the sandbox."""
 
 MAX_INSTRUCTION = 100_000
-"""Bytes. Linux takes no single argument or variable above 128 KiB, and the instruction may be one of several
-words in it."""
+"""Bytes. Linux refuses any single argument or variable above 128 KiB, and an argument may hold other text besides the
+instruction."""
 
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
-"""A shell script. Names with newlines do not occur in a program's logs."""
+"""A shell script that prints the end of the newest file. No program names its logs with newlines."""
 
-NOT_ITS_OWN = (None, 126, 127)
-"""Exit codes of no program: it took longer than it may at all, it could not be executed, it was not found."""
+NOT_THE_PROGRAMS = (None, 126, 127)
+"""Exit codes that are not the program's own: it was killed at its time limit, could not be executed, was not found."""
 
 FIND_HOME = 'printf %s "$HOME"'
 FIND_PATH = 'printf %s "$PATH"'
 
 
 def endpoint_environment(endpoint: ModelEndpoint, instruction: str) -> dict[str, str]:
-    """The variables through which programs find their model, whatever their vendor."""
+    """The variables from which programs of every vendor read where their model is."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
         "OPENAI_BASE_URL": f"{base}/v1",
@@ -61,8 +61,8 @@ ENDPOINT_VARIABLES = frozenset(endpoint_environment(ModelEndpoint(base_url="", a
 
 
 class CommandHarness:
-    """Runs one preset. `options` are its checked options, `env` the task's own variables, which win over the
-    preset's but never over the endpoint's; `venv` is the virtual environment that it runs in."""
+    """Runs one preset. `options` are its checked options. `env` are the task's own variables, which win over the
+    preset's but never over the endpoint's. `venv` is the virtual environment in which it runs."""
 
     def __init__(
         self,
@@ -96,22 +96,23 @@ class CommandHarness:
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:
-            await self._enter(context, self._venv)
+            await self._activate(context, self._venv)
         if not self._preset.files:
             return
         home = await self._home(context, words)
         for file in self._preset.files:
             await context.runtime.write(str(home / file.path), fill_file(file.path, file.text, words).encode())
 
-    async def _enter(self, context: HarnessContext, path: str) -> None:
-        """As the environment's `activate` does, before the sandbox's own PATH or the one that the task gives."""
+    async def _activate(self, context: HarnessContext, path: str) -> None:
+        """Put the environment's programs first in PATH, as its `activate` does: before the sandbox's own PATH or the
+        one that the task gives."""
         venv = await asyncio.to_thread(read_venv, path)
         seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
         await compiled(venv, seconds=seconds)
         inherited = self._env.get("PATH")
         if inherited is None:
-            told = await context.runtime.exec(FIND_PATH, seconds=SLACK_SECONDS)
-            inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH  # it may have no shell
+            told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
+            inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH  # a sandbox without a shell
         self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
@@ -122,22 +123,24 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The session's own clock ends it sooner: that leaves out time in which the service stood still.
+            # The session's own clock ends it sooner, and does not count time in which the service stood still.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail() + await self._own_log(context, words)
         if result.exit_code != 0:
             missing = await find_missing(context.runtime, command, environment, result)
-            message = f"{self._preset.name} {_ending(result)}{f': {missing.message}' if missing else ''}"
+            message = f"{self._preset.name} {_describe_exit(result)}{f': {missing.message}' if missing else ''}"
             hint = "the log tail is the end of the program's output" + (" and log" if self._preset.logs else "")
-            hint = missing.hint if missing else hint
-            if result.exit_code in NOT_ITS_OWN or self._preset.nonzero_exit == "error":
+            if missing:
+                hint = missing.hint
+            if result.exit_code in NOT_THE_PROGRAMS or self._preset.nonzero_exit == "error":
                 raise HarnessError(message, hint=hint, log_tail=log_tail)
             raise ProgramExit(message, exit_code=result.exit_code, hint=hint, log_tail=log_tail)
         answer = result.stdout.decode("utf-8", errors="replace").strip() if self._preset.answer else None
         return HarnessOutcome(log_tail=log_tail, answer=answer)
 
     def _words(self, context: HarnessContext) -> dict[str, str]:
+        """The value of every placeholder that the preset's texts may have."""
         endpoint = context.endpoint
         words = {
             "base_url": endpoint.base_url,
@@ -148,7 +151,13 @@ class CommandHarness:
         options = {f"option.{name}": self._option(name, words) for name in self._options}
         own = self._preset.words.get(str(self._options.get(DIALECT) or next(iter(self._preset.dialects), "")), {})
         dialect = {f"dialect.{name}": fill(text, words) for name, text in own.items()}
-        return words | options | dialect | self._places()
+        places: dict[str, str] = {}
+        if self._preset.install is not None:
+            found = installation(self._preset)
+            if found is None:
+                raise unavailable(self._preset)
+            places = found.words()
+        return words | options | dialect | places
 
     def _option(self, name: str, words: Mapping[str, str]) -> str:
         value = self._options[name]
@@ -157,33 +166,25 @@ class CommandHarness:
         text = str(value)
         return fill(text, words) if self._preset.options[name].type == "template" else text
 
-    def _places(self) -> dict[str, str]:
-        if self._preset.install is None:
-            return {}
-        found = installation(self._preset)
-        if found is None:
-            raise unavailable(self._preset)
-        return found.words()
-
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
         own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
         return own | endpoint_environment(context.endpoint, context.task.instruction)
 
     async def _own_log(self, context: HarnessContext, words: Mapping[str, str]) -> str:
-        """The end of the newest of the program's own logs, under a heading; empty where there is none."""
+        """The end of the newest of the program's own logs below a heading; empty where there is none."""
         if not self._preset.logs:
             return ""
         script = TAIL_OF_NEWEST.format(patterns=" ".join(f'"$HOME"/{pattern}' for pattern in self._preset.logs))
         try:
-            result = await context.runtime.exec(script, env=self._environment(context, words), seconds=SLACK_SECONDS)
-        except RuntimeFailure as error:  # how the run ended is known, whatever became of the log
+            result = await context.runtime.exec(script, env=self._environment(context, words), seconds=LOOKUP_SECONDS)
+        except RuntimeFailure as error:  # the run has ended; a lost log must not change how
             return f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
         text = result.stdout.decode("utf-8", errors="replace").strip()
         return f"\n--- {self._preset.name}'s own log ---\n{text}" if text else ""
 
     async def _home(self, context: HarnessContext, words: Mapping[str, str]) -> PurePosixPath:
         env = self._environment(context, words)
-        result = await context.runtime.exec(FIND_HOME, env=env, seconds=SLACK_SECONDS)
+        result = await context.runtime.exec(FIND_HOME, env=env, seconds=LOOKUP_SECONDS)
         home = PurePosixPath(result.stdout.decode("utf-8", errors="replace"))
         if result.exit_code != 0 or not home.is_absolute():
             raise HarnessError(
@@ -193,7 +194,7 @@ class CommandHarness:
 
 
 def check_instruction(instruction: str) -> None:
-    """Raises InvalidField for one that no program can be given."""
+    """Raises InvalidField for an instruction that no program can be given."""
     if "\0" in instruction:
         raise InvalidField("must not contain NUL: a program is given it", field="task.instruction")
     if (size := len(instruction.encode())) > MAX_INSTRUCTION:
@@ -204,7 +205,7 @@ def check_instruction(instruction: str) -> None:
         )
 
 
-def _ending(result: ExecResult) -> str:
+def _describe_exit(result: ExecResult) -> str:
     if result.exit_code is None:
         return f"was killed after {result.seconds:.0f} s"
     if 128 < result.exit_code <= 128 + signal.SIGRTMAX:

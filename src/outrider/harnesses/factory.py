@@ -1,13 +1,13 @@
-"""From a task's harness spec to a harness. Used at submission, before anything is stored, and once per session.
+"""Makes a harness from a task's spec: when a task is submitted, before anything is stored, and for each session.
 
-It reads the node's presets and imports agents, but starts nothing. Invariant: whatever is wrong in the spec is
-an InvalidField with the full path of the field.
+It reads presets and imports agents but starts nothing. Invariant: whatever is wrong in the spec is an InvalidField with
+the full path of the field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pydantic import ValidationError
@@ -27,8 +27,8 @@ FIELD = "task.harness"
 def make_harness(spec: HarnessSpec) -> Harness:
     """The harness that a task asks for. Raises InvalidField."""
     if spec.agent is not None:
-        return InProcessHarness(_agent(spec))
-    preset = load_preset(spec.preset) if spec.preset is not None else _own(spec)
+        return InProcessHarness(_make_agent(spec))
+    preset = load_preset(spec.preset) if spec.preset is not None else _command_preset(spec)
     _check_environment(spec.env)
     if spec.nonzero_exit is not None:
         preset = msgspec.structs.replace(preset, nonzero_exit=spec.nonzero_exit)
@@ -36,8 +36,8 @@ def make_harness(spec: HarnessSpec) -> Harness:
     return CommandHarness(preset, options, spec.env, venv=spec.venv)
 
 
-def _own(spec: HarnessSpec) -> Preset:
-    """The task's own command as a preset; its options are those that it mentions."""
+def _command_preset(spec: HarnessSpec) -> Preset:
+    """The task's own command as a preset. Its options are those that its texts use."""
     command = tuple(spec.command or ())
     for index, part in enumerate(command):
         if "\0" in part:
@@ -50,18 +50,14 @@ def _own(spec: HarnessSpec) -> Preset:
         summary="the task's own command",
         command=command,
         files=tuple(ConfigFile(path=path, text=text) for path, text in spec.files.items()),
-        options={name: _option(spec.options.get(name)) for name in options_in(texts)},
+        options={name: Option(type=_option_type(spec.options.get(name))) for name in options_in(texts)},
     )
 
 
-def _option(value: Any) -> Option:
-    match value:
-        case bool():
-            return Option(type="boolean")
-        case int() | float():
-            return Option(type="number")
-        case _:
-            return Option(type="string")
+def _option_type(value: Any) -> Literal["boolean", "number", "string"]:
+    if isinstance(value, bool):
+        return "boolean"
+    return "number" if isinstance(value, int | float) else "string"
 
 
 def _check_environment(env: Mapping[str, str]) -> None:
@@ -75,7 +71,7 @@ def _check_environment(env: Mapping[str, str]) -> None:
             raise InvalidField("must not contain NUL", field=f"{FIELD}.env.{name}")
 
 
-def _agent(spec: HarnessSpec) -> Agent:
+def _make_agent(spec: HarnessSpec) -> Agent:
     field = f"{FIELD}.agent"
     if spec.env:
         raise InvalidField("an in-process agent has no environment of its own", field=f"{FIELD}.env")
@@ -92,7 +88,7 @@ def _agent(spec: HarnessSpec) -> Agent:
         first = error.errors()[0]
         path = ".".join(str(part) for part in (f"{FIELD}.options", *first["loc"]))
         raise InvalidField(first["msg"], field=path) from error
-    except Exception as error:  # it is the user's own code: it may raise anything
+    except Exception as error:  # the user's code may raise anything
         message = f"{spec.agent!r} refuses its options: {type(error).__name__}: {error}"
         raise InvalidField(message, field=f"{FIELD}.options") from error
     return agent

@@ -1,7 +1,7 @@
 """The in-process harness: an agent written as a Python class, with its tools in the sandbox.
 
-It knows no agent by name. Invariant: whatever an agent raises that is not already one of ours leaves as a
-HarnessError with the end of its traceback.
+It knows no agent by name. Invariant: whatever an agent raises that is no OutriderError becomes a HarnessError
+with the end of its traceback.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outrider.runtimes.base import LOG_TAIL, Availability
 
 
 class Agent(Protocol):
-    """An agent in Python. Constructed with the task's harness options, once per session, before anything is
-    stored: whatever the constructor raises makes the task invalid (a pydantic ValidationError names the option).
+    """An agent in Python, constructed with the task's harness options: once when the task is submitted, and once for
+    each session. Whatever the constructor raises makes the task invalid (a pydantic ValidationError names the option).
 
     `init` prepares the started sandbox and is part of INIT; `run` drives the model (`context.model`) and the
     sandbox's tools (`context.runtime`) to the end. Both may be cancelled at any await.
@@ -32,8 +32,8 @@ class Agent(Protocol):
 
 @runtime_checkable
 class MountingAgent(Protocol):
-    """An agent whose tools need more in the sandbox than it has: `mounts` are host folders to show there read-only, at
-    the same path. It may block for some seconds when they are made first."""
+    """An agent whose tools need host folders in the sandbox: `mounts` are mounted read-only at the same path. The first
+    call may block for some seconds while the folders are made."""
 
     def mounts(self) -> tuple[Path, ...]: ...
 

@@ -1,7 +1,7 @@
-"""Finding a Python of a given minor version on this machine, for programs that want another than Outrider's.
+"""Finds a Python of a given minor version on this machine, for programs that need another than Outrider's.
 
-It downloads nothing. Invariant: what it returns ran just now, and said that it is of that version and can make
-virtual environments. Everything here blocks.
+It downloads nothing. Invariant: the interpreter that it returns was just run, is of that version and can make virtual
+environments. Everything here blocks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _ASK = "import sys, venv; print(sys.version_info[0], sys.version_info[1], sep='.
 
 
 def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
-    """An interpreter of version `minor` ("3.12"), or this one for None. Looked for, in order: this interpreter,
-    `python3.12` in each folder of PATH, what uv knows (`uv` is how to call it), pyenv's versions.
+    """An interpreter of version `minor` ("3.12"); for None the one that runs this. Tries, in order: this interpreter,
+    `python3.12` in each folder of PATH, what uv finds (`uv` is the command that calls it), pyenv's versions.
 
     Raises HarnessUnavailable, saying how to get one.
     """
     if minor is None:
         return Path(sys.executable)
     for candidate in _candidates(minor, uv):
-        if found := _asked(candidate, minor):
+        if found := _interpreter(candidate, minor):
             return found
     raise HarnessUnavailable(
         f"needs Python {minor}, which was not found on this machine",
@@ -45,8 +45,8 @@ def _candidates(minor: str, uv: Sequence[str] | None) -> Iterator[Path]:
     yield from sorted(pyenv.glob(f"versions/{minor}.*/bin/python{minor}"), reverse=True)
 
 
-def _asked(candidate: Path, minor: str) -> Path | None:
-    """The interpreter behind the candidate (which may be a shim), if it is one of that version and works."""
+def _interpreter(candidate: Path, minor: str) -> Path | None:
+    """The interpreter that the candidate starts (it may be a shim), if that works and is of the version."""
     said = (_output([str(candidate), "-c", _ASK]) or "").splitlines() if candidate.is_file() else []
     return Path(said[1]).resolve() if len(said) == 2 and said[0] == minor else None
 

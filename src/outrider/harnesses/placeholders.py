@@ -1,7 +1,7 @@
-"""Filling {words} into a preset's or a task's texts. Pure.
+"""Fills {placeholders} of a preset's or a task's texts. Pure.
 
-Only the exact words it is given are replaced, each text is scanned once, and what was filled in is never
-scanned again: other braces, such as JSON's, pass unchanged.
+Invariant: only the names that it is given are replaced, and each text is scanned once, so that values are never scanned
+and other braces, such as those of JSON, stay as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def _verbatim(value: str) -> str:
 
 
 def _in_json_string(value: str) -> str:
+    """Escaped for a JSON string, which is also right in a basic string of TOML."""
     return json.dumps(value, ensure_ascii=False)[1:-1]
 
 
@@ -27,7 +28,7 @@ _ESCAPES: dict[str, Callable[[str], str]] = {".json": _in_json_string, ".toml": 
 
 
 def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = _verbatim) -> str:
-    """`text` with every `{word}` of `words` replaced by its escaped value."""
+    """`text` with `{word}` replaced by its escaped value, for every word of `words`."""
     if not words:
         return text
     pattern = "|".join(re.escape(word) for word in words)
@@ -35,21 +36,21 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
 
 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
-    """`fill` for the text of a file: values are escaped as its format (by suffix) wants them in a string."""
+    """`fill` for the text of a file: values are escaped for a string of the file's format, which its suffix tells."""
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, _verbatim))
 
 
 def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:
-    """How long `fill_file` would make it, at the most, without doing it."""
+    """Upper bound of the length of what `fill_file` returns, without making it."""
     escape = _ESCAPES.get(PurePosixPath(path).suffix, _verbatim)
     return len(text) + sum(text.count(f"{{{word}}}") * len(escape(value)) for word, value in words.items())
 
 
 def options_in(texts: Iterable[str]) -> frozenset[str]:
-    """The names x of every `{option.x}` in the texts."""
+    """Every name x for which a text has `{option.x}`."""
     return frozenset(name for text in texts for name in _OPTION.findall(text))
 
 
 def dialect_words_in(texts: Iterable[str]) -> frozenset[str]:
-    """The names x of every `{dialect.x}` in the texts."""
+    """Every name x for which a text has `{dialect.x}`."""
     return frozenset(name for text in texts for name in _DIALECT.findall(text))

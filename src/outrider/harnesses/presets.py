@@ -1,7 +1,7 @@
-"""Presets: agents as data. One TOML file each says how a program is installed, started and pointed at its model.
+"""Presets: agent programs as data. A TOML file says how one is installed, started and pointed at its model.
 
-It knows no sandbox and starts nothing. Invariant: a preset that loads is complete, and every option it uses is
-declared in it.
+It knows no sandbox and starts nothing. Invariant: a preset that loads is complete and declares every option that it
+uses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.spec import NonzeroExit
 OptionValue = str | int | float | bool
 
 DIALECT = "dialect"
-"""The option of a preset that speaks more than one."""
+"""The option of a preset that speaks more than one dialect."""
 
 _MINOR = re.compile(r"3\.[0-9]+")
 
@@ -37,9 +37,8 @@ _TYPES: dict[str, type | UnionType] = {
 
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One option of a preset; required when it has no default. In a `template` the endpoint's words
-    ({base_url}, {api_key}, {model}, {instruction}) are filled in before it is used. `choices`, where there are
-    any, are all the values it can have."""
+    """One option of a preset, required when it has no default. In a `template` the endpoint's placeholders ({base_url},
+    {api_key}, {model}, {instruction}) are filled in. `choices` are all allowed values, where any are given."""
 
     type: Literal["string", "template", "integer", "number", "boolean"]
     default: OptionValue | None = None
@@ -48,17 +47,20 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file to write before the start; `path` is absolute, or relative to the sandbox's HOME."""
+    """A file to write before the program starts. `path` is absolute, or relative to the sandbox's HOME."""
 
     path: str
     text: str
 
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the program gets onto a node. `packages` are pinned requirements of the kind's registry, `node` the
-    Node.js version that npm packages run on, `python` the Python ("3.12") that pip packages want (None: whichever
-    runs Outrider). `after` are commands run in the program's folder once the packages are there, in place of the
-    packages' own install scripts, which are never run; `check` prints `version` when the program works."""
+    """How the program is installed on a node.
+
+    `packages` are pinned requirements in the registry of `kind`. `node` is the version of Node.js that npm packages run
+    on, `python` the Python ("3.12") that pip packages need (None: the one that runs Outrider). Install scripts of
+    packages are never run; `after` are the commands to run instead in the program's folder. `check` prints `version`
+    when the program works.
+    """
 
     kind: Literal["pip", "npm"]
     version: str
@@ -77,10 +79,12 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `outrider harness check` must know of a program that its requests do not say. `shell` is the tool that
-    runs a command, `finish_command` a command that ends the run when that tool is given it. `subagent` is the tool
-    that starts an agent of its own, called with `subagent_arguments` besides its prompt; `wait`, where the program
-    does not wait for it by itself, the tool that does, by its id."""
+    """What `outrider harness check` must know of a program and its requests do not tell.
+
+    `shell` is the tool that runs a command, `finish_command` a command that ends the run. `subagent` is the tool that
+    starts a sub-agent, called with a prompt and `subagent_arguments`; `wait` is the tool that waits for one, by its id,
+    where the program does not wait by itself.
+    """
 
     shell: str | None = None
     finish_command: str | None = None
@@ -90,13 +94,13 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An agent program. Its texts may use the endpoint's words, {option.x}, and {prefix} and {node} for where
-    it and its Node.js are installed. `answer` says where its final words are, if anywhere.
+    """An agent program. Its texts may use the endpoint's placeholders, {option.x}, and {prefix} and {node} for where it
+    and its Node.js are installed. `answer` says where its final answer is, if anywhere.
 
-    `dialects` are what it can speak, the default first. With more than one it has the option `dialect`, and
-    {dialect.x} is word x of that dialect's entry in `words`, itself with the endpoint's words filled in.
-    `logs` are the files it logs to, as shell patterns below HOME: the end of the newest is added to its output.
-    `nonzero_exit` is what an exit code other than 0 means, once its model has said something: see NonzeroExit.
+    `dialects` are those that it speaks, the default first. With more than one it has the option `dialect`, and
+    {dialect.x} is word x of that dialect's entry in `words`, which may use the endpoint's placeholders. `logs` are the
+    files that it logs to, as shell patterns below HOME: the end of the newest is added to its output. `nonzero_exit`
+    is what an exit code other than 0 means once its model has replied: see NonzeroExit.
     """
 
     name: str
@@ -115,19 +119,16 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     certify: Certify = Certify()
 
     def __post_init__(self) -> None:
-        if self.words and (lacking := self._lacking_words()):
+        used = dialect_words_in(self.texts())
+        lacking = {dialect for dialect in self.dialects if not used <= set(self.words.get(dialect, {}))}
+        if self.words and lacking:
             raise ValueError(f"preset {self.name!r} has no words for: {', '.join(sorted(lacking))}")
         if missing := options_in(self.texts()) - set(self.options):
             raise ValueError(f"preset {self.name!r} uses undeclared options: {', '.join(sorted(missing))}")
 
     def texts(self) -> tuple[str, ...]:
-        """Every text in which words are filled in."""
+        """Every text in which placeholders are filled in."""
         return (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
-
-    def _lacking_words(self) -> set[str]:
-        """The dialects without an entry in `words`, or whose entry has not all that the texts use."""
-        used = dialect_words_in(self.texts())
-        return {dialect for dialect in self.dialects if not used <= set(self.words.get(dialect, {}))}
 
 
 def preset_names() -> list[str]:
@@ -136,14 +137,14 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Preset:
-    """The preset of that name. Raises InvalidField naming those there are."""
+    """The preset of that name. Raises InvalidField that names the known ones."""
     known = preset_names()
     if name not in known:
         raise InvalidField(f"unknown preset {name!r}", field=field, hint=f"known: {', '.join(known)}")
     return _read(name)
 
 
-@functools.cache  # every session asks for its preset, which comes with the installation
+@functools.cache  # every session loads its preset, and the file cannot change while the service runs
 def _read(name: str) -> Preset:
     text = files("outrider.harnesses").joinpath("presets", f"{name}.toml").read_text("utf-8")
     preset = msgspec.convert({**tomllib.loads(text), "name": name}, Preset)
@@ -153,7 +154,7 @@ def _read(name: str) -> Preset:
         type="string",
         default=preset.dialects[0],
         choices=preset.dialects,
-        help="The wire format in which it talks to its model.",
+        help="The API in which it talks to its model.",
     )
     return msgspec.structs.replace(preset, options={DIALECT: option, **preset.options})
 
@@ -174,7 +175,9 @@ def checked_options(
         value: Any = given.get(name, option.default)
         if value is None:
             raise InvalidField(f"harness {preset.name!r} needs option {name!r}", field=f"{field}.{name}")
-        if not _fits(value, option.type):
+        # True is an int for Python, but here a flag is no number.
+        fits = isinstance(value, _TYPES[option.type]) and (option.type == "boolean" or not isinstance(value, bool))
+        if not fits:
             raise InvalidField(
                 f"option {name!r} must be a {option.type}, not {type(value).__name__}", field=f"{field}.{name}"
             )
@@ -183,7 +186,3 @@ def checked_options(
             raise InvalidField(f"option {name!r} cannot be {value!r}", field=f"{field}.{name}", hint=f"one of: {known}")
         values[name] = value
     return values
-
-
-def _fits(value: Any, kind: str) -> bool:
-    return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))

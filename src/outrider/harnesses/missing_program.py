@@ -1,7 +1,7 @@
-"""Why a program could not be started in a sandbox: which file is not there, whether the host has it, what to write.
+"""Finds out why a program could not be started in a sandbox: which file is missing, and what the task has to say.
 
-It looks, and changes nothing. Invariant: what it calls missing was looked for in the sandbox just now; where it does
-not know, it says nothing.
+It reads and changes nothing. Invariant: it calls a file missing only after it has looked for it in the sandbox; where
+it does not know the cause, it returns None.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from outrider.runtimes.base import ExecResult, Runtime
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
-"""What shells, and our own tool server, make of a program that cannot be executed."""
+"""The exit codes that shells and the tool server give for a program that cannot be started."""
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Of a sandbox that says nothing else."""
+"""PATH in a sandbox that sets no other."""
 HEAD = 4096
+"""Bytes of a file that are enough for its first line, or for the program headers of an ELF file."""
 SMALL = 1 << 16
+"""Bytes of a file up to which it is read whole."""
 MAX_SCRIPTS = 4
-"""Scripts that are interpreters of scripts; as many as Linux takes."""
+"""Scripts in a row of which each is the interpreter of the one before; Linux follows as many."""
 LOOK_SECONDS = 10.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 PT_INTERP = 3
@@ -39,13 +41,12 @@ _COMPLAINTS = (
     re.compile(r"^(?:\S*sh): (?:line )?\d+: (?P<name>/.+?): No such file or directory$", re.MULTILINE),
     re.compile(r"^(?:\S*/)?env: [\u2018'\"]?(?P<name>.+?)[\u2019'\"]?: No such file or directory$", re.MULTILINE),
 )
-"""Of bash, dash and env."""
-
+"""Messages of bash, dash and env."""
 
 _LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+): cannot open shared object file")
-"""Of the loader of the GNU C library, which ends with 127, too."""
+"""Message of the dynamic loader of the GNU C library, which also exits with 127."""
 
-FOREIGN = (
+OTHER_ROOT = (
     "the program was built for another root than the sandbox's: build it for that one, or statically, install in the "
     "image what it needs, or leave task.runtime.image out"
 )
@@ -61,37 +62,38 @@ class Missing(msgspec.Struct, frozen=True):
 async def find_missing(
     runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
 ) -> Missing | None:
-    """Of a command that ended with `result`, why it could not be started; None when that was not the cause."""
+    """Why the command that ended with `result` could not be started; None where it was started."""
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
-    look = _Look(runtime, env)
+    sandbox = _Sandbox(runtime, env)
     said = result.stderr.decode("utf-8", errors="replace")
     try:
-        found = await look.unusable(command[0])
+        found = await sandbox.unusable(command[0])
         if found is None and (named := _complained_of(said)):
-            found = await look.unusable(named)
+            found = await sandbox.unusable(named)
         if found is None and (library := _LIBRARY.search(said)):
-            found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", FOREIGN)
+            found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", OTHER_ROOT)
     except (RuntimeFailure, OSError):
-        return None  # of a sandbox that answers no more, nothing can be said
+        return None  # the sandbox no longer answers
     return found
 
 
 def _complained_of(stderr: str) -> str | None:
-    """The program that a shell, or `env`, said last that it did not find."""
+    """The last program that a shell or `env` said it did not find."""
     found = [match for pattern in _COMPLAINTS for match in pattern.finditer(stderr)]
     return max(found, key=lambda match: match.start())["name"] if found else None
 
 
-class _Look:
-    """At one sandbox, with one environment."""
+class _Sandbox:
+    """Looks for programs in one sandbox with one environment."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime
         self._env = env
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
-        """Why a program of that name cannot be started, or the interpreter of a script, down to that `depth`."""
+        """Why the program cannot be started, None if it can. Of a script the interpreter is looked at too, and its own
+        interpreter, down to `depth`."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)
@@ -103,8 +105,8 @@ class _Look:
         if head.startswith(b"#!"):
             return await self._unusable_script(place, head, depth)
         loader = _loader(head)
-        if loader is not None and not await self._there(loader):
-            return Missing(f"{place} needs the loader {loader}, which is not in the sandbox", FOREIGN)
+        if loader is not None and not await self._exists(loader):
+            return Missing(f"{place} needs the loader {loader}, which is not in the sandbox", OTHER_ROOT)
         return None
 
     async def _unusable_script(self, place: str, head: bytes, depth: int) -> Missing | None:
@@ -112,7 +114,7 @@ class _Look:
         interpreter, *words = line.split() or [""]
         if line.endswith("\r"):
             return Missing(f"the first line of {place} ends with a carriage return", "save it with Unix line ends")
-        if posixpath.basename(interpreter) == "env" and await self._there(interpreter):
+        if posixpath.basename(interpreter) == "env" and await self._exists(interpreter):
             programs = [word for word in words if not word.startswith("-") and "=" not in word]
             interpreter = programs[0] if programs else interpreter
         if (found := await self._find(interpreter)) is not None:
@@ -121,29 +123,26 @@ class _Look:
         return Missing(f"{place} is a script for {interpreter}, which is not in the sandbox", why.hint)
 
     async def _find(self, name: str) -> str | None:
-        """Where a program is, by its path or in a folder of PATH."""
+        """Where a program is: at its path, or in a folder of PATH."""
         if "/" in name:
-            return name if await self._there(name) else None
-        for folder in filter(None, self._search_path()):
-            if await self._there(f"{folder.rstrip('/')}/{name}"):
+            return name if await self._exists(name) else None
+        for folder in filter(None, (self._env.get("PATH") or SYSTEM_PATH).split(":")):
+            if await self._exists(f"{folder.rstrip('/')}/{name}"):
                 return f"{folder.rstrip('/')}/{name}"
         return None
 
-    def _search_path(self) -> list[str]:
-        return (self._env.get("PATH") or SYSTEM_PATH).split(":")
-
-    async def _there(self, path: str) -> bool:
+    async def _exists(self, path: str) -> bool:
         try:
             await self._runtime.read(path, limit=0)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except (RuntimeFailure, OSError):  # it is larger than nothing, a folder, or not to be read: so it is there
+        except (RuntimeFailure, OSError):  # larger than 0 bytes, a folder, or unreadable: it exists
             return True
         return True
 
     async def _head(self, path: str) -> bytes:
-        """The beginning of a file. Of a large one in a sandbox without `head` the host's of that path is looked at:
-        what is shown of the host is at the same path."""
+        """The beginning of a file. For a large file in a sandbox without `head` the host's file is read: what a sandbox
+        has from the host is at the same path."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:
@@ -151,7 +150,7 @@ class _Look:
         return result.stdout if result.exit_code == 0 else await asyncio.to_thread(_head_on_host, path)
 
     async def _is_executable(self, path: str) -> bool:
-        """In a sandbox that cannot tell, it is taken for that."""
+        """True also where the sandbox has no `test` program to tell."""
         result = await self._runtime.exec(["test", "-f", path, "-a", "-x", path], seconds=LOOK_SECONDS)
         return result.exit_code != 1
 
@@ -165,7 +164,7 @@ def _head_on_host(path: str) -> bytes:
 
 
 def _not_there(name: str) -> Missing:
-    """What to do about a program that the sandbox does not have depends on whether the host has it."""
+    """The remedy for a program that the sandbox does not have depends on whether the host has it."""
     if "/" in name and not posixpath.isabs(name):
         return Missing(
             f"{name} is not in the sandbox, where it was looked for below the working directory",
@@ -184,11 +183,11 @@ def _not_there(name: str) -> Missing:
             f"{where}, whose root is not the host's: there it is {on_host}",
             "install it in the image (outrider image build), or leave task.runtime.image out",
         )
-    return Missing(f"{where}; on the host it is {on_host}", _lines(Path(on_host)))
+    return Missing(f"{where}; on the host it is {on_host}", _how_to_show(Path(on_host)))
 
 
-def _lines(program: Path) -> str:
-    """What the task has to say to have a program of the host."""
+def _how_to_show(program: Path) -> str:
+    """What a task has to say so that its sandbox has a program of the host."""
     venv = next((above for above in program.parents if (above / "pyvenv.cfg").is_file()), None)
     if venv is not None:
         return f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
@@ -203,7 +202,7 @@ def _allow(path: Path) -> str:
 
 
 def _loader(head: bytes) -> str | None:
-    """The interpreter that the beginning of a 64-bit ELF program asks for; None when it asks for none there."""
+    """The dynamic loader that a 64-bit ELF program names in its first bytes, None where it names none."""
     if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
         return None
     (start,) = struct.unpack_from("<Q", head, 32)

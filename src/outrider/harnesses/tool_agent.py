@@ -1,4 +1,4 @@
-"""The built-in tool-calling agent: asks the model, runs the tool calls it makes in the sandbox, until it answers.
+"""The built-in agent `tools`: asks the model and runs its tool calls in the sandbox until it answers.
 
 It knows no tokens and no reward. Invariant: every tool call gets exactly one result, in the order of the calls.
 """
@@ -17,13 +17,13 @@ from outrider.errors import RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role, ToolCall, ToolSpec
 from outrider.pythons.ipython import ipython_mounts
-from outrider.runtimes.base import Runtime, Shell, ShellResult
+from outrider.runtimes.base import Runtime, Shell
 from outrider.spec import Seconds, Spec, Text
 
 ToolName = Literal["bash", "python", "ipython"]
 
 MAX_RESULT = 16_384
-"""Characters of one tool result that the model is shown; the middle of a longer one is cut."""
+"""Maximum characters of one tool result that the model is shown. Of a longer one the middle is cut out."""
 
 
 def _tool(name: str, description: str, argument: str) -> ToolSpec:
@@ -51,7 +51,7 @@ TOOLS: dict[ToolName, ToolSpec] = {
 
 
 class ToolOptions(Spec):
-    """`tools` may be empty; `max_turns` bounds model calls, `tool_seconds` one tool call."""
+    """Options of the agent. `tools` may be empty; `max_turns` bounds the model calls, `tool_seconds` one tool call."""
 
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ("bash", "python")
     system: Text | None = None
@@ -67,8 +67,8 @@ class ToolOptions(Spec):
 
 
 class ToolAgent:
-    """An `Agent`: a plain loop over model and tools. It answers with the first reply that calls no tool; when
-    `max_turns` is reached first, the last calls are still run and there is no answer."""
+    """An `Agent`: a loop over model and tools. The first reply without a tool call is its answer. When `max_turns` is
+    reached first, the last calls are still run and there is no answer."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = ToolOptions.model_validate(dict(options))
@@ -77,7 +77,7 @@ class ToolAgent:
         return ipython_mounts() if "ipython" in self._options.tools else ()
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing to prepare: the tools start with their first call."""
+        """Nothing to prepare: each tool starts with its first call."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         options = self._options
@@ -97,7 +97,7 @@ class ToolAgent:
 
 
 class Toolbox:
-    """The tools of one run: shells that are opened with their first call and closed at the end."""
+    """The tools of one run: shells that open with their first call and close at the end."""
 
     def __init__(self, runtime: Runtime, tools: Sequence[ToolName], seconds: float) -> None:
         self._runtime = runtime
@@ -115,49 +115,40 @@ class Toolbox:
             self._shells = {}
 
     async def call(self, call: ToolCall) -> str:
-        """The text that the model is given back. Raises RuntimeFailure when the sandbox is broken."""
+        """The result of a call, as the model is shown it. Raises RuntimeFailure when the sandbox is broken."""
         name = next((tool for tool in self._tools if tool == call.name), None)
         if name is None:
             return f"unknown tool {call.name!r}; known: {', '.join(self._tools) or 'none'}"
-        text = _argument(call.arguments, ARGUMENTS[name])
+        text = _text_argument(call.arguments, ARGUMENTS[name])
         if text is None:
             return f'malformed arguments: give a JSON object with a string "{ARGUMENTS[name]}"'
-        shell = await self._shell(name)
+        if name not in self._shells:
+            self._shells[name] = await self._runtime.open_shell(name)
+        shell = self._shells[name]
         try:
             result = await shell.run(text, seconds=self._seconds)
         except RuntimeFailure:
-            # A model may end its own shell (`exit`); if it is the sandbox that broke, reopening will say so.
+            # The model may have ended its own shell (`exit`). If the sandbox is broken, opening the next shell fails.
             del self._shells[name]
             await shell.close()
             return f"[the {name} session ended; the next call starts a new one]"
-        return self._shown(result)
-
-    async def _shell(self, name: ToolName) -> Shell:
-        if name not in self._shells:
-            self._shells[name] = await self._runtime.open_shell(name)
-        return self._shells[name]
-
-    def _shown(self, result: ShellResult) -> str:
-        parts = [_shortened(result.output.removesuffix("\n"))]
+        output = result.output.removesuffix("\n")
+        if len(output) > MAX_RESULT:
+            half = MAX_RESULT // 2
+            output = f"{output[:half]}\n[... {len(output) - 2 * half} characters cut ...]\n{output[-half:]}"
         if result.timed_out:
-            parts.append(f"[timed out after {self._seconds:g} s]")
-        elif result.exit_code:
-            parts.append(f"[exit code {result.exit_code}]")
-        return "\n".join(part for part in parts if part)
+            status = f"[timed out after {self._seconds:g} s]"
+        else:
+            status = f"[exit code {result.exit_code}]" if result.exit_code else ""
+        return "\n".join(filter(None, (output, status)))
 
 
-def _argument(arguments: str, name: str) -> str | None:
-    """None for what is no JSON object with that text, or with half a character in it, which no program can be given."""
+def _text_argument(arguments: str, name: str) -> str | None:
+    """The text `name` of a call's JSON arguments. None where there is none, or where it has half of a surrogate pair,
+    which cannot be encoded for a program."""
     try:
         value = json.loads(arguments)
         text = value.get(name) if isinstance(value, dict) else None
         return text if isinstance(text, str) and text.encode() is not None else None
     except (ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
         return None
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= MAX_RESULT:
-        return text
-    half = MAX_RESULT // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[-half:]}"
