@@ -1,12 +1,12 @@
-"""The Python client of the control API: `AsyncClient`, and `Client`, the same without `await`.
+"""The Python client of the control API: `AsyncClient`, and `Client` with the same methods without `await`.
 
     with Client("http://127.0.0.1:8700") as client:
         group = client.submit({"task": {...}, "n": 8})
         for done in client.follow():
             ...
 
-Replies are the structs of wire.py. It raises the error the service names (InvalidField, NotFound, ...), and
-ServiceError when the service cannot be reached. It retries nothing.
+Replies are the structs of schemas.py. Every method raises the error that the service answers with (InvalidField,
+NotFound, ...), and ServiceError when the service cannot be reached or the client is not open. Nothing is retried.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -45,15 +46,18 @@ from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import Sample
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Watch = Callable[[Sequence[GroupView]], None]
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 LONG_POLL = 30.0
+"""Seconds that one request waits for a group to be done. The service allows 60."""
 WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
+"""Seconds between two looks at watched groups: WATCH_PAUSE, but this many for each of them, to bound the requests."""
 
 
-class _Answer(NamedTuple):
+class _Reply(NamedTuple):
     data: bytes
     media_type: str
 
@@ -78,12 +82,12 @@ class AsyncClient:
             await session.close()
 
     async def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
-        """Submit a group. Stored when this returns."""
+        """Submit a group. It is stored when this returns."""
         body = group.model_dump_json().encode() if isinstance(group, GroupSpec) else _encoded(group)
         return await self._call("POST", "/v1/groups", GroupView, body=body)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
-        """A group as it stands, or once it is done, waiting for that up to `wait` seconds (at most 60)."""
+        """A group as soon as it is done, or as it is after `wait` seconds (at most 60)."""
         query = {"wait": str(wait), "samples": _flag(samples)}
         return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query=query)
 
@@ -98,13 +102,13 @@ class AsyncClient:
     async def results(
         self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False
     ) -> ResultsPage:
-        """Done groups past a cursor, waiting up to `wait` seconds (at most 60) for the first. There may be more than
-        the page holds: go on from its cursor until a page is empty."""
+        """Done groups after a cursor; waits up to `wait` seconds (at most 60) for the first. There may be more than the
+        page holds: ask again with its cursor until a page is empty."""
         query = {"after": str(after), "wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
         return await self._call("GET", "/v1/results", ResultsPage, query=query)
 
     async def follow(self, *, after: int = 0, samples: bool = False) -> AsyncIterator[GroupView]:
-        """Done groups past a cursor as they finish, without end."""
+        """Done groups after a cursor as they finish, without end."""
         while True:
             page = await self.results(after=after, wait=LONG_POLL, samples=samples)
             for group in page.groups:
@@ -112,8 +116,8 @@ class AsyncClient:
             after = page.cursor
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
-        """These groups once all of them are done, in the order given. `watch` is told how they stand: at first,
-        every 0.2 seconds (more of them, less often), and at the end."""
+        """These groups, in the order given, once all of them are done. `watch` is called with all of them at first, at
+        the end, and about every 0.2 seconds between (less often for more than ten groups)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -127,7 +131,7 @@ class AsyncClient:
                 groups[group_id] = await self.group(group_id)
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
-        """Every change past a cursor, without end."""
+        """Every change after a cursor, without end."""
         try:
             async with self._http.get(
                 f"{self.url}/v1/events", params={"after": str(after)}, timeout=aiohttp.ClientTimeout(total=None)
@@ -150,16 +154,16 @@ class AsyncClient:
         return (await self._call("GET", f"/v1/sessions/{session_id}/samples", SampleList)).samples
 
     async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
-        """What an attempt left of what its task wants kept: of the newest that left anything, if none is named."""
+        """The artifacts of an attempt: by default the newest that has any."""
         return await self._call("GET", f"/v1/sessions/{session_id}/artifacts", ArtifactList, query=_attempt(attempt))
 
     async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
-        """The bytes of one of them, by its path in the sandbox."""
+        """The bytes of an artifact, by its path in the sandbox."""
         place = f"/v1/sessions/{session_id}/artifacts/{quote(path.removeprefix('/'))}"
         return (await self._fetch("GET", place, query=_attempt(attempt))).data
 
     async def image(self, digest: str) -> Image:
-        """An image of a sample, with its bytes. Raises NotFound for one that was sent by address: that has no bytes."""
+        """An image of a sample, with its bytes. Raises NotFound for an image that was sent as a URL."""
         answer = await self._fetch("GET", f"/v1/images/{digest}")
         return image_from_bytes(answer.media_type, answer.data)
 
@@ -198,7 +202,7 @@ class AsyncClient:
 
     async def _fetch(
         self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: bytes | None = None
-    ) -> _Answer:
+    ) -> _Reply:
         try:
             async with self._http.request(method, self.url + path, params=query, data=body) as reply:
                 data = await reply.read()
@@ -206,7 +210,7 @@ class AsyncClient:
             raise self._unreachable(error) from error
         if reply.status >= 400:
             raise _refusal(data, reply.status)
-        return _Answer(data, reply.content_type)
+        return _Reply(data, reply.content_type)
 
     def _unreachable(self, error: Exception) -> ServiceError:
         number = getattr(getattr(error, "os_error", None), "errno", None)
@@ -217,9 +221,45 @@ class AsyncClient:
         )
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """A method of `Client` that waits for the method of `AsyncClient`. Signature and docstring stay: type checkers and
+    `help()` show the same for both."""
+
+    @wraps(method)
+    def call(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
+        return self._wait(method(self._client, *args, **named))
+
+    return call
+
+
+def _blocking_iterator(
+    method: Callable[Concatenate[AsyncClient, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    @wraps(method)
+    def call(self: Client, /, *args: P.args, **named: P.kwargs) -> Iterator[T]:
+        items = method(self._client, *args, **named)
+
+        async def next_item() -> T:
+            return await anext(items)
+
+        while True:
+            try:
+                item = self._wait(next_item())
+            except StopAsyncIteration:
+                return
+            yield item
+
+    return call
+
+
 class Client:
-    """`AsyncClient` for code that does not await: same methods, same replies. It runs the async one on a
-    thread of its own, between `with` and its end."""
+    """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
+
+    While it is open (`with Client(url) as client`) it runs an AsyncClient on an event loop in a thread of its own, so
+    it also works in a notebook, where the caller's thread already runs a loop.
+    """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
         self._client = AsyncClient(url, token=token)
@@ -242,63 +282,6 @@ class Client:
             self._thread.join()
             loop.close()
 
-    def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
-        return self._wait(self._client.submit(group))
-
-    def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
-        return self._wait(self._client.group(group_id, wait=wait, samples=samples))
-
-    def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
-        return self._wait(self._client.groups(state=state, limit=limit))
-
-    def cancel(self, group_id: str) -> GroupView:
-        return self._wait(self._client.cancel(group_id))
-
-    def results(self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False) -> ResultsPage:
-        return self._wait(self._client.results(after=after, wait=wait, limit=limit, samples=samples))
-
-    def follow(self, *, after: int = 0, samples: bool = False) -> Iterator[GroupView]:
-        return self._each(self._client.follow(after=after, samples=samples))
-
-    def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
-        return self._wait(self._client.wait(group_ids, watch))
-
-    def events(self, *, after: int = 0) -> Iterator[EventView]:
-        return self._each(self._client.events(after=after))
-
-    def session(self, session_id: str) -> SessionView:
-        return self._wait(self._client.session(session_id))
-
-    def turns(self, session_id: str) -> tuple[TurnView, ...]:
-        return self._wait(self._client.turns(session_id))
-
-    def samples(self, session_id: str) -> tuple[Sample, ...]:
-        return self._wait(self._client.samples(session_id))
-
-    def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
-        return self._wait(self._client.artifacts(session_id, attempt=attempt))
-
-    def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
-        return self._wait(self._client.artifact(session_id, path, attempt=attempt))
-
-    def image(self, digest: str) -> Image:
-        return self._wait(self._client.image(digest))
-
-    def status(self) -> ServiceStatus:
-        return self._wait(self._client.status())
-
-    def engines(self) -> tuple[EngineStatus, ...]:
-        return self._wait(self._client.engines())
-
-    def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
-        return self._wait(self._client.add_engine(engine))
-
-    def drain_engine(self, name: str) -> tuple[EngineStatus, ...]:
-        return self._wait(self._client.drain_engine(name))
-
-    def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
-        return self._wait(self._client.remove_engine(name))
-
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
             work.close()
@@ -310,16 +293,25 @@ class Client:
             future.cancel()
             raise
 
-    def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
-        async def following() -> T:
-            return await anext(items)
-
-        while True:
-            try:
-                item = self._wait(following())
-            except StopAsyncIteration:
-                return
-            yield item
+    submit = _blocking(AsyncClient.submit)
+    group = _blocking(AsyncClient.group)
+    groups = _blocking(AsyncClient.groups)
+    cancel = _blocking(AsyncClient.cancel)
+    results = _blocking(AsyncClient.results)
+    follow = _blocking_iterator(AsyncClient.follow)
+    wait = _blocking(AsyncClient.wait)
+    events = _blocking_iterator(AsyncClient.events)
+    session = _blocking(AsyncClient.session)
+    turns = _blocking(AsyncClient.turns)
+    samples = _blocking(AsyncClient.samples)
+    artifacts = _blocking(AsyncClient.artifacts)
+    artifact = _blocking(AsyncClient.artifact)
+    image = _blocking(AsyncClient.image)
+    status = _blocking(AsyncClient.status)
+    engines = _blocking(AsyncClient.engines)
+    add_engine = _blocking(AsyncClient.add_engine)
+    drain_engine = _blocking(AsyncClient.drain_engine)
+    remove_engine = _blocking(AsyncClient.remove_engine)
 
 
 def _not_open() -> ServiceError:
@@ -328,8 +320,8 @@ def _not_open() -> ServiceError:
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
-    """Raises InvalidField for what JSON cannot say: other encoders write NaN as null, which means something."""
-    try:
+    """Raises InvalidField for what JSON cannot represent."""
+    try:  # with json: orjson and msgspec write NaN as null, which the service would take for "not given"
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error

@@ -1,7 +1,7 @@
-"""The one frozen configuration tree, merged once: flags over environment over file over defaults.
+"""The configuration: one frozen tree, merged once from flags over environment over file over defaults.
 
-Environment names are `OUTRIDER_` + the path in capitals with `__` between levels, such as OUTRIDER_PORT or
-OUTRIDER_LANES__RUN. This is the only module that reads the environment.
+The environment variable of a setting is `OUTRIDER_` and its path in capitals, with `__` between levels: OUTRIDER_PORT,
+OUTRIDER_LANES__RUN. Invariant: this is the only module that reads the environment.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -21,11 +22,11 @@ from outrider.spec import EngineSpec
 
 PREFIX = "OUTRIDER_"
 OWN_VARIABLES = ("OUTRIDER_HOME", "OUTRIDER_URL")
-"""Read, but no settings of a service."""
+"""Variables that are read, but are not settings of a service."""
 SANDBOX_VARIABLES = frozenset(
     f"{PREFIX}{name}" for name in ("API_KEY", "BASE_URL", "CALL", "FAKE_FAIL", "INSTRUCTION", "MODEL", "VERDICT")
 )
-"""What Outrider itself sets for what runs in a sandbox, where another Outrider may be started."""
+"""Variables that Outrider sets for programs in a sandbox. Another Outrider may be started there and must not warn."""
 
 
 class Section(BaseModel):
@@ -33,7 +34,7 @@ class Section(BaseModel):
 
 
 class LanesConfig(Section):
-    """How many sessions may be in each stage at once on this node."""
+    """Maximum number of sessions in each stage at once on this node."""
 
     init: Annotated[int, Field(ge=1)] = 16
     run: Annotated[int, Field(ge=1)] = 64
@@ -41,9 +42,12 @@ class LanesConfig(Section):
 
 
 class SandboxesConfig(Section):
-    """What tasks may have of this node. `allow`: the host's files and folders that they may name, with all below.
-    `cpus` and `memory_mb` are what sandboxes may set aside in all (None: the machine's). `warm`: how many of each
-    kind that was wanted lately are made ahead, within `warm_memory_mb` in all."""
+    """What tasks may use of this node.
+
+    `allow`: files and folders of the host that tasks may name, with everything below them. `cpus` and `memory_mb`:
+    how much all sandboxes together may reserve (None: all that the machine has). `warm`: how many sandboxes of each
+    recently used kind are started ahead of time, within `warm_memory_mb` in all.
+    """
 
     allow: tuple[Path, ...] = ()
     cpus: Annotated[float, Field(gt=0)] | None = None
@@ -53,8 +57,12 @@ class SandboxesConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy's tokenizer folder (tokenizer.json, optionally chat_template.jinja), the renderer family (None:
-    by the model's name), its served name, and its context length where the engine does not say."""
+    """The policy model.
+
+    `tokenizer`: folder with tokenizer.json and optionally chat_template.jinja. `renderer`: family of the renderer
+    (None: chosen by the model's name). `name`: the name under which the model is served to agents. `context_tokens`:
+    context length for engines that do not report theirs.
+    """
 
     tokenizer: str | None = None
     renderer: str | None = None
@@ -63,7 +71,7 @@ class ModelConfig(Section):
 
 
 class Config(Section):
-    """Everything a service needs to know before it starts."""
+    """All settings of a service."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
@@ -79,7 +87,8 @@ class Config(Section):
 def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
     """Merge flags (None = not given; nested mappings allowed), environment, file and defaults.
 
-    Raises InvalidField naming the setting and where it came from.
+    Raises InvalidField naming the setting and where its value came from. (That is why the merge is not left to
+    pydantic-settings: its errors do not tell which source had the value.)
     """
     merged: dict[str, Any] = {}
     sources: list[tuple[str, dict[str, Any]]] = []
@@ -89,7 +98,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InvalidField(f"cannot read config file {file}: {error}", field="config") from error
     sources.append(("the environment", _from_environment(os.environ)))
-    sources.append(("flags", _given(flags)))
+    sources.append(("flags", _without_none(flags)))
     for _, values in sources:
         _merge(merged, values)
     try:
@@ -97,12 +106,64 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
-        source = next((name for name, values in reversed(sources) if _names(values, first["loc"])), "nowhere")
+        source = next((name for name, values in reversed(sources) if _has_value(values, first["loc"])), "nowhere")
         raise InvalidField(f"setting {path!r} from {source}: {first['msg']}", field=path) from error
 
 
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in OUTRIDER_* variables. Lists and objects are JSON; any other value is text that pydantic converts.
+
+    An empty variable counts as not set: in shells and compose files that is the usual way to unset one.
+    """
+    known = set(Config.model_fields)
+    found: dict[str, Any] = {}
+    for name, text in sorted(environ.items()):  # sorted, so that OUTRIDER_LANES comes before OUTRIDER_LANES__RUN
+        path = name.removeprefix(PREFIX).lower().split("__")
+        if not name.startswith(PREFIX) or path[0] not in known or not text:
+            continue
+        setting: Any = text
+        if text[0] in "[{":
+            with suppress(json.JSONDecodeError):
+                setting = json.loads(text)
+        for part in reversed(path):
+            setting = {part: setting}
+        _merge(found, setting)
+    return found
+
+
+def _without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were given."""
+    given: dict[str, Any] = {}
+    for name, value in flags.items():
+        if isinstance(value, Mapping):
+            if nested := _without_none(value):
+                given[name] = nested
+        elif value is not None:
+            given[name] = value
+    return given
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _has_value(values: Any, location: Sequence[int | str]) -> bool:
+    """Whether a source of settings has a value at `location`, or for something that contains it."""
+    for part in location:
+        if not isinstance(values, Mapping):
+            return True
+        if part not in values:
+            return False
+        values = values[part]
+    return True
+
+
 class UnknownVariable(NamedTuple):
-    """An OUTRIDER_* variable that nothing reads, and the one that was perhaps meant."""
+    """An OUTRIDER_* variable that nothing reads, and the variable that was probably meant."""
 
     name: str
     meant: str | None
@@ -113,7 +174,7 @@ class UnknownVariable(NamedTuple):
 
 
 def unknown_variables() -> list[UnknownVariable]:
-    """The environment's variables that look like settings and are none. (A wrong name within a section is refused by
+    """OUTRIDER_* variables in the environment that are not settings. (A wrong name within a section is refused by
     `load_config`.)"""
     known = [*_variables(Config), *OWN_VARIABLES]
     sections = {name.split("__")[0] for name in known}
@@ -133,67 +194,12 @@ def _variables(section: type[BaseModel], above: str = PREFIX) -> Iterator[str]:
 
 
 def environment(name: str) -> str | None:
-    """One variable of the process's environment (PATH, XDG_DATA_HOME, ...), for the modules that need one."""
+    """A variable of the process's environment (PATH, XDG_DATA_HOME, ...)."""
     return os.environ.get(name)
 
 
 def cache_home() -> Path:
-    """Where installed harness programs live: $OUTRIDER_HOME, else ~/.cache/outrider."""
+    """Folder of installed harness programs: $OUTRIDER_HOME, else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get(PREFIX + "HOME"):
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings in OUTRIDER_* variables; an empty one is as good as none."""
-    known = set(Config.model_fields)
-    found: dict[str, Any] = {}
-    for name, text in sorted(environ.items()):
-        path = name.removeprefix(PREFIX).lower().split("__")
-        if not name.startswith(PREFIX) or path[0] not in known or not text:
-            continue
-        setting: Any = _value(text)
-        for part in reversed(path):
-            setting = {part: setting}
-        _merge(found, setting)
-    return found
-
-
-def _value(text: str) -> Any:
-    """Lists and objects may be written as JSON; everything else stays text, which pydantic converts."""
-    if text[:1] in "[{":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
-    return text
-
-
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    for name, value in flags.items():
-        if isinstance(value, Mapping):
-            if nested := _given(value):
-                given[name] = nested
-        elif value is not None:
-            given[name] = value
-    return given
-
-
-def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
-        else:
-            into[name] = dict(value) if isinstance(value, Mapping) else value
-
-
-def _names(values: Any, location: Sequence[int | str]) -> bool:
-    """Whether a source of settings says anything about the one at `location`."""
-    for part in location:
-        if not isinstance(values, Mapping):
-            return True
-        if part not in values:
-            return False
-        values = values[part]
-    return True

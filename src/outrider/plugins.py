@@ -1,7 +1,7 @@
-"""How a name in a spec becomes code: a built-in, an entry point, or a dotted path `package.module:attribute`.
+"""Finds the class or function that a name in a spec stands for: a built-in, an entry point, or a dotted path
+`package.module:attribute`.
 
-Nothing is scanned and nothing is patched; a built-in is named by its dotted path too, so that importing this
-module imports none of them.
+It knows nothing of what it loads. Invariant: importing this module imports no plugin; built-ins are dotted paths, too.
 """
 
 from __future__ import annotations
@@ -45,34 +45,37 @@ BUILTINS: dict[str, dict[str, str]] = {
 
 
 class PluginFailure(Exception):
-    """A plugin did what no caller can let pass."""
+    """A plugin raised something that must not reach the event loop."""
 
 
 @contextlib.contextmanager
-def contained() -> Iterator[None]:
-    """Around the code of a plugin: whatever it raises comes out as an Exception. To end the program, or to be cancelled
-    by nobody, would otherwise end the service, or a session without an outcome."""
+def plugin_code() -> Iterator[None]:
+    """Turns SystemExit, and a CancelledError that nobody requested, from a plugin's code into a PluginFailure.
+
+    Otherwise a plugin that calls sys.exit() would end the service, and one that cancels itself would end its session
+    without a result.
+    """
     try:
         yield
     except SystemExit as error:
-        raise PluginFailure(f"it tried to end the program: {error!r}") from error
+        raise PluginFailure(f"it tried to exit the process: {error!r}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise PluginFailure("it was cancelled by itself") from error
+        raise PluginFailure("it raised CancelledError, but nobody had cancelled it") from error
 
 
 def names(kind: str) -> list[str]:
-    """Every name that `resolve` knows for a kind, sorted."""
-    return sorted({**_published(kind), **BUILTINS.get(kind, {})})
+    """The names of all built-ins and entry points of a kind, sorted."""
+    return sorted({**_entry_points(kind), **BUILTINS.get(kind, {})})
 
 
 def resolve(kind: str, name: str, *, field: str | None = None) -> Any:
-    """The object `name` stands for. Raises InvalidField when there is none, naming what there is."""
+    """The object that `name` stands for. Raises InvalidField, with the known names, if there is none."""
     if ":" in name:
         return load(name, field=field)
-    if path := BUILTINS.get(kind, {}).get(name) or _published(kind).get(name):
+    if path := BUILTINS.get(kind, {}).get(name) or _entry_points(kind).get(name):
         return load(path, field=field)
     raise InvalidField(
         f"unknown {kind} {name!r}",
@@ -82,18 +85,18 @@ def resolve(kind: str, name: str, *, field: str | None = None) -> Any:
 
 
 def load(path: str, *, field: str | None = None) -> Any:
-    """Import `package.module:attribute`. Raises InvalidField when it is not there."""
+    """Import `package.module:attribute`. Raises InvalidField if it cannot be imported."""
     module_name, _, attribute = path.partition(":")
     try:
         target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             target = getattr(target, part)
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported, or try to leave
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported, or call sys.exit()
         raise InvalidField(f"cannot import {path!r}: {type(error).__name__}: {error}", field=field) from error
     return target
 
 
-@functools.cache  # to read what every installed package publishes takes milliseconds
-def _published(kind: str) -> dict[str, str]:
-    """The entry points of a kind: names and dotted paths."""
+@functools.cache  # reading the metadata of every installed package takes milliseconds
+def _entry_points(kind: str) -> dict[str, str]:
+    """The entry points of a kind: dotted paths by name."""
     return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=f"outrider.{kind}")}

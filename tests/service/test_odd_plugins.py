@@ -27,8 +27,8 @@ async def assert_alive(w: World) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("exit", "it tried to end the program: SystemExit(3)"),
-        ("cancelled", "it was cancelled by itself"),
+        ("exit", "it tried to exit the process: SystemExit(3)"),
+        ("cancelled", "it raised CancelledError, but nobody had cancelled it"),
         ("half a character", "ValueError: caf\\udce9"),
     ],
 )
@@ -45,8 +45,8 @@ async def test_an_agent(world: MakeWorld, how: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("exit", "it tried to end the program"),
-        ("cancelled", "it was cancelled by itself"),
+        ("exit", "it tried to exit the process"),
+        ("cancelled", "it raised CancelledError, but nobody had cancelled it"),
         ("half a character", "ValueError: caf\\udce9"),
         ("no text", "'x'"),
         ("nothing", "returned no verdict: reward must be a number, not NoneType"),

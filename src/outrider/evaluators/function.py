@@ -17,7 +17,7 @@ from typing import Any
 from outrider.errors import EvaluatorError, InvalidField, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import read_verdict
-from outrider.plugins import contained, resolve
+from outrider.plugins import plugin_code, resolve
 from outrider.runtimes.base import LOG_TAIL
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
@@ -44,7 +44,7 @@ class CallableEvaluator:
         limit = asyncio.timeout(self._seconds)
         try:
             async with limit:
-                with contained():
+                with plugin_code():
                     value = await self._call(outcome)
         except OutriderError:
             raise

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from outrider.errors import HarnessError, OutriderError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.plugins import contained
+from outrider.plugins import plugin_code
 from outrider.runtimes.base import LOG_TAIL, Availability
 
 
@@ -65,7 +65,7 @@ class InProcessHarness:
 
     async def _attributed(self, hook: str, call: Awaitable[Any]) -> Any:
         try:
-            with contained():
+            with plugin_code():
                 return await call
         except OutriderError:
             raise

@@ -26,7 +26,7 @@ from outrider.concurrency.cancellation import shielded
 from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, plain
 from outrider.evaluators.base import Evaluator, Outcome
 from outrider.evaluators.verdict import read_verdict
-from outrider.plugins import contained
+from outrider.plugins import plugin_code
 from outrider.runtimes.base import LOG_TAIL, Layered, NoShell, Runtime, Witness
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
@@ -246,7 +246,7 @@ class Grading:
         seconds = self._task.evaluator.seconds
         try:
             async with asyncio.timeout(seconds):
-                with contained():
+                with plugin_code():
                     verdict = await self._evaluator.evaluate(outcome)
         except TimeoutError as error:
             raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error

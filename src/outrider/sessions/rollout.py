@@ -23,7 +23,7 @@ from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ProgramExit
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
-from outrider.plugins import contained
+from outrider.plugins import plugin_code
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import WarmPool
 from outrider.sessions.artifacts import ArtifactCollector
@@ -107,7 +107,7 @@ class Rollout:
     async def run(self) -> SessionResult:
         """The attempt's result. Raises only CancelledError, and ServiceError where its turns cannot be read back."""
         try:
-            with contained():
+            with plugin_code():
                 ending = await self._stages()
         except Exception as failed:  # plugins run in here: whatever they raise is this session's failure alone
             if not isinstance(failed, OutriderError):
