@@ -69,13 +69,13 @@ def _other(*names: str) -> Table:
 
 _NO_SAMPLER = "no engine here has this sampler"
 _ONE_REPLY = "only 1 is supported: one model call is one turn"
-_BUDGET = "nothing bounds how long the model thinks"
+_BUDGET = "the length of thinking cannot be limited"
 _EFFORT = "`none` turns thinking off; any other has no effect, noted"
-_PARALLEL = "the model makes as many calls as it likes"
+_PARALLEL = "the number of calls cannot be limited"
 
 SAMPLERS: Table = (
     *_refused("ignore_eos", reason="a reply ends where the model ends it", neutral=(False,)),
-    *_refused("use_beam_search", reason="turns are sampled", neutral=(False,)),
+    *_refused("use_beam_search", reason="every turn is sampled", neutral=(False,)),
     *_refused("best_of", reason=_ONE_REPLY, neutral=(1,)),
     *_refused("length_penalty", "typical_p", "tfs_z", "dynatemp_exponent", reason=_NO_SAMPLER, neutral=(1,)),
     *_refused("top_a", "epsilon_cutoff", "eta_cutoff", "dynatemp_range", reason=_NO_SAMPLER, neutral=(0,)),
@@ -93,7 +93,7 @@ SERVER_EXTENSIONS: Table = (
     *_passed("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *_passed("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf"),
     *_passed("chat_template_kwargs.enable_thinking", "chat_template_kwargs.thinking", "enable_thinking"),
-    *_noted("chat_template_kwargs", reason="all others of its keys: the template has no such variable"),
+    *_noted("chat_template_kwargs", reason="all other keys: the template has no such variable"),
     *_noted("thinking_budget", "thinking_token_budget", reason=_BUDGET),
 )
 """What the servers of vLLM and SGLang read besides a dialect's own fields. Chat, Responses and Messages read it."""
@@ -101,26 +101,31 @@ SERVER_EXTENSIONS: Table = (
 CHAT: Table = (
     *_passed("model", "messages", "stream", "stream_options", "tools", "logprobs", "return_token_ids"),
     *_passed("temperature", "top_p", "max_tokens", "max_completion_tokens", "stop", "response_format"),
-    *_passed("tool_choice", reason="`none` hides the tools; `required` or a name is a wish, and noted"),
+    *_passed("tool_choice", reason="`none` hides the tools; `required` or a name has no effect, noted"),
     *_passed("reasoning_effort", "reasoning.effort", reason=_EFFORT),
     *_passed("reasoning.enabled", "thinking.type"),
     *SERVER_EXTENSIONS,
     *_noted("thinking.budget_tokens", "reasoning.max_tokens", reason=_BUDGET),
     *_noted("parallel_tool_calls", reason=_PARALLEL, neutral=(True,)),
-    *_noted("top_logprobs", "prompt_logprobs", reason="the sampled token's alone is given", neutral=(0,)),
-    *_noted("web_search_options", reason="nothing here can search: a hosted tool"),
+    *_noted("top_logprobs", "prompt_logprobs", reason="only the sampled token's is given", neutral=(0,)),
+    *_noted("web_search_options", reason="a hosted tool: nothing here can search"),
     *_noted("verbosity", reason="no chat template here takes it"),
-    *_noted("modalities", "audio", reason="the model gives text", neutral=(["text"],)),
+    *_noted("modalities", "audio", reason="the model writes text only", neutral=(["text"],)),
     *_noted("function_call", reason="send tools and tool_choice", neutral=("auto", "none")),
     *_noted("include_reasoning", reason="reasoning is always given", neutral=(True,)),
-    *_noted("skip_special_tokens", "spaces_between_special_tokens", reason="markers are never text", neutral=(True,)),
-    *_noted("include_stop_str_in_output", reason="text ends before it", neutral=(False,)),
+    *_noted(
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        reason="special tokens are never part of the text",
+        neutral=(True,),
+    ),
+    *_noted("include_stop_str_in_output", reason="the text ends before the stop string", neutral=(False,)),
     *_refused("n", reason=_ONE_REPLY, neutral=(1,)),
     *_refused("functions", reason="send tools"),
-    *_refused("continue_final_message", "echo", reason="a reply cannot be begun by the client", neutral=(False,)),
-    *_refused("add_generation_prompt", reason="the model is always to speak", neutral=(True,)),
+    *_refused("continue_final_message", "echo", reason="a reply cannot be prefilled", neutral=(False,)),
+    *_refused("add_generation_prompt", reason="a prompt always ends where the reply begins", neutral=(True,)),
     *_refused("chat_template", "documents", reason="prompts are rendered by the service's own template"),
-    *_refused("truncate_prompt_tokens", reason="a prompt is given whole"),
+    *_refused("truncate_prompt_tokens", reason="prompts are never truncated"),
     *SAMPLERS,
     *_other("user", "store", "metadata", "service_tier", "safety_identifier", "session_id", "client_metadata"),
     *_other("prompt_cache_key", "prompt_cache_retention", "cache_salt", "prediction", "request_id", "priority"),
@@ -130,17 +135,17 @@ CHAT: Table = (
 RESPONSES: Table = (
     *_passed("model", "input", "instructions", "previous_response_id", "store", "stream", "tools", "include"),
     *_passed("temperature", "top_p", "max_output_tokens", "stop", "text.format"),
-    *_passed("tool_choice", reason="`none` hides the tools; `required` or a name is a wish, and noted"),
+    *_passed("tool_choice", reason="`none` hides the tools; `required` or a name has no effect, noted"),
     *_passed("reasoning.summary"),
     *_passed("reasoning.effort", reason=_EFFORT),
     *SERVER_EXTENSIONS,
     *_noted("text.verbosity", reason="no chat template here takes it"),
     *_noted("parallel_tool_calls", reason=_PARALLEL, neutral=(True,)),
-    *_noted("top_logprobs", reason="ask Chat Completions for log-probabilities", neutral=(0,)),
-    *_noted("max_tool_calls", reason="it counts hosted tools, and there are none"),
-    *_noted("truncation", reason="a prompt is given whole", neutral=("disabled",)),
-    *_noted("context_management", reason="the history is the client's to shorten"),
-    *_refused("background", reason="a model call is answered while its client waits", neutral=(False,)),
+    *_noted("top_logprobs", reason="log-probabilities are served by Chat Completions only", neutral=(0,)),
+    *_noted("max_tool_calls", reason="it counts calls of hosted tools, and there are none"),
+    *_noted("truncation", reason="prompts are never truncated", neutral=("disabled",)),
+    *_noted("context_management", reason="clients shorten their own history"),
+    *_refused("background", reason="calls are answered while the client waits", neutral=(False,)),
     *_refused("conversation", reason="send the items, or previous_response_id"),
     *_refused("prompt", reason="send instructions and input"),
     *_refused("n", reason=_ONE_REPLY, neutral=(1,)),
@@ -153,14 +158,14 @@ RESPONSES: Table = (
 MESSAGES: Table = (
     *_passed("model", "messages", "system", "stream", "tools", "max_tokens", "temperature", "top_p"),
     *_passed("stop_sequences", "output_format", "output_config.format"),
-    *_passed("tool_choice", reason="`none` hides the tools; `any` or a tool is a wish, and noted"),
+    *_passed("tool_choice", reason="`none` hides the tools; `any` or a tool has no effect, noted"),
     *_passed("thinking.type", reason="`disabled` turns thinking off, `enabled` on; `adaptive` leaves it to the model"),
     *SERVER_EXTENSIONS,
     *_noted("thinking.budget_tokens", reason=_BUDGET),
     *_noted("output_config.effort", reason="no chat template here takes it"),
     *_noted("tool_choice.disable_parallel_tool_use", reason=_PARALLEL, neutral=(False,)),
-    *_noted("mcp_servers", "container", reason="nothing here reaches or runs it: a hosted tool"),
-    *_noted("context_management", reason="the history is the client's to shorten", neutral=({"edits": []},)),
+    *_noted("mcp_servers", "container", reason="a hosted tool: nothing here reaches or runs it"),
+    *_noted("context_management", reason="clients shorten their own history", neutral=({"edits": []},)),
     *SAMPLERS,
     *_other("metadata", "service_tier", "cache_control", "inference_geo", "speed", "betas", "anthropic_version"),
     *_other("session_id", "user", "request_id", "priority", "cache_salt"),
@@ -177,7 +182,7 @@ _GOOGLE_SAMPLERS: Table = tuple(
 
 GEMINI_BODY: Table = (
     *_passed("contents", "systemInstruction", "tools", "generationConfig"),
-    *_passed("toolConfig", reason="mode `NONE` hides the tools; any other choice is a wish, and noted"),
+    *_passed("toolConfig", reason="mode `NONE` hides the tools; any other choice has no effect, noted"),
     *_refused("cachedContent", reason="send the whole contents"),
     *_GOOGLE_SAMPLERS,
     *_other("model", "safetySettings", "labels", "store", "serviceTier", "sessionId"),
@@ -187,10 +192,17 @@ GEMINI_GENERATION: Table = (
     *_passed("presencePenalty", "frequencyPenalty"),
     *_passed("responseMimeType", "responseSchema", "responseJsonSchema"),
     *_passed("thinkingConfig.includeThoughts"),
-    *_passed("thinkingConfig.thinkingBudget", reason="0 turns thinking off; a bound above it has no effect, noted"),
+    *_passed("thinkingConfig.thinkingBudget", reason="0 turns thinking off; a number above 0 has no effect, noted"),
     *_noted("thinkingConfig.thinkingLevel", reason="no chat template here takes it"),
-    *_noted("responseLogprobs", "logprobs", reason="ask Chat Completions for log-probabilities", neutral=(False, 0)),
-    *_noted("responseModalities", "speechConfig", "imageConfig", reason="the model gives text", neutral=(["TEXT"],)),
+    *_noted(
+        "responseLogprobs",
+        "logprobs",
+        reason="log-probabilities are served by Chat Completions only",
+        neutral=(False, 0),
+    ),
+    *_noted(
+        "responseModalities", "speechConfig", "imageConfig", reason="the model writes text only", neutral=(["TEXT"],)
+    ),
     *_noted("mediaResolution", "audioTimestamp", reason="the engine decides how it reads images", neutral=(False,)),
     *_noted("enableEnhancedCivicAnswers", "routingConfig", "modelSelectionConfig", reason="there is one model here"),
     *_refused("candidateCount", reason=_ONE_REPLY, neutral=(1,)),

@@ -156,8 +156,8 @@ def response_format(form: Any, where: str) -> Constraint | None:
                 refuse(f"{where}.schema", "is missing")
             return json_schema(inner["schema"], f"{where}.schema")
         case kind:
-            known = "text, json_object and json_schema"
-            return refuse(f"{where}.type", f"{quoted(str(kind))} is not supported: {known} are")
+            known = "text, json_object, json_schema"
+            return refuse(f"{where}.type", f"{quoted(str(kind))} is not supported; supported: {known}")
 
 
 def json_schema(schema: Any, where: str) -> Constraint:

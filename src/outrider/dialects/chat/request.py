@@ -181,7 +181,7 @@ def _check_tool_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpe
         return
     name = named.get("name") if isinstance(named, dict) else None
     if kind != "function" or name not in [spec["function"]["name"] for spec in tools]:
-        refuse("tool_choice", "must name one of the functions among the tools: no other tool is run")
+        refuse("tool_choice", "must name one of the functions among the tools")
 
 
 def _asked_thinking(wire: _Body, notes: list[str]) -> bool | None:

@@ -174,9 +174,9 @@ def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Messa
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
         # A tool's answer is no part of a user's message; `history.py` looks for one by the bytes of its key.
         if part.function_response is not None:
-            refuse(f"{at}.functionResponse", "is spelled with escapes: spell it plainly")
+            refuse(f"{at}.functionResponse", "has a key that is written with escapes: write it in plain letters")
         if part.hosted:
-            refuse(f"{at}.{part.hosted[0]}", "only a content of role 'model' has what Google's tools did")
+            refuse(f"{at}.{part.hosted[0]}", "only a content of role 'model' may have what Google's tools did")
         if (image := _image(part, at)) is not None:
             read.append(image)
         elif part.text:
@@ -300,15 +300,15 @@ def _image(part: WirePart, where: str) -> Image | None:
     if (blob := part.inline_data) is not None:
         at = f"{where}.inlineData"
         if blob.mime_type is None or not blob.mime_type.startswith("image/"):
-            refuse(f"{at}.mimeType", f"only images are taken, not {quoted(str(blob.mime_type))}")
+            refuse(f"{at}.mimeType", f"only images are accepted, not {quoted(str(blob.mime_type))}")
         # ProtoJSON accepts both alphabets of base64, with and without padding.
         encoded = (blob.data or "").encode().translate(_URLSAFE).rstrip(b"=").decode()
         return image_from_base64(blob.mime_type, encoded + "=" * (-len(encoded) % 4), f"{at}.data")
     if (file := part.file_data) is not None:
         at = f"{where}.fileData"
         if file.mime_type is not None and not file.mime_type.startswith("image/"):
-            refuse(f"{at}.mimeType", f"only images are taken, not {quoted(file.mime_type)}")
+            refuse(f"{at}.mimeType", f"only images are accepted, not {quoted(file.mime_type)}")
         if not file.file_uri.startswith(("http://", "https://")):
-            refuse(f"{at}.fileUri", "must be an http or https address: files are not kept here")
+            refuse(f"{at}.fileUri", "must be an http or https address: uploaded files are not supported")
         return image_from_url(file.file_uri)
     return None

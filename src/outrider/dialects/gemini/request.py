@@ -96,7 +96,7 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
     wire = fields(body)
     contents = _contents(wire)
     if role_of(contents[-1], f"contents[{len(contents) - 1}]") is Role.ASSISTANT:
-        refuse("contents", "must not end with a content of role 'model': the beginning of a reply cannot be given")
+        refuse("contents", "must not end with a content of role 'model': a reply cannot be prefilled")
     apply_rules(wire, _BODY_RULES, _BODY_FIELDS, "", notes)
     generation = _read_generation(wire, notes)
     history = GeminiHistory(wire.get("systemInstruction", Raw()), contents, memory)

@@ -6,7 +6,7 @@ own, counts as numbers, and without what only Google's servers read (`propertyOr
 types).
 
 Tools that Google would run itself (search, code execution, URL context) are not shown to the model, and noted: nothing
-here can run them. A choice of functions is a wish, except NONE, which hides them.
+here can run them. A choice of functions has no effect, and is noted; NONE hides them.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
 """

@@ -307,7 +307,7 @@ def _image(source: _Source, where: str) -> Image:
         if source.url is None or not source.url.startswith(("http://", "https://")):
             refuse(f"{where}.url", "must be an http or https address")
         return image_from_url(source.url)
-    return refuse(f"{where}.type", f"a source of type {quoted(source.type)} is not supported: base64 and url are")
+    return refuse(f"{where}.type", f"a source of type {quoted(source.type)} is not supported; supported: base64, url")
 
 
 def _document(block: Block, where: str) -> str:
@@ -324,7 +324,7 @@ def _document(block: Block, where: str) -> str:
                 _refuse_block(part, "the model reads documents of text only")
         text = "".join(_string(part.block.text, f"{part.where}.text") for part in inner)
     else:
-        refuse(f"{at}.type", f"a source of type {quoted(source.type)} is not supported: text and content are")
+        refuse(f"{at}.type", f"a source of type {quoted(source.type)} is not supported; supported: text, content")
     title = _optional(_NULLABLE, block.title, f"{where}.title")
     context = _optional(_NULLABLE, block.context, f"{where}.context")
     lines = "\n".join(line for line in (title, context, text) if line)

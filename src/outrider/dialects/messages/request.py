@@ -112,7 +112,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
     if not wire.messages:
         refuse("messages", "must not be empty")
     if generate and wire.messages[-1].role == "assistant":
-        refuse("messages", "must not end with an assistant message: the beginning of a reply cannot be given")
+        refuse("messages", "must not end with an assistant message: a reply cannot be prefilled")
     tools = remembered_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
     notes += [TOOL + kind for kind in tools.hosted]
     _check_tool_choice(wire.tool_choice, tools.specs, notes)
@@ -180,7 +180,7 @@ def _check_tool_choice(choice: _ToolChoice | None, tools: tuple[ToolSpec, ...], 
     if choice.type not in _TOOL_CHOICES:
         refuse("tool_choice.type", f"unknown choice {quoted(choice.type)}; known: {', '.join(sorted(_TOOL_CHOICES))}")
     if choice.type == "tool" and choice.name not in [spec["function"]["name"] for spec in tools]:
-        refuse("tool_choice.name", "must be the name of one of the tools that the client runs: no other is run")
+        refuse("tool_choice.name", "must be the name of one of the tools that the client runs")
     if choice.type not in ("none", "auto"):
         notes.append("tool_choice")
     if choice.disable_parallel_tool_use:

@@ -333,7 +333,7 @@ def _parts(raw: Raw, where: str) -> list[Part]:
             parts.append(Text(part.encrypted_content or ""))
         elif part.type == "input_image":
             if part.image_url is None:
-                refuse(f"{at}.image_url", "is missing: images are sent by URL or as data, there are no files here")
+                refuse(f"{at}.image_url", "is missing: send images by URL or as data; uploaded files are not supported")
             parts.append(image_from_address(part.image_url, f"{at}.image_url"))
         else:
             refuse(

@@ -103,7 +103,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         refuse("model", "is missing")
     include = wire.include or ()
     if _LOGPROBS in include:
-        refuse("include", "log-probabilities are not served in this dialect: ask Chat Completions for them")
+        refuse("include", "log-probabilities are served by Chat Completions only")
     sent = wire.input or []
     if isinstance(sent, str):
         sent = [Item("message", "user", content=Raw(msgspec.json.encode(sent)))]

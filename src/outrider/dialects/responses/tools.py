@@ -129,7 +129,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
                 flat = tool.spec["function"]["name"]
                 known = table.get(flat)
                 if known is not None and (known.name, known.namespace) != (tool.name, tool.namespace):
-                    refuse(where, f"two tools would be told to the model as {quoted(flat)}")
+                    refuse(where, f"two tools would have the same name for the model: {quoted(flat)}")
                 table[flat] = tool
     if not table:
         return Tools(raw=raw, hosted=tuple(hosted))
