@@ -111,7 +111,11 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
     trained: set[int] = set()
     samples = []
     for row, leaf in enumerate(rows):
-        path, kind = _path(leaf, turns), lines[leaf.index].kind
+        kind = lines[leaf.index].kind
+        path = [leaf]
+        while (parent := path[-1].parent) is not None:
+            path.append(turns[parent])
+        path.reverse()
         trains: frozenset[int] = frozenset()
         if policy[kind] is BranchPolicy.TRAIN:
             trains = frozenset(turn.index for turn in path if lines[turn.index].kind is kind) - trained
@@ -153,13 +157,6 @@ def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> None:
     while index is not None and index not in indexes:
         indexes.add(index)
         index = turns[index].parent
-
-
-def _path(leaf: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    path = [leaf]
-    while (parent := path[-1].parent) is not None:
-        path.append(turns[parent])
-    return path[::-1]
 
 
 def _sample(

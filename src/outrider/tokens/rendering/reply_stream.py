@@ -175,29 +175,29 @@ class ReplyStream:
             before = self._state
             part = ReplyPart("", "")
             match before:
-                case _State.LEADING:
-                    self._skip_opener(final=final)
+                case _State.LEADING:  # until the text shows whether the model opens its reasoning itself
+                    stripped = self._pending.lstrip()
+                    if stripped.startswith(self._think_open):
+                        self._pending = stripped[len(self._think_open) :]
+                        self._state = _State.REASONING
+                    elif final or (stripped and not self._think_open.startswith(stripped)):
+                        self._state = self._first
                 case _State.REASONING:
                     part = self._emit_to_marker(self._reasoning_ends, final=final)
                 case _State.CONTENT:
                     part = self._emit_to_marker(self._content_ends, final=final)
-                case _State.HELD:
-                    part = self._emit_held_reasoning()
+                case _State.HELD if self._held_from is _State.REASONING:
+                    # Reasoning that mentions a tool call is reasoning after all if its closing marker follows.
+                    shown, close, behind = self._pending.partition(self._think_close)
+                    if close:
+                        self._state, self._pending = _State.CONTENT, behind
+                        part = self._emit(_State.REASONING, shown, final=True)
                 case _State.STOPPED:
                     self._pending = ""
             text.append(part.text)
             reasoning.append(part.reasoning)
             if self._state is before:  # a step that stays in its state has done all it can with this text
                 return ReplyPart("".join(text), "".join(reasoning))
-
-    def _skip_opener(self, *, final: bool) -> None:
-        """Leave LEADING as soon as the text shows whether the model opens its reasoning itself."""
-        stripped = self._pending.lstrip()
-        if stripped.startswith(self._think_open):
-            self._pending = stripped[len(self._think_open) :]
-            self._state = _State.REASONING
-        elif final or (stripped and not self._think_open.startswith(stripped)):
-            self._state = self._first
 
     def _emit_to_marker(self, markers: dict[str, _State], *, final: bool) -> ReplyPart:
         """Emit up to the first marker and enter its state; without one, up to what may still become one."""
@@ -216,15 +216,6 @@ class ReplyStream:
             self._pending[len(self._pending) - keep :],
         )
         return self._emit(state, shown, final=final)
-
-    def _emit_held_reasoning(self) -> ReplyPart:
-        """Reasoning that mentions a tool call is reasoning after all if its closing marker follows."""
-        if self._held_from is _State.REASONING and self._renderer.markup is not None:
-            shown, close, rest = self._pending.partition(self._think_close)
-            if close:
-                self._state, self._pending = _State.CONTENT, rest
-                return self._emit(_State.REASONING, shown, final=True)
-        return ReplyPart("", "")
 
     def _emit(self, state: _State, shown: str, *, final: bool) -> ReplyPart:
         """Append to the text or the reasoning. White space at its beginning is dropped; white space at its end waits

@@ -221,13 +221,9 @@ def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
     in the text. None where that cannot be shown."""
     written = backend.to_str()
     digest = hashlib.sha256(written.encode()).digest()
-    encoder = _VERIFIED.get(digest)
-    if encoder is None and (encoder := _verified_encoder(backend, json.loads(written))) is not None:
-        _VERIFIED[digest] = encoder
-    return encoder
-
-
-def _verified_encoder(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> FastEncoder | None:
+    if (verified := _VERIFIED.get(digest)) is not None:
+        return verified
+    settings = json.loads(written)
     if settings["model"].get("type") != "BPE" or settings["model"].get("dropout"):
         return None
     settings |= {"truncation": None, "padding": None}
@@ -237,8 +233,10 @@ def _verified_encoder(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -
         given = [encoder(probe) for probe in probes]
     except Exception:  # the library has no error type of its own for files that it does not read
         return None
-    wanted = [found.ids for found in backend.encode_batch_fast(probes, add_special_tokens=False)]
-    return encoder if given == wanted else None
+    if given != [found.ids for found in backend.encode_batch_fast(probes, add_special_tokens=False)]:
+        return None
+    _VERIFIED[digest] = encoder
+    return encoder
 
 
 def _probes(settings: dict[str, Any]) -> list[str]:
@@ -253,11 +251,7 @@ def _probes(settings: dict[str, Any]) -> list[str]:
     return ["".join(chance.choices(parts, k=PROBE_PARTS)) for _ in range(PROBES)] + words
 
 
-def _byte_alphabet() -> dict[str, int]:
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-BYTE_OF_CHAR = _byte_alphabet()
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
 """The printable characters in which byte-level BPE vocabularies write bytes: GPT-2's `bytes_to_unicode`, inverted."""
