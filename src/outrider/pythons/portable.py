@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from outrider.concurrency.build_once import build_once
@@ -104,7 +104,11 @@ def _build(folder: Path) -> None:
         raise RuntimeUnavailable("an interpreter for sandboxes can only be made on Linux")
     executable, extensions = _executable(), _extensions()
     place = folder / sys.platlibdir / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    shutil.copytree(_stdlib(), place, ignore=_left_out)
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        return [n for n in names if n in LEFT_OUT or n.startswith("config-") or ".opt-" in n or n.endswith(".a")]
+
+    shutil.copytree(_stdlib(), place, ignore=left_out)
     compileall.compile_dir(place, quiet=2)  # quick where the copied files are compiled already
     modules = [path for path in extensions.glob("*.so") if not path.name.startswith(MODULES_LEFT_OUT)]
     (folder / "bin").mkdir()
@@ -117,11 +121,15 @@ def _build(folder: Path) -> None:
         shutil.copy2(loader, folder / "lib" / loader.name)
         for name, path in _libraries(loader, [executable, *modules]).items():
             shutil.copy2(path, folder / "lib" / name)
-    _try(folder)
-
-
-def _left_out(folder: str, names: list[str]) -> list[str]:
-    return [n for n in names if n in LEFT_OUT or n.startswith("config-") or ".opt-" in n or n.endswith(".a")]
+    # Try it: an interpreter that was moved after its installation does not find its library.
+    command = [*portable_command(str(folder)), "-I", "-c", "import ctypes, json, socket, sys; print(sys.prefix)"]
+    done = subprocess.run(command, capture_output=True, text=True, env={}, timeout=TRY_SECONDS, check=False)
+    if done.returncode != 0 or done.stdout.strip() != str(folder):
+        raise RuntimeUnavailable(
+            f"a copy of {_executable()} does not run",
+            hint="run Outrider with a Python that was not moved after it was installed, or use images that have one",
+            log_tail=(done.stdout + done.stderr)[-2000:],
+        )
 
 
 def _loader() -> Path | None:
@@ -155,29 +163,14 @@ def _libraries(loader: Path, programs: Iterable[Path]) -> dict[str, Path]:
     that needs it cannot be imported here either."""
     found: dict[str, Path] = {}
     for program in programs:
-        found.update(_loaded(loader, program))
+        # The loader itself says what a program needs, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path.
+        done = subprocess.run([str(loader), "--list", str(program)], capture_output=True, text=True, check=False)
+        for line in done.stdout.splitlines():
+            name, arrow, rest = line.strip().partition(" => ")
+            path = Path(rest.rpartition(" (")[0])
+            if arrow and path.is_absolute():
+                found[Path(name).name] = path
     found.pop(loader.name, None)
     for libc in [path for name, path in found.items() if name.startswith("libc.")]:
         found.update({name: libc.parent / name for name in BESIDE_LIBC if (libc.parent / name).exists()})
     return found
-
-
-def _loaded(loader: Path, program: Path) -> Iterator[tuple[str, Path]]:
-    """What the loader itself says a program needs, in lines `NAME => PATH (ADDRESS)`. The kernel's vDSO has no path."""
-    done = subprocess.run([str(loader), "--list", str(program)], capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        name, arrow, rest = line.strip().partition(" => ")
-        path = Path(rest.rpartition(" (")[0])
-        if arrow and path.is_absolute():
-            yield Path(name).name, path
-
-
-def _try(folder: Path) -> None:
-    command = [*portable_command(str(folder)), "-I", "-c", "import ctypes, json, socket, sys; print(sys.prefix)"]
-    done = subprocess.run(command, capture_output=True, text=True, env={}, timeout=TRY_SECONDS, check=False)
-    if done.returncode != 0 or done.stdout.strip() != str(folder):
-        raise RuntimeUnavailable(
-            f"a copy of {_executable()} does not run",
-            hint="run Outrider with a Python that was not moved after it was installed, or use images that have one",
-            log_tail=(done.stdout + done.stderr)[-2000:],
-        )

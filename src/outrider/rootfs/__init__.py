@@ -1,1 +1,4 @@
-"""Root file systems for sandboxes ("images"): imported, pulled, built and stored. They know no sandbox."""
+"""Images: root file systems for sandboxes, imported from archives, pulled from registries or built from recipes.
+
+What runs sandboxes over them is in runtimes/.
+"""

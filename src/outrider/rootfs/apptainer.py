@@ -1,6 +1,6 @@
-"""Where Apptainer is on this machine, or Singularity, as it was called before.
+"""The program Apptainer on this machine, or Singularity, as it was called before.
 
-It does not know what it is wanted for, nor whether it works. Invariant: what is found is a program on the PATH.
+It does not know what it is wanted for, nor whether it works. Invariant: what is returned is a program on the PATH.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PROGRAMS = ("apptainer", "singularity")
 
 
 def apptainer_program() -> str:
-    """Raises RuntimeUnavailable with what to do about it."""
+    """The path of the program. Raises RuntimeUnavailable with a hint of how to get it."""
     program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
     if program is None:
         raise RuntimeUnavailable(

@@ -1,7 +1,7 @@
-"""What can be an image: an OCI layout, what `docker save` or `podman save` writes, a plain tar of a root.
+"""Image archives: an OCI layout, what `docker save` or `podman save` writes, or a plain tar of a root file system.
 
-Each comes down to tar layers and the variables that the image sets. It unpacks nothing. Invariant: a blob that is
-named by its digest is read only if it has that digest.
+Each is reduced to tar layers and the settings of the image. It unpacks nothing. Invariant: a blob that is named by its
+digest is read only if it has that digest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, BinaryIO, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 
@@ -22,17 +22,19 @@ from outrider.rootfs.unpack import UNREADABLE, BadImage, Member
 T = TypeVar("T")
 
 MAX_DOCUMENT = 8 << 20
+"""Maximum bytes of a JSON document."""
 MAX_NESTING = 4
+"""Maximum indexes on the way to an image. Nothing else ends a circle of them."""
 MAX_MEMBERS = 10_000
-CHUNK = 1 << 20
+"""Entries of a tar that are searched for an image's documents. A root file system may have millions."""
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""What image indexes call this machine."""
+"""The names of machines in image indexes, by those of `uname -m`."""
 NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 
 
 class Layered(msgspec.Struct, frozen=True):
-    """An image in layers. `layers` opens them one after another, the lowest first; `env` is what it sets, and
-    `workdir` where its programs start."""
+    """An image in layers. `layers` opens them one after another, the lowest first; `env` and `workdir` are the
+    variables and the working directory that it sets for its programs."""
 
     digest: str
     layers: Callable[[], Iterator[BinaryIO]]
@@ -45,8 +47,8 @@ class Platform(msgspec.Struct, frozen=True):
     os: str | None = None
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """What a document says of a blob."""
+class Descriptor(msgspec.Struct, frozen=True):
+    """A reference to a blob, as the OCI image specification calls it."""
 
     digest: str
     media_type: str | None = msgspec.field(name="mediaType", default=None)
@@ -54,20 +56,20 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """An index, which has manifests, or an image, which has the rest."""
+    """An index, which has `manifests`, or an image's manifest, which has the other fields."""
 
-    manifests: list[Entry] = []
-    config: Entry | None = None
-    layers: list[Entry] = []
+    manifests: list[Descriptor] = []
+    config: Descriptor | None = None
+    layers: list[Descriptor] = []
 
 
-class Own(msgspec.Struct, frozen=True):
+class Settings(msgspec.Struct, frozen=True):
     env: list[str] | None = msgspec.field(name="Env", default=None)
     workdir: str | None = msgspec.field(name="WorkingDir", default=None)
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    config: Own | None = None
+    config: Settings | None = None
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -76,16 +78,20 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 Open = Callable[[str], BinaryIO]
-"""A file of an image by its path. Raises BadImage where there is none."""
+"""Opens a file of an image by its path. Raises BadImage where there is none."""
 
 
 @contextmanager
 def layered(path: Path) -> Iterator[Layered]:
-    """The image in a folder or a tar file, open as long as the context is. Raises BadImage."""
+    """The image in a folder or a tar file, which stays open during the context. Raises BadImage."""
     if path.is_dir():
         yield _oci(lambda name: _file_in(path, name))
         return
-    with _archive(path) as archive:
+    try:
+        opened = tarfile.open(path, tarinfo=Member)  # noqa: SIM115  # errors of its use are others
+    except (*UNREADABLE, OSError) as error:
+        raise BadImage(f"{path} is no tar archive: {error}") from error
+    with opened as archive:
         names = {member.name.removeprefix("./"): member for member in islice(_members(archive), MAX_MEMBERS)}
 
         def within(name: str) -> BinaryIO:
@@ -100,18 +106,12 @@ def layered(path: Path) -> Iterator[Layered]:
         elif "manifest.json" in names:
             yield _saved(within)
         else:
-            yield Layered(f"sha256:{_digest(path.open('rb'))}", lambda: iter([path.open("rb")]), {}, None)
-
-
-def _archive(path: Path) -> tarfile.TarFile:
-    try:
-        return tarfile.open(path, tarinfo=Member)
-    except (*UNREADABLE, OSError) as error:
-        raise BadImage(f"{path} is no tar archive: {error}") from error
+            yield Layered(f"sha256:{digest_of_file(path.open('rb'))}", lambda: iter([path.open("rb")]), {}, None)
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Raises BadImage where one says that the next is before it: tarfile would read them over and over."""
+    """The entries. Raises BadImage where a size makes the next entry start before this one: tarfile would read them
+    over and over."""
     last = -1
     for member in archive:
         if member.offset <= last:
@@ -128,17 +128,23 @@ def _file_in(folder: Path, name: str) -> BinaryIO:
 
 
 def _oci(open_: Open) -> Layered:
-    """Of several images that which is for this machine, else the only one."""
+    """The image of an OCI layout: of several the one for this machine, else the only one."""
     document = _document(open_("index.json"), "index.json", Manifest)
     for _ in range(MAX_NESTING):
         chosen = _chosen(document.manifests)
         document = _document(_blob(open_, chosen.digest), chosen.digest, Manifest)
         if chosen.media_type not in NESTED and not document.manifests:
-            return _image(open_, document, chosen.digest)
-    raise BadImage("the image's indexes are nested too deep")
+            break
+    else:
+        raise BadImage("the image's indexes are nested too deep")
+    if document.config is None or not document.layers:
+        raise BadImage("the image has no layers")
+    names = [layer.digest for layer in document.layers]
+    config = _document(_blob(open_, document.config.digest), document.config.digest, Configuration)
+    return _with_config(chosen.digest, lambda: (_blob(open_, name) for name in names), config)
 
 
-def _chosen(manifests: list[Entry]) -> Entry:
+def _chosen(manifests: list[Descriptor]) -> Descriptor:
     machine = MACHINES.get(platform.machine(), platform.machine())
     fitting = [one for one in manifests if one.platform is None or one.platform.architecture in (machine, None)]
     if len(fitting) != 1:
@@ -148,27 +154,19 @@ def _chosen(manifests: list[Entry]) -> Entry:
     return fitting[0]
 
 
-def _image(open_: Open, manifest: Manifest, digest: str) -> Layered:
-    if manifest.config is None or not manifest.layers:
-        raise BadImage("the image has no layers")
-    names = [layer.digest for layer in manifest.layers]
-    config = _document(_blob(open_, manifest.config.digest), manifest.config.digest, Configuration)
-    return _with_config(digest, lambda: (_blob(open_, name) for name in names), config)
-
-
 def _saved(open_: Open) -> Layered:
-    """What `docker save` writes: one image, its layers as files."""
+    """The image of what `docker save` writes: its layers are files."""
     images = _document(open_("manifest.json"), "manifest.json", list[Saved])
     if len(images) != 1:
         raise BadImage("the archive holds several images: save one")
     [image] = images
-    digest = hashlib.sha256(b"".join(_digest(open_(name)).encode() for name in image.layers)).hexdigest()
+    digest = hashlib.sha256(b"".join(digest_of_file(open_(name)).encode() for name in image.layers)).hexdigest()
     config = _document(open_(image.config), image.config, Configuration)
     return _with_config(f"sha256:{digest}", lambda: (open_(name) for name in image.layers), config)
 
 
 def _with_config(digest: str, layers: Callable[[], Iterator[BinaryIO]], configuration: Configuration) -> Layered:
-    own = configuration.config or Own()
+    own = configuration.config or Settings()
     env = dict(entry.split("=", 1) for entry in own.env or () if "=" in entry)
     return Layered(digest, layers, env, own.workdir or None)
 
@@ -178,7 +176,7 @@ def _blob(open_: Open, digest: str) -> BinaryIO:
     if kind != "sha256" or not value.isalnum():
         raise BadImage(f"the image names the blob {digest!r}: only sha256 digests are known")
     name = f"blobs/sha256/{value}"
-    if _digest(open_(name)) != value:
+    if digest_of_file(open_(name)) != value:
         raise BadImage(f"the blob {digest} has other content than its name says")
     return open_(name)
 
@@ -191,9 +189,7 @@ def _document(file: BinaryIO, name: str, kind: type[T]) -> T:
             raise BadImage(f"{name} is not JSON as images have it: {error}") from error
 
 
-def _digest(file: IO[bytes]) -> str:
+def digest_of_file(file: BinaryIO) -> str:
+    """The SHA-256 of an open file, which is closed."""
     with file:
-        found = hashlib.sha256()
-        while chunk := file.read(CHUNK):
-            found.update(chunk)
-        return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # BinaryIO does not name readinto

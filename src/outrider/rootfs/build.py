@@ -60,8 +60,8 @@ class Builder:
         self._note = note
 
     def build(self, recipe: Recipe, reuse: Reuse) -> Path:
-        """The SIF file of a recipe. Raises InvalidField, NotFound, BadImage with what Apptainer said, and
-        RuntimeUnavailable without it."""
+        """Build a recipe, or find an earlier build. Returns the SIF file. Raises InvalidField, NotFound, BadImage with
+        Apptainer's words, and RuntimeUnavailable without it."""
         wanted = time.time()
         whole = definition_of(recipe, self._store)
         if reuse is Reuse.SCRATCH:
@@ -100,7 +100,7 @@ class Builder:
         requirements.write_text(definition.pip, encoding="utf-8")
         recipe.write_text(definition.render(requirements), encoding="utf-8")
         self._note(f"building with {program}; this takes minutes where much is installed")
-        as_user = ["--fakeroot"] if os.geteuid() else []
+        as_user = ["--fakeroot"] if os.geteuid() else []  # apt and pip need to be root
         with log.open("wb") as out:
             done = subprocess.run(
                 [program, "build", *as_user, str(sif), str(recipe)],

@@ -1,6 +1,6 @@
-"""Images from a registry, through skopeo: it knows their protocols, credentials and mirrors better than we could.
+"""Images from a registry, through skopeo: it knows registries' protocols, credentials and mirrors better than we could.
 
-It unpacks nothing itself. Invariant: what it was given by the registry is kept only for as long as it is imported.
+It unpacks nothing itself. Invariant: what skopeo writes is kept only until it is imported.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ PULL_SECONDS = 3600
 
 
 def pull(reference: str, name: str, store: ImageStore) -> Image:
-    """Import what a reference such as `docker.io/library/python:3.12` stands for. Blocks. Raises RuntimeUnavailable
-    without skopeo, and BadImage with its words when it fails."""
+    """Import the image of a reference such as `docker.io/library/python:3.12`. Blocks. Raises InvalidField,
+    RuntimeUnavailable without skopeo, and BadImage with skopeo's words when it fails."""
     tool = shutil.which("skopeo")
     if tool is None:
         raise RuntimeUnavailable(
             "skopeo is not installed",
             hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import that",
         )
+    # One that begins with "-" would be an option.
     if not reference or reference.startswith("-") or any(char.isspace() for char in reference):
         raise InvalidField(
             f"{reference!r} is no image reference", field="reference", hint="such as docker.io/library/debian"

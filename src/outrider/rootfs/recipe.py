@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -120,7 +120,13 @@ def load_recipe(path: Path) -> Recipe:
         raise InvalidField(f"cannot read {path}: {error.strerror}", field="recipe") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise InvalidField(f"{path}: {error}", field="recipe") from error
-    return _located(recipe, path.parent.absolute())
+    folder = path.parent.absolute()
+    base = recipe.base
+    if base.kind in ("docker-archive", "oci", "localimage"):
+        base = msgspec.structs.replace(base, source=str(folder / base.source))
+    files = tuple(msgspec.structs.replace(file, source=str(folder / file.source)) for file in recipe.files)
+    requirements = str(folder / recipe.requirements) if recipe.requirements is not None else None
+    return msgspec.structs.replace(recipe, base=base, files=files, requirements=requirements)
 
 
 def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
@@ -149,7 +155,11 @@ def local_base(sif: Path) -> Header:
 def digest_of(path: Path) -> str:
     """A digest of a file or of a folder's content: names, kinds, contents, and which files may be executed."""
     found = hashlib.sha256()
-    for name in _below(path):
+    names = [str(path)]
+    for folder, folders, files in os.walk(path):
+        folders.sort()  # os.walk then goes through them in this order on every machine
+        names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
+    for name in names:
         status = os.lstat(name)
         mode = status.st_mode & 0o170111
         found.update(f"{os.path.relpath(name, path)}\0{mode:o}\0".encode("utf-8", "surrogateescape"))
@@ -163,24 +173,8 @@ def digest_of(path: Path) -> str:
     return found.hexdigest()
 
 
-def _below(path: Path) -> Iterator[str]:
-    yield str(path)
-    for folder, folders, files in os.walk(path):
-        folders.sort()
-        for name in sorted((*folders, *files)):
-            yield os.path.join(folder, name)
-
-
-def _located(recipe: Recipe, folder: Path) -> Recipe:
-    base = recipe.base
-    if base.kind in ("docker-archive", "oci", "localimage"):
-        base = msgspec.structs.replace(base, source=str(folder / base.source))
-    files = tuple(msgspec.structs.replace(file, source=str(folder / file.source)) for file in recipe.files)
-    requirements = str(folder / recipe.requirements) if recipe.requirements is not None else None
-    return msgspec.structs.replace(recipe, base=base, files=files, requirements=requirements)
-
-
 def _base(base: Base, store: ImageStore) -> tuple[Header, str]:
+    """How Apptainer is told of a base, and what its content is known by."""
     if base.kind == "image":
         image = store.image(base.source)
         return local_base(store.root(image)), image.digest
@@ -203,6 +197,7 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
+    """Refuse what would break out of its place in a definition, which has no way to quote. Raises InvalidField."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(
@@ -215,7 +210,11 @@ def _check(recipe: Recipe) -> None:
         _existing(file.source, "files")
         if not file.target.startswith("/"):
             raise InvalidField(f"{file.target!r} is no absolute path", field="files")
-    words = [recipe.base.source, recipe.base.mirror or "", *(path for file in recipe.files for path in _paths(file))]
+    words = [
+        recipe.base.source,
+        recipe.base.mirror or "",
+        *(path for file in recipe.files for path in (file.source, file.target)),
+    ]
     if any(re.search(r"\s", word) for word in words):
         raise InvalidField("a definition file takes no paths with spaces", field="files")
     lines: list[Any] = [*words, *recipe.env.values()]
@@ -224,7 +223,3 @@ def _check(recipe: Recipe) -> None:
     for text in (*lines, *recipe.commands):
         if "{{" in text or SECTION.search(text):
             raise InvalidField(f"{text!r} would be read as part of the definition's own language", field="commands")
-
-
-def _paths(file: File) -> tuple[str, str]:
-    return file.source, file.target

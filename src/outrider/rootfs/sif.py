@@ -1,8 +1,8 @@
-"""SIF, Apptainer's image file: where its root file system is in it, and how that is taken out.
+"""SIF, Apptainer's image file: finds the root file system in it, and unpacks it.
 
-Layout as the SIF specification has it: a header of 128 bytes, then descriptors of 585 bytes. Only the system partition
-is of use here, and only as squashfs, the one kind that Apptainer builds. Invariant: no more of the file is believed
-than what lies within it.
+The layout is that of the SIF specification: a header of 128 bytes, then descriptors of 585 bytes. Only the system
+partition is used, and only as squashfs, the one kind that Apptainer builds. Invariant: offsets and sizes of the file
+are believed only as far as they lie within it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from outrider.rootfs.unpack import BadImage
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_AT = 32
 HEADER = struct.Struct("<64x8q")
-"""Of the header: times of creation and change, free and all descriptors, their offset and length, those of the data."""
+"""The numbers of the header: times of creation and change, free and all descriptors, offset and length of the
+descriptors, offset and length of the data."""
 DESCRIPTOR = struct.Struct("<i?IIIqqqqqqq128s384s")
 PARTITION = 0x4004
 SQUASHFS = 1
@@ -31,7 +32,7 @@ UNSQUASHFS_SECONDS = 3600
 
 
 class Partition(NamedTuple):
-    """Where the root file system is, in bytes."""
+    """Where the root file system is in the file, in bytes."""
 
     offset: int
     size: int
@@ -44,7 +45,7 @@ def is_sif(path: Path) -> bool:
 
 
 def root_partition(path: Path) -> Partition:
-    """Raises BadImage for a SIF that has no root file system as squashfs."""
+    """The partition of the root file system. Raises BadImage if there is none, or not as squashfs."""
     length = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(HEADER.size)
@@ -68,7 +69,7 @@ def root_partition(path: Path) -> Partition:
 
 
 def unpack_sif(path: Path, target: Path) -> None:
-    """Its root file system, into an empty folder. Raises BadImage, and RuntimeUnavailable without unsquashfs."""
+    """Unpack the root file system into an empty folder. Raises BadImage, and RuntimeUnavailable without unsquashfs."""
     tool = shutil.which("unsquashfs")
     if tool is None:
         raise RuntimeUnavailable("unsquashfs is not installed", hint="it is in the package squashfs-tools")
@@ -80,13 +81,15 @@ def unpack_sif(path: Path, target: Path) -> None:
         capture_output=True,
         timeout=UNSQUASHFS_SECONDS,
     )
-    if done.returncode not in (0, 2):  # 2: something was left out, such as a device that an ordinary user cannot make
+    # 2: something was left out, such as a device, which an ordinary user cannot make.
+    if done.returncode not in (0, 2):
         raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
     make_own(target)
 
 
 def make_own(root: Path) -> None:
-    """Give all of a tree to the user who runs this, who can then read it and write to its folders."""
+    """Give all of a tree to this process's user, readable and with writable folders: as root, unsquashfs keeps the
+    owners, and sandboxes over the tree have one user."""
     user, group = os.getuid(), os.getgid()
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):

@@ -10,7 +10,6 @@ what is at `HEX/root` is whole, and never changes.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import tempfile
@@ -24,12 +23,11 @@ import msgspec
 from outrider.concurrency.build_once import build_once, locked, new_draft, remove_tree
 from outrider.config import cache_home
 from outrider.errors import InvalidField, NotFound, RequestError
-from outrider.rootfs.archives import layered
+from outrider.rootfs.archives import digest_of_file, layered
 from outrider.rootfs.sif import is_sif, unpack_sif
 from outrider.rootfs.unpack import UNREADABLE, BadImage, unpack
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?")
-CHUNK = 1 << 20
 
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,9 +57,8 @@ class ImageStore:
         checked_name(name)
         if not source.exists():
             raise NotFound(f"no file or folder {source}")
-        of_sif = source.is_file() and is_sif(source)
         try:
-            image = self._import_sif(source) if of_sif else self._import_layers(source)
+            image = self._import_sif(source) if source.is_file() and is_sif(source) else self._import_layers(source)
         except UNREADABLE as error:
             raise BadImage(f"{source} cannot be read: {error}") from error
         _replace(self._name(name), _hex(image.digest).encode())
@@ -106,12 +103,16 @@ class ImageStore:
         return True
 
     def _import_sif(self, source: Path) -> Image:
+        digest = f"sha256:{digest_of_file(source.open('rb'))}"
+
         def put(root: Path) -> Image:
             unpack_sif(source, root)
-            entries, size = _measured(root)
+            entries = size = 0
+            for folder, folders, files in os.walk(root):
+                entries += len(folders) + len(files)
+                size += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
             return Image(digest=digest, source=str(source), created=time.time(), bytes=size, entries=entries)
 
-        digest = f"sha256:{_digest_of(source)}"
         return self._made(digest, put)
 
     def _import_layers(self, source: Path) -> Image:
@@ -179,24 +180,8 @@ def _hex(digest: str) -> str:
     return digest.removeprefix("sha256:")
 
 
-def _digest_of(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
-
-
-def _measured(root: Path) -> tuple[int, int]:
-    """The number of entries, and the bytes of all files."""
-    entries = size = 0
-    for folder, folders, files in os.walk(root):
-        entries += len(folders) + len(files)
-        size += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
-    return entries, size
-
-
 def _replace(path: Path, data: bytes) -> None:
+    """Write a file that others may be reading: they see the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
     with os.fdopen(handle, "wb") as file:

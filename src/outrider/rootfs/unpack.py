@@ -1,9 +1,9 @@
-"""A root file system made from tar layers, as a folder that belongs to whoever unpacks it.
+"""Tar layers unpacked into one folder, which belongs to the user who unpacks them.
 
-It knows no image format. Links in a layer mean what they would mean with the folder as root: they are followed inside
-it, whatever they point to on the host. Ownership, set-user-id bits and extended attributes are left out, because a
-sandbox over the folder has one user; devices, sockets and pipes are left out and counted. Invariant: nothing outside
-the folder is read or written; and whatever an archive says of itself ends in its root or in a BadImage.
+It knows no image format. Ownership, set-user-id bits and extended attributes are left out, because a sandbox over the
+folder has one user; devices, sockets and pipes are left out and counted. Links in a layer are followed with the folder
+as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive says of itself: it ends in its
+root or in a BadImage.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from outrider.errors import RequestError
 
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
+"""The OCI image specification's names for what a layer removes: `.wh.NAME`, and all of a folder's lower content."""
 MAX_LINKS = 40
+"""Links followed on the way to one entry; as many as Linux follows."""
 MAX_DEPTH = 256
-"""Folders in each other. Roots of real systems have some thirty; what is too deep for a path cannot be used."""
+"""Maximum depth of folders. Roots of real systems have some thirty; a folder too deep for a path cannot be used."""
 MAX_HEADER = 1 << 20
-"""Bytes of an entry's long name or further attributes, which are read at once."""
+"""Maximum bytes of an entry's long name or extended header, which tarfile reads in one piece."""
 COPY_BYTES = 1 << 20
 PERMISSIONS = 0o777
+"""Mode bits that are kept."""
 OLDEST, NEWEST = -(1 << 31), 1 << 33
-"""Times that every file system can keep, in seconds since the epoch: 1901 to 2242."""
+"""Times that every file system can hold, in seconds since the epoch: 1901 to 2242."""
 
 
 class BadImage(RequestError):
@@ -50,15 +53,16 @@ UNREADABLE = (
     gzip.BadGzipFile,
     zlib.error,
     lzma.LZMAError,
-    ValueError,  # numbers that are none
-    OverflowError,  # numbers beyond the file's offsets
-    RecursionError,  # headers of headers of headers
+    ValueError,  # fields that are no numbers
+    OverflowError,  # numbers beyond a file's offsets
+    RecursionError,  # tarfile reads the header behind an extended header by recursion
 )
-"""What comes of reading a broken archive, beside failures of the file system."""
+"""Exceptions of reading a broken archive, besides OSError."""
 
 
 class Member(tarfile.TarInfo):
-    """An entry of an archive that nobody vouches for."""
+    """An entry whose sizes are checked: tarfile itself seeks back for a negative size, and reads a header of any size
+    into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's own way to be extended
         if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
@@ -79,7 +83,8 @@ HEADERS = (
 
 
 class Contents(msgspec.Struct):
-    """What was unpacked: so many files, folders and links, their bytes, and how many special files were left out."""
+    """What was unpacked: the number of files, folders and links, the bytes of files, and the number of special files
+    left out."""
 
     entries: int = 0
     bytes: int = 0
@@ -87,8 +92,8 @@ class Contents(msgspec.Struct):
 
 
 def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
-    """Put layers, the lowest first, into an empty folder, and close them. Tar, also compressed with gzip, bzip2 or xz.
-    Raises BadImage; the folder is then to be thrown away."""
+    """Unpack layers, the lowest first, into an empty folder, and close them. They are tar, also compressed with gzip,
+    bzip2 or xz. Raises BadImage; the folder then holds a part."""
     contents = Contents()
     for number, layer in enumerate(layers):
         try:
@@ -102,7 +107,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
 
 
 class _Layer:
-    """One layer on its way into the folder. `_own` are the places that it has put something at, and those above."""
+    """One layer being unpacked. `_own` are the places that it has written, and the folders above them: its whiteouts
+    remove only what lower layers have written, whatever the order of its entries."""
 
     def __init__(self, root: Path, contents: Contents) -> None:
         self._root = str(root)
@@ -117,7 +123,10 @@ class _Layer:
                 self._white_out(folder, name)
                 continue
             place = os.path.join(folder, name) if name else folder
-            self._claim(place)
+            above = place
+            while above not in self._own and above != self._root:
+                self._own.add(above)
+                above = os.path.dirname(above)
             if not name and not member.isdir():
                 raise BadImage(f"the entry {member.name!r} would take the place of the root")
             if member.isdir():
@@ -128,13 +137,13 @@ class _Layer:
                 self._contents.entries += 1
             else:
                 self._contents.left_out += 1
-        for place, mode, changed in reversed(folders):  # last, so that a folder may be one that nobody may write to
+        for place, mode, changed in reversed(folders):  # last: a folder may have a mode that forbids writing
             if os.path.isdir(place) and not os.path.islink(place):
                 os.chmod(place, mode & PERMISSIONS | stat.S_IRWXU)
-                _date(place, changed)
+                _set_time(place, changed)
 
     def _put(self, archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> bool:
-        """Whether it is something that can be put there."""
+        """Write an entry that is no folder. Returns False for a special file."""
         if member.issym():
             if "\0" in member.linkname:
                 raise BadImage(f"the link {member.name!r} leads to {member.linkname!r:.200}")
@@ -162,11 +171,11 @@ class _Layer:
         with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb") as file:
             shutil.copyfileobj(source, file, COPY_BYTES)
             os.fchmod(file.fileno(), mode)
-        _date(place, member.mtime)
+        _set_time(place, member.mtime)
         self._contents.bytes += member.size
 
     def _white_out(self, folder: str, name: str) -> None:
-        """Take away what lower layers have put there: a name, or all of a folder."""
+        """Remove what lower layers have written: one name, or all that is in a folder."""
         gone = os.listdir(folder) if name == OPAQUE else [name.removeprefix(WHITEOUT)]
         if not all(gone) or {".", ".."} & set(gone):
             raise BadImage(f"{name!r} takes nothing away")
@@ -175,25 +184,21 @@ class _Layer:
             if place not in self._own:
                 _clear(place)
 
-    def _claim(self, place: str) -> None:
-        while place not in self._own and place != self._root:
-            self._own.add(place)
-            place = os.path.dirname(place)
-
     def _make_folder(self, place: str) -> None:
         if os.path.islink(place) or not os.path.isdir(place):
             _clear(place)
             os.mkdir(place)
 
     def _place(self, name: str) -> tuple[str, str]:
-        """Where an entry goes: its folder, which is made if it is missing, and its name; "" for the root itself."""
+        """The folder of an entry, which is made if it is missing, and its name there; "" for the root itself."""
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name:
             raise BadImage(f"the entry {name!r:.200} points out of the image")
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:
-        """The folder at a path, links followed as with the root as `/`. What is missing, or no folder, becomes one."""
+        """The host's path of a folder, links followed with the root as `/`. What is missing or no folder is made one.
+        The kernel cannot do it: it would follow an absolute link to the host's own file."""
         at: list[str] = []
         todo = deque(parts)
         links = 0
@@ -220,14 +225,14 @@ class _Layer:
         return os.path.join(self._root, *at)
 
 
-def _date(place: str, changed: float) -> None:
-    """The nearest time that can be kept; a time that is no number is the beginning of all."""
+def _set_time(place: str, changed: float) -> None:
+    """Set the time of change, or the nearest one that file systems can hold. Headers can have NaN."""
     when = 0 if math.isnan(changed) else min(NEWEST, max(OLDEST, changed))
     os.utime(place, (when, when))
 
 
 def _clear(place: str) -> None:
-    """Take away what is at a place, a folder with all that is in it."""
+    """Remove what is at a place, a folder with all that is in it."""
     try:
         if stat.S_ISDIR(os.lstat(place).st_mode):
             shutil.rmtree(place)
