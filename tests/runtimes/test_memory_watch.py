@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from outrider.runtimes.base import ExecResult, Runtime
-from outrider.runtimes.guest import memory_watch as watch
+from outrider.runtimes.guest import memory_watch
 from outrider.runtimes.kernel import cgroups
 from outrider.spec import Resources
 
@@ -237,5 +237,5 @@ print('fine')
 
 def test_sums_of_what_the_kernel_tells() -> None:
     text = b"Name:\tRssAnon: 5 kB\nRssAnon:\t     300 kB\nRssShmem:\t       4 kB\nVmPTE:\t      20 kB\n"
-    assert watch.sum_of(text, watch.OWN) == 320 << 10
-    assert watch.sum_of(b"", watch.OWN) == 0
+    assert memory_watch.sum_of(text, memory_watch.OWN) == 320 << 10
+    assert memory_watch.sum_of(b"", memory_watch.OWN) == 0
