@@ -115,7 +115,7 @@ class Grading:
         verdict: Verdict | None = None
         try:
             if self._carry is not None:
-                async with blamed(sandbox.runtime):
+                async with mark_inside_failures(sandbox.runtime):
                     await self._take_out(sandbox.runtime)
                 self._stopwatch.lap("eval")
                 await self._stop(sandbox)
@@ -174,10 +174,10 @@ class Grading:
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
         """Where an evaluation happens: the agent's sandbox, or a new one with what was carried."""
         if self._carry is None:
-            async with blamed(agents):
+            async with mark_inside_failures(agents):
                 yield agents
             return
-        async with self._new_sandbox(self._layer) as runtime, blamed(runtime):
+        async with self._new_sandbox(self._layer) as runtime, mark_inside_failures(runtime):
             if isinstance(self._carry, list):
                 await runtime.restore(self._archive, self._carry)
             yield runtime
@@ -305,7 +305,7 @@ class GraderSandbox:
 
 
 @asynccontextmanager
-async def blamed(runtime: Runtime) -> AsyncIterator[None]:
+async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
     """Set `inside` on a failure of the sandbox, of the agent program in it or of the evaluator, if it came from inside.
 
     The sandbox must not be stopped within the block. Other failures, such as an engine's, stay as they are.

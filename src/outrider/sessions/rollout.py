@@ -32,7 +32,7 @@ from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation
-from outrider.sessions.grading import Grading, blamed
+from outrider.sessions.grading import Grading, mark_inside_failures
 from outrider.sessions.model_client import ConversationClient
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.slots import Lanes
@@ -187,7 +187,7 @@ class Rollout:
         Raises what failed, unless the agent seems to have broken its sandbox: that is an outcome, and is graded.
         """
         try:
-            async with blamed(sandbox.runtime):
+            async with mark_inside_failures(sandbox.runtime):
                 with self._node.watchdog.witness() as stalls:
                     try:
                         ended = await self._run_agent(harness, context)

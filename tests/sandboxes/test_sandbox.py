@@ -1,0 +1,104 @@
+"""A sandbox is stopped once and its folder removed, whoever fails or is cancelled meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from outrider.errors import RuntimeFailure
+from outrider.runtimes.node_host import Host
+from outrider.sandboxes.sandbox import Sandboxes
+from outrider.spec import RuntimeSpec
+from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
+
+STOPPED_ONCE = {("s", 1): 1}
+
+
+class Counted(MemoryRuntime):
+    """Has a ledger of the test's own, and fails to stop where its env says so."""
+
+    ledger: ClassVar[MemoryLedger] = MemoryLedger()
+
+    async def stop(self) -> None:
+        await super().stop()
+        if "STOP_FAILS" in self._spec.env:
+            raise OSError("busy")
+
+
+def spec(**fields: Any) -> RuntimeSpec:
+    return RuntimeSpec.model_validate({"kind": "sandboxes.test_sandbox:Counted", **fields})
+
+
+@asynccontextmanager
+async def some_sandboxes(folder: Path) -> AsyncIterator[Sandboxes]:
+    Counted.ledger = MemoryLedger()
+    async with Host(folder) as host, asyncio.TaskGroup() as background:
+        yield Sandboxes(host=host, background=background, files=folder, gateway_socket=folder / "s")
+
+
+async def test_it_is_ready_once_and_stopped_once(tmp_path: Path) -> None:
+    async with some_sandboxes(tmp_path) as sandboxes:
+        sandbox = sandboxes.make(spec(prepare=[{"run": "echo x >> prepared"}]), "s", 1)
+        await sandbox.ready()
+        await sandbox.ready()
+        assert await sandbox.runtime.read("prepared") == b"x\n"
+        assert os.listdir(tmp_path) == ["s-1"]
+        await sandbox.stop()
+        await sandbox.stop()
+    assert (Counted.ledger.stopped, os.listdir(tmp_path)) == (STOPPED_ONCE, [])
+
+
+async def test_what_cannot_be_prepared_is_stopped(tmp_path: Path) -> None:
+    async with some_sandboxes(tmp_path) as sandboxes:
+        with pytest.raises(RuntimeFailure, match="prepare step 0"):
+            await sandboxes.make(spec(prepare=[{"run": "false"}]), "s", 1).ready()
+    assert (Counted.ledger.stopped, os.listdir(tmp_path)) == (STOPPED_ONCE, [])
+
+
+async def test_what_is_cancelled_while_it_is_prepared_is_stopped(tmp_path: Path) -> None:
+    async with some_sandboxes(tmp_path) as sandboxes:
+        sandbox = sandboxes.make(spec(prepare=[{"run": "sleep 60"}]), "s", 1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await sandbox.ready()
+    assert (Counted.ledger.stopped, os.listdir(tmp_path)) == (STOPPED_ONCE, [])
+
+
+async def test_the_folder_goes_although_a_runtime_cannot_stop(tmp_path: Path) -> None:
+    async with some_sandboxes(tmp_path) as sandboxes:
+        sandbox = sandboxes.make(spec(env={"STOP_FAILS": "1"}), "s", 1)
+        await sandbox.ready()
+        with pytest.raises(OSError, match="busy"):
+            await sandbox.stop()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_sandbox_that_cannot_be_made_leaves_no_folder(tmp_path: Path) -> None:
+    async with some_sandboxes(tmp_path) as sandboxes:
+        with pytest.raises(ValueError, match="of no use"):
+            sandboxes.make(spec(kind="sandboxes.test_sandbox:Unmakeable"), "s", 1)
+    assert os.listdir(tmp_path) == []
+
+
+class Unmakeable(MemoryRuntime):
+    @classmethod
+    def create(cls, *_: Any) -> Any:
+        raise ValueError("of no use")
+
+
+async def test_the_address_of_the_gateway_is_the_one_of_the_innermost_block(tmp_path: Path) -> None:
+    async with some_sandboxes(tmp_path) as sandboxes:
+        made = []
+        with sandboxes.gateway_at("http://one"):
+            with sandboxes.gateway_at("http://two"):
+                made.append(sandboxes.make(spec(), "two", 1))
+            made.append(sandboxes.make(spec(), "one", 1))
+        assert [sandbox.runtime.endpoint for sandbox in made] == ["http://two", "http://one"]
+        for sandbox in made:
+            await sandbox.stop()
