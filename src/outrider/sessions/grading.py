@@ -142,8 +142,9 @@ class Grading:
         self._undo.push_async_callback(asyncio.to_thread, remove_tree, self._folder)
         await asyncio.to_thread(self._folder.mkdir, mode=0o700)
         if isinstance(self._carry, list):
+            # Alone: what the agent left running could change the files while they are archived.
             await runtime.snapshot(self._carry, self._archive, alone=True)
-        else:
+        else:  # "all": admission refuses that for other runtimes
             await cast(Layered, runtime).save_layer(self._archive)
             self._layer = self._archive
 
@@ -191,7 +192,7 @@ class Grading:
         """
         reward = 0.0
         try:
-            async with self._new_sandbox(layer=None) as runtime:
+            async with self._new_sandbox(layer=None) as runtime:  # without what the agent wrote
                 await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
                 done = await runtime.exec("true", seconds=PROBE_SECONDS)
                 if done.exit_code != 0:

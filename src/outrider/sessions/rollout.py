@@ -114,7 +114,19 @@ class Rollout:
                 log.exception("session %s failed unexpectedly", self._attempt.name)
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
         self._stopwatch.lap("stop")
-        return await self._result(ending)
+        build = partial(
+            session_result,
+            self._session,
+            ending.reason,
+            await self._turns(),
+            task=self._task,
+            verdict=ending.verdict,
+            error=ending.error,
+            harness_exit=ending.harness_exit,
+            forks={cause.value: number for cause, number in self.conversation.tree.forks.items()},
+            seconds=StageSeconds(**self._stopwatch.seconds),
+        )
+        return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
 
     async def _stages(self) -> Ending:
         """The steps of the attempt, in order. What it holds is released in the reverse order, whatever happens."""
@@ -158,7 +170,7 @@ class Rollout:
             await held.enter_async_context(grading)
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
-            if ended.reason is StopReason.SESSION_TIMEOUT:
+            if ended.reason is StopReason.SESSION_TIMEOUT:  # no time is left for grading
                 return Ending(reason=ended.reason)
 
             await held.enter_async_context(await lanes.eval.take(priority))
@@ -321,22 +333,6 @@ class Rollout:
             verdict=grade.verdict,
             harness_exit=HarnessExit(code=code, log_tail=log_tail) if code else None,
         )
-
-    async def _result(self, ending: Ending) -> SessionResult:
-        turns = await self._turns()
-        build = partial(
-            session_result,
-            self._session,
-            ending.reason,
-            turns,
-            task=self._task,
-            verdict=ending.verdict,
-            error=ending.error,
-            harness_exit=ending.harness_exit,
-            forks={cause.value: number for cause, number in self.conversation.tree.forks.items()},
-            seconds=StageSeconds(**self._stopwatch.seconds),
-        )
-        return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
 
     async def _enter(self, state: SessionState) -> None:
         await self._node.store.set_state(self._session.id, self._session.attempt, state)

@@ -67,7 +67,20 @@ class PrioritySemaphore:
         if not self._waiters and self._fits(quantities):
             self.taken = tuple(map(add, self.taken, quantities))
         else:
-            await self._wait(quantities, priority)
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            entry = (-priority, next(self._order), turn, quantities)
+            heapq.heappush(self._waiters, entry)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._give_back(quantities)  # the cancellation came after `_serve` had given it to this waiter
+                    raise
+                if entry in self._waiters:
+                    self._waiters.remove(entry)
+                    heapq.heapify(self._waiters)
+                self._serve()  # the next in line may fit where this one did not
+                raise
         self.served += 1
         self.waited_seconds += time.monotonic() - started
         return Slot(self, quantities)
@@ -79,22 +92,6 @@ class PrioritySemaphore:
         self.taken = tuple(map(add, self.taken, quantities))
         self.served += 1
         return Slot(self, quantities)
-
-    async def _wait(self, quantities: Quantities, priority: int) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (-priority, next(self._order), turn, quantities)
-        heapq.heappush(self._waiters, entry)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._give_back(quantities)  # the cancellation came after `_serve` had given it to this waiter
-                raise
-            if entry in self._waiters:
-                self._waiters.remove(entry)
-                heapq.heapify(self._waiters)
-            self._serve()  # the next in line may fit where this one did not
-            raise
 
     def _fits(self, quantities: Quantities) -> bool:
         return all(
