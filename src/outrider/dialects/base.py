@@ -43,7 +43,7 @@ class WireCall(msgspec.Struct, frozen=True):
     def header(self, name: bytes) -> str | None:
         """The first header of that (lower-case) name."""
         for key, value in self.headers:
-            if key == name:
+            if key == name:  # any byte is a character of latin-1: a header never fails to decode
                 return value.decode("latin-1")
         return None
 

@@ -32,6 +32,7 @@ def openai_error(error: OutriderError) -> dict[str, Any]:
             "message": text,
             "type": kind,
             "param": plain(error.field) if error.field else None,
+            # OpenAI's own code where there is one: clients look for it.
             "code": "rate_limit_exceeded" if status == 429 else _OPENAI_CODES.get(error.code, error.code),
         }
     }

@@ -219,6 +219,7 @@ TABLES: dict[str, Table] = {
 
 
 _ABSENT = Raw()
+"""Stands for a field that was not sent. It is compared by identity, which no sent value can have."""
 _LONGEST_NEUTRAL = 16
 """Bytes above which a value is not decoded to see whether it is neutral: no table has a longer one."""
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -289,6 +290,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
         return
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
         value = _ANY.decode(raw)
+        # `in` compares by value: 1.0 and True are as neutral as 1.
         if value in _ASKS_NOTHING or value in rule.neutral:
             return
     if rule.treatment is Treatment.REFUSED:

@@ -13,6 +13,7 @@ from outrider.concurrency.base64_pieces import decode_base64
 from outrider.dialects.json import quoted, refuse
 from outrider.messages import Image, Message, Part, Role, Text, image_from_bytes, image_from_url
 
+# A data URL may have parameters between its media type and `base64`, such as a charset or a file's name.
 _DATA_URL = re.compile(r"data:(image/[\w.+-]+)(?:;[^,;]*)*;base64,", re.ASCII)
 
 

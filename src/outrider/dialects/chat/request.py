@@ -95,6 +95,7 @@ _BODY = BodyReader(_Body, CHAT)
 _MESSAGE = msgspec.json.Decoder(_Message)
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
+# `developer` is OpenAI's newer word for `system`; `function` was the role of a tool before there were tools.
 _ROLES = {
     "system": Role.SYSTEM,
     "developer": Role.SYSTEM,
@@ -119,6 +120,7 @@ def parse_request(body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     _check_tool_choice(wire.tool_choice, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
+    # `max_tokens` is deprecated; clients that send both mean the newer one.
     limit = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     sampling = asked_sampling(
         wire,
@@ -245,6 +247,7 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     return Message(
         role=role,
         content=joined_text(parts),
+        # Clients send back the field they know: `reasoning_content` as it is served here, or vLLM's newer `reasoning`.
         reasoning=wire.reasoning_content or wire.reasoning or None,
         tool_calls=_tool_calls(wire, where),
         name=wire.name,
@@ -267,7 +270,8 @@ def _part(part: _Part, where: str) -> Part:
 
 
 def _tool_calls(wire: _Message, where: str) -> tuple[ToolCall, ...]:
-    if wire.function_call is not None and not wire.tool_calls:  # as clients called functions before there were tools
+    # `function_call` is the call of a function as it was before there were tools: one, and without an id.
+    if wire.function_call is not None and not wire.tool_calls:
         arguments = arguments_from_text(wire.function_call.arguments, f"{where}.function_call.arguments")
         return (ToolCall("", wire.function_call.name, arguments),)
     calls = []

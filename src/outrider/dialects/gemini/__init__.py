@@ -12,7 +12,7 @@ import msgspec
 
 from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
 from outrider.dialects.gemini.reply import RESOURCE, error_object, model_object, reply_object
-from outrider.dialects.gemini.request import Asked, parse_count, parse_request
+from outrider.dialects.gemini.request import GeminiContext, parse_count, parse_request
 from outrider.dialects.gemini.stream import GeminiStream
 from outrider.dialects.json import quoted
 from outrider.errors import NotFound, OutriderError
@@ -53,13 +53,13 @@ class GeminiDialect:
         return parse_request(call, method.model, body, memory, stream=method.verb == STREAM)
 
     def reply(self, request: ModelRequest, completion: Completion) -> bytes:
-        asked: Asked = request.reply_context
-        asked.history.answered(completion.reply)
-        return msgspec.json.encode(reply_object(completion, thoughts=asked.thoughts))
+        context: GeminiContext = request.reply_context
+        context.history.answered(completion.reply)
+        return msgspec.json.encode(reply_object(completion, thoughts=context.thoughts))
 
     def stream(self, request: ModelRequest) -> GeminiStream:
-        asked: Asked = request.reply_context
-        return GeminiStream(asked.history.answered, thoughts=asked.thoughts, events=asked.events)
+        context: GeminiContext = request.reply_context
+        return GeminiStream(context.history.answered, thoughts=context.thoughts, events=context.events)
 
     def count(self, request: ModelRequest, tokens: int) -> bytes:
         return msgspec.json.encode({"totalTokens": tokens})

@@ -32,6 +32,7 @@ from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_
 SIGNED = b"outrider:"
 """Begins our thought signatures; the id of the call that carries one follows."""
 
+# A role may be left out; `function` was the role of a tool's answers in older clients.
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')

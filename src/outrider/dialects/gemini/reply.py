@@ -110,7 +110,7 @@ def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
     return {
         "name": RESOURCE + name,
         "baseModelId": name,
-        "version": "1",
+        "version": "1",  # the API requires one; models have none here
         "displayName": name,
         "description": "",
         **limits,

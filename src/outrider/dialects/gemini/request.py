@@ -73,7 +73,7 @@ class _Generation(msgspec.Struct, rename="camel"):
     thinking_config: Raw = Raw()
 
 
-class Asked(msgspec.Struct, frozen=True):
+class GeminiContext(msgspec.Struct, frozen=True):
     """What writing the reply needs to know: the history it continues, whether thoughts are shown, and whether a stream
     is server-sent events or one JSON array."""
 
@@ -107,7 +107,7 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
     sampling = AskedSampling(
         temperature=generation.temperature,
         top_p=generation.top_p,
-        top_k=None if top_k is None else (int(top_k) or -1),
+        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens", which is -1 from here on
         max_tokens=None if limit is None else int(min(limit, MAX_TOKENS)),
         seed=generation.seed,
         stop=tuple(generation.stop_sequences or ()),
@@ -125,7 +125,7 @@ def parse_request(call: WireCall, model: str, body: bytes, memory: Memory, *, st
         ignored=bounded_notes(notes),
         stream=stream,
         caller=_caller(call),
-        reply_context=Asked(
+        reply_context=GeminiContext(
             history,
             thoughts=bool(thinking.include_thoughts),
             events=dict(parse_qsl(call.query.decode("latin-1"))).get("alt", "").lower() == "sse",
@@ -149,7 +149,7 @@ def parse_count(call: WireCall, model: str, body: bytes, memory: Memory) -> Mode
         tools_raw=tools.raw,
         sampling=AskedSampling(thinking=_thinking_switch(thinking)),
         caller=_caller(call),
-        reply_context=Asked(history),
+        reply_context=GeminiContext(history),
     )
 
 

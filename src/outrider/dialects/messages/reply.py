@@ -83,6 +83,7 @@ def reply_object(request: ModelRequest, completion: Completion) -> dict[str, Any
 
 
 def message_head(id: str, model: str) -> dict[str, Any]:
+    # The API's ids begin like this.
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
 
 

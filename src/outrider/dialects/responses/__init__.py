@@ -11,7 +11,7 @@ import msgspec
 from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
 from outrider.dialects.errors import openai_error
 from outrider.dialects.responses.reply import finished, output_items, response_id, response_object
-from outrider.dialects.responses.request import Asked, parse_request
+from outrider.dialects.responses.request import ResponsesContext, parse_request
 from outrider.dialects.responses.stream import ResponsesStream
 from outrider.errors import NotFound, OutriderError
 
@@ -38,11 +38,11 @@ class ResponsesDialect:
         return parse_request(call, body, memory, generate=call.path != COUNT)
 
     def reply(self, request: ModelRequest, completion: Completion) -> bytes:
-        asked: Asked = request.reply_context
-        output = output_items(asked, completion)
-        if asked.store is not None:
-            asked.store.keep(response_id(completion.id), asked.conversation, output)
-        return msgspec.json.encode(response_object(asked, completion, finished(completion, output)))
+        context: ResponsesContext = request.reply_context
+        output = output_items(context, completion)
+        if context.store is not None:
+            context.store.keep(response_id(completion.id), context.conversation, output)
+        return msgspec.json.encode(response_object(context, completion, finished(completion, output)))
 
     def stream(self, request: ModelRequest) -> ResponsesStream:
         return ResponsesStream(request)

@@ -19,13 +19,14 @@ import msgspec
 from outrider.dialects.base import Completion, Opening
 from outrider.dialects.errors import openai_error
 from outrider.dialects.responses.items import seal
-from outrider.dialects.responses.request import Asked
+from outrider.dialects.responses.request import ResponsesContext
 from outrider.dialects.responses.tools import custom_call
 from outrider.errors import ContextOverflow, OutriderError
 from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
 
 _PREFIX = "resp_"
+"""Begins a response's id, as the API's own do."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +39,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     incomplete: dict[str, Any] | None = None
 
 
-def response_object(asked: Asked, about: Opening | Completion, outcome: Outcome) -> dict[str, Any]:
+def response_object(context: ResponsesContext, about: Opening | Completion, outcome: Outcome) -> dict[str, Any]:
     """The response at any time of its life, ready to encode."""
     return {
         "id": response_id(about.id),
@@ -50,7 +51,7 @@ def response_object(asked: Asked, about: Opening | Completion, outcome: Outcome)
         "incomplete_details": outcome.incomplete,
         "model": about.model,
         "output": outcome.output,
-        **asked.echo,
+        **context.echo,
         "usage": outcome.usage,
     }
 
@@ -67,26 +68,26 @@ def finished(completion: Completion, output: list[dict[str, Any]]) -> Outcome:
     )
 
 
-def output_items(asked: Asked, completion: Completion) -> list[dict[str, Any]]:
+def output_items(context: ResponsesContext, completion: Completion) -> list[dict[str, Any]]:
     """The items of a whole reply, in order."""
     reply, items = completion.reply, list[dict[str, Any]]()
     if reply.reasoning:
-        items.append(reasoning_item(asked, item_id("rs", completion.id, 0), reply.reasoning))
+        items.append(reasoning_item(context, item_id("rs", completion.id, 0), reply.reasoning))
     if reply.content or not reply.tool_calls:
         items.append(message_item(item_id("msg", completion.id, len(items)), reply.content, message_status(completion)))
     for call in reply.tool_calls:
-        items.append(call_item(asked, completion.id, len(items), call))
+        items.append(call_item(context, completion.id, len(items), call))
     return items
 
 
-def reasoning_item(asked: Asked, id: str, text: str) -> dict[str, Any]:
+def reasoning_item(context: ResponsesContext, id: str, text: str) -> dict[str, Any]:
     """Reasoning, as a summary where the client asked for one, and sealed where it asked for encrypted content."""
     item: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
-    if asked.summary:
+    if context.summary:
         item["summary"] = [{"type": "summary_text", "text": text}]
     else:
         item["content"] = [{"type": "reasoning_text", "text": text}]
-    if asked.encrypted:
+    if context.encrypted:
         item["encrypted_content"] = seal(text)
     return item
 
@@ -102,12 +103,13 @@ def message_status(completion: Completion) -> str:
 
 
 def text_part(text: str) -> dict[str, Any]:
+    # The official client's type requires annotations.
     return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
 
 
-def call_item(asked: Asked, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
+def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
     """A call under the name that the client knows. One of a tool that was never offered keeps its name."""
-    tool = asked.table.get(call.name)
+    tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)
         item = {
@@ -133,6 +135,7 @@ def call_item(asked: Asked, completion_id: str, index: int, call: ToolCall) -> d
 
 
 def response_id(completion_id: str) -> str:
+    """The response's id. The id of a completion may come from an engine that serves this API itself."""
     return completion_id if completion_id.startswith(_PREFIX) else _PREFIX + completion_id
 
 

@@ -74,7 +74,7 @@ class _Body(SamplingFields, kw_only=True):
     max_output_tokens: OutputLimit | None = None
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
     """What the reply needs of its request.
 
     `echo` are the fields that the response repeats, ready to encode; `table` is the tools by the name that the model
@@ -104,7 +104,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
     include = wire.include or ()
     if _LOGPROBS in include:
         refuse("include", "log-probabilities are served by Chat Completions only")
-    sent = wire.input or []
+    sent = wire.input or []  # it may be left out: a stored conversation can be continued without a new item
     if isinstance(sent, str):
         sent = [Item("message", "user", content=Raw(msgspec.json.encode(sent)))]
     store = store_of(memory)
@@ -153,7 +153,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         ignored=bounded_notes(notes),
         stream=bool(wire.stream),
         caller=_caller(call),
-        reply_context=Asked(
+        reply_context=ResponsesContext(
             echo=_echo(wire, text, reasoning, tools.in_force),
             table=told.table,
             conversation=conversation,
@@ -198,7 +198,7 @@ def _caller(call: WireCall) -> Caller:
     parent = call.header(b"x-codex-parent-thread-id") or call.header(b"x-parent-session-id")
     own = call.header(b"thread-id") or (call.header(b"x-session-id") if parent else None)
     purpose = call.header(b"x-openai-subagent")
-    if not purpose:
+    if not purpose:  # Codex says it in one of two headers, of which the second is JSON
         try:
             purpose = _TURN_METADATA.decode(call.header(b"x-codex-turn-metadata") or "{}").request_kind
         except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -29,12 +29,13 @@ from outrider.dialects.responses.reply import (
     response_object,
     text_part,
 )
-from outrider.dialects.responses.request import Asked
+from outrider.dialects.responses.request import ResponsesContext
 from outrider.errors import OutriderError
 from outrider.messages import Delta, ToolCall
 
 _encode = msgspec.json.Encoder().encode
 _UNOPENED = Opening(id="unopened", created=0, model="")
+"""Stands for the opening in the response of a stream that fails before it opens."""
 
 
 class _ItemForm(msgspec.Struct, frozen=True):
@@ -84,9 +85,9 @@ class ResponsesStream:
     content_type = sse.CONTENT_TYPE
 
     def __init__(self, request: ModelRequest) -> None:
-        asked: Asked = request.reply_context
-        self._asked = asked
-        self._reasoning_form = _SUMMARY if asked.summary else _REASONING
+        context: ResponsesContext = request.reply_context
+        self._context = context
+        self._reasoning_form = _SUMMARY if context.summary else _REASONING
         self._about = _UNOPENED
         self._next = 0
         self._items: list[dict[str, Any]] = []
@@ -96,7 +97,7 @@ class ResponsesStream:
 
     def open(self, opening: Opening) -> bytes:
         self._about = opening
-        begun = {"response": response_object(self._asked, opening, Outcome())}
+        begun = {"response": response_object(self._context, opening, Outcome())}
         return self._event("response.created", begun) + self._event("response.in_progress", begun)
 
     def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
@@ -111,14 +112,15 @@ class ResponsesStream:
         self._ended = True
         status, calls = message_status(completion), completion.reply.tool_calls
         written = b""
+        # A reply without calls has a text item, also if its text is empty (see reply.py).
         if not calls and (self._open is None or self._open.form is not _TEXT):
             written += self._begin_item(_TEXT)
         written += self._end_item(status)
         written += b"".join([self._call(call) for call in calls])
         outcome = finished(completion, self._items)
-        if self._asked.store is not None:
-            self._asked.store.keep(response_id(completion.id), self._asked.conversation, self._items)
-        whole = {"response": response_object(self._asked, completion, outcome)}
+        if self._context.store is not None:
+            self._context.store.keep(response_id(completion.id), self._context.conversation, self._items)
+        whole = {"response": response_object(self._context, completion, outcome)}
         return written + self._event(f"response.{outcome.status}", whole)
 
     def error(self, error: OutriderError) -> bytes:
@@ -129,7 +131,7 @@ class ResponsesStream:
         told = openai_error(error)["error"]
         flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
         outcome = Outcome(status="failed", output=self._items, error=failure(error))
-        failed = {"response": response_object(self._asked, self._about, outcome)}
+        failed = {"response": response_object(self._context, self._about, outcome)}
         return self._event("error", {**flat, "error": told}) + self._event("response.failed", failed)
 
     def ping(self) -> bytes:
@@ -164,7 +166,7 @@ class ResponsesStream:
         if item is None:
             return b""
         text, form = "".join(item.said), item.form
-        done = message_item(item.id, text, status) if form is _TEXT else reasoning_item(self._asked, item.id, text)
+        done = message_item(item.id, text, status) if form is _TEXT else reasoning_item(self._context, item.id, text)
         self._items.append(done)
         return (
             self._event(f"{form.delta}.done", {**item.text_place(), "text": text})
@@ -175,7 +177,7 @@ class ResponsesStream:
     def _call(self, call: ToolCall) -> bytes:
         """All events of one call. They come at once: its arguments are known only when it is whole."""
         index = len(self._items)
-        item = call_item(self._asked, self._about.id, index, call)
+        item = call_item(self._context, self._about.id, index, call)
         self._items.append(item)
         key, name = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
         begun = {**item, key: "", "status": "in_progress"}

@@ -125,6 +125,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
                 continue
             if part.top:
                 in_force.append(spec)
+            # Tools among the items may repeat one of the request's own: then the last one counts.
             for tool in _tools_of(spec, where):
                 flat = tool.spec["function"]["name"]
                 known = table.get(flat)
