@@ -29,7 +29,7 @@ from outrider.api.gateway import Gateway
 from outrider.dialects.base import WireCall
 from outrider.dialects.chat import ChatDialect
 from outrider.engines.adapters.id_text import body_with_ids, ids_json
-from outrider.http_server import HANG_UP, HangUp
+from outrider.http_server import DISCONNECT, Disconnect
 from outrider.spec import EngineSpec
 
 NEW_TOKENS = 500
@@ -208,7 +208,7 @@ def asgi_turn(gateway: Gateway, prefix: str, call: WireCall) -> Turn:
     }
 
     async def turn(body: bytes) -> bytes:
-        scope = {**head, "extensions": {HANG_UP: HangUp()}}
+        scope = {**head, "extensions": {DISCONNECT: Disconnect()}}
         waiting = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[bytes] = []
 

@@ -1,9 +1,12 @@
-"""The HTTP server under all that we serve: uvicorn, which here also tells an application when its client hangs up.
+"""The HTTP server: uvicorn with limits for untrusted clients, and with a callback when a client disconnects.
 
-ASGI's own way, waiting for `http.disconnect`, takes a second task for every request. It knows no route. Invariants: an
-application that asked is told once, whether the client left before or after it asked; what a client sends around
-bodies, or leaves unfinished, costs a bounded amount of memory and of time; and there are no more connections at once
-than the server was made for.
+(The way of ASGI, waiting for `http.disconnect`, needs a second task for every request.) It knows no route. Invariants:
+an application that asks is told once that its client has left, whether that was before or after it asked; what a client
+sends outside of bodies, or leaves unfinished, costs a bounded amount of memory and time; and there are never more
+connections at once than the server allows.
+
+It subclasses a class of uvicorn and uses attributes that uvicorn does not document. tests/test_http_server.py lists
+them and checks them against the installed version; pyproject.toml allows only tested versions.
 """
 
 from __future__ import annotations
@@ -24,68 +27,73 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-HANG_UP = "outrider.hang_up"
+DISCONNECT = "outrider.disconnect"
 BACKLOG = 2048
 MAX_HEAD = 64 << 10
-"""Bytes of a request before its body, between two pieces of it, or behind it. Clients send a few thousand."""
+"""Maximum bytes of a request before its body, between two chunks of it, or after it. Clients send a few thousand."""
 MAX_PIPELINED = 16
-"""Requests that wait for the replies to those before them. Clients that we know send none ahead."""
+"""Maximum number of requests that a client may send ahead on one connection. The clients we know send none."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-BUSY = b"this server has all the connections that it may: try again\n"
+BUSY = b"this server has reached its maximum number of connections: try again\n"
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nretry-after: 1\r\n"
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
-"""Headers that decide who is let in and where a request ends: of two, two programs may believe different ones."""
+"""Headers that decide about access and about where a request ends. If one is there twice, a proxy before us may use the
+one and we the other, so such a request is refused."""
 
 
-class Patience(NamedTuple):
-    """Seconds. A connection is ended when a request's head takes longer than `head`, when nothing of a body comes for
-    that long, when no request follows a reply for `idle`, and when a client reads nothing of its reply for `unread`.
-    It is seen half of `head` later at most."""
+class Timeouts(NamedTuple):
+    """When a connection is closed, in seconds. Each is checked every `head` / 2 seconds.
+
+    `head`: a request's head takes longer than this, or nothing of its body arrives for so long. `idle`: no request
+    follows a reply. `unread`: the client reads nothing of its reply.
+    """
 
     head: float = 60
     idle: float = 75
     unread: float = 600
 
 
-PATIENCE = Patience()
+TIMEOUTS = Timeouts()
 
 
-class HangUp:
-    """One request's client: gone or not, and who wants to know."""
+class Disconnect:
+    """Whether the client of one request has disconnected, with a callback for when it does."""
 
-    __slots__ = ("_told", "gone")
+    __slots__ = ("_callback", "gone")
 
     def __init__(self) -> None:
         self.gone = False
-        self._told: Callable[[], object] | None = None
+        self._callback: Callable[[], object] | None = None
 
-    def tell(self, callback: Callable[[], object] | None) -> None:
-        """Have `callback` called when the client leaves, at once if it has left; None takes that back."""
-        self._told = callback
+    def notify(self, callback: Callable[[], object] | None) -> None:
+        """Call `callback` when the client disconnects, at once if it has; None removes the callback."""
+        self._callback = callback
         if self.gone and callback is not None:
             callback()
 
-    def leave(self) -> None:
+    def set(self) -> None:
         self.gone = True
-        if self._told is not None:
-            self._told()
+        if self._callback is not None:
+            self._callback()
 
 
-class Door:
-    """A server's connections: at most `most` at once. One that comes when there are as many takes the place of the one
-    that has been without a request for longest, or is told to come again where each has one."""
+class ConnectionLimit:
+    """Allows at most `most` connections to a server at once.
+
+    A new connection above the limit replaces the one that has been idle longest; if none is idle, it gets a 503.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.open = 0
         self.idle: dict[_Protocol, None] = {}
-        """By how long they have been so."""
+        """Connections without a request, the longest idle first."""
 
     def enter(self, connection: _Protocol) -> bool:
-        """Whether there is a place for it."""
+        """Count a new connection; whether it may stay."""
         self.open += 1
         if self.open > self.most:
             if not self.idle:
@@ -101,9 +109,9 @@ class Door:
         self.idle.pop(connection, None)
 
 
-class _Corked:
-    """A transport whose writes of one turn of the event loop leave together: a reply's head, its first event and its
-    first words are one system call instead of three."""
+class _CoalescedWrites:
+    """A transport that sends all writes of one pass of the event loop together: a reply's head, its first event and its
+    first tokens are one system call instead of three."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -130,25 +138,28 @@ class _Corked:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, for clients that nobody trusts. One timer of a connection looks after it now and then, since requests
-    are many and short."""
+    """uvicorn's protocol for one connection, with the limits of this module.
 
-    def __init__(self, *args: Any, patience: Patience, door: Door, **fields: Any) -> None:
+    A single timer per connection checks all timeouts now and then: there are many short requests, and setting a timer
+    for each costs more than the checks.
+    """
+
+    def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
         super().__init__(*args, **fields)
-        self._patience = patience
-        self._door = door
+        self._timeouts = timeouts
+        self._limit = limit
         self._head = 0
         self._pieces = 0
         self._due = self._moved = self.loop.time()
         self._seen = (0, 0)
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        super().connection_made(_Corked(transport))  # type: ignore[arg-type]  # it passes on what it has not
-        self._due = self.loop.time() + self._patience.head
-        self._look_later()
-        if not self._door.enter(self):
-            # Closing while something is unread would be a reset, and the client not be told why.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn narrows it, too
+        super().connection_made(_CoalescedWrites(transport))  # type: ignore[arg-type]  # it delegates the rest
+        self._due = self.loop.time() + self._timeouts.head
+        self._check_later()
+        if not self._limit.enter(self):
+            # If received data is unread at close, the kernel sends a reset, and the client may never see the 503.
             with contextlib.suppress(OSError):
                 os.read(transport.get_extra_info("socket").fileno(), MAX_HEAD)
             self.transport.write(TOO_MANY)
@@ -167,19 +178,19 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: HangUp()}  # type: ignore[dict-item]  # typed for dicts alone
-        self._due = self.loop.time() + self._patience.head
+        self.scope["extensions"] = {DISCONNECT: Disconnect()}  # type: ignore[dict-item]  # its values are typed as dicts
+        self._due = self.loop.time() + self._timeouts.head
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
-            raise ConnectionAbortedError("too many requests were sent ahead")  # ends the parsing of what has come
+            raise ConnectionAbortedError("too many requests were sent ahead")  # stops the parser
         named = [name for name, _ in self.headers if name in ONCE]
         if len(named) != len(set(named)):
             if self._busy:
                 self.transport.abort()
-            raise ValueError("a header is there twice")  # which is answered with a 400
-        self._door.idle.pop(self, None)
+            raise ValueError("a header is there twice")  # uvicorn answers a parser error with a 400
+        self._limit.idle.pop(self, None)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -191,35 +202,35 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._due = self.loop.time() + self._patience.idle
+        self._due = self.loop.time() + self._timeouts.idle
         if self.pipeline:
             super().on_response_complete()
             return
-        self._door.idle[self] = None
-        # As uvicorn has it, but for its timer of each reply, which costs more than all that is watched here.
+        self._limit.idle[self] = None
+        # uvicorn's own steps, without the keep-alive timer that it sets after each reply.
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
-        self.cycle.body = bytearray()  # of a request that was refused unread
+        self.cycle.body = bytearray()  # free what was received of a body that the application did not read
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._door.leave(self)
+        self._limit.leave(self)
         cycle = self.cycle
         super().connection_lost(exc)
         if cycle is not None and cycle.disconnected:
-            hang_up_of(cycle.scope).leave()  # type: ignore[arg-type]  # a TypedDict there
+            disconnect_of(cycle.scope).set()  # type: ignore[arg-type]  # uvicorn types the scope as a TypedDict
 
     @property
     def _busy(self) -> bool:
-        """Whether there is a request to be answered."""
+        """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _look_later(self) -> None:
-        self._timer = self.loop.call_later(self._patience.head / 2, self._look)
+    def _check_later(self) -> None:
+        self._timer = self.loop.call_later(self._timeouts.head / 2, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self.loop.time()
         seen = (self._pieces, self.transport.get_write_buffer_size())
         if seen != self._seen:
@@ -227,54 +238,55 @@ class _Protocol(HttpToolsProtocol):
         if self._overdue(now):
             self.transport.abort()
         else:
-            self._look_later()
+            self._check_later()
 
     def _overdue(self, now: float) -> bool:
         still = now - self._moved
         if self.transport.get_write_buffer_size():
-            return still >= self._patience.unread
+            return still >= self._timeouts.unread
         if not self._busy:
             return now >= self._due
         waits = self.cycle.more_body and not self.pipeline and not self.flow.read_paused
-        return waits and still >= self._patience.head
+        return waits and still >= self._timeouts.head
 
 
-def hang_up_of(scope: Scope) -> HangUp:
-    found: HangUp = scope["extensions"][HANG_UP]
+def disconnect_of(scope: Scope) -> Disconnect:
+    """Raises KeyError under another server."""
+    found: Disconnect = scope["extensions"][DISCONNECT]
     return found
 
 
 async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
-    """Do the work, unless the client hangs up first: the work is then cancelled, and that is no error."""
+    """Await the work. If the client disconnects first, cancel the work and return as usual."""
     worker = asyncio.current_task()
     assert worker is not None
-    hang_up = hang_up_of(scope)
-    hang_up.tell(worker.cancel)
+    disconnect = disconnect_of(scope)
+    disconnect.notify(worker.cancel)
     try:
         await work
     except asyncio.CancelledError:
-        if not hang_up.gone:
+        if not disconnect.gone:
             raise
         worker.uncancel()
     finally:
-        hang_up.tell(None)
+        disconnect.notify(None)
 
 
 def server_settings(
-    application: Application, patience: Patience = PATIENCE, *, connections: int = sys.maxsize
+    application: Application, timeouts: Timeouts = TIMEOUTS, *, connections: int = sys.maxsize
 ) -> uvicorn.Config:
-    """For servers that run in somebody else's event loop and are told by him when to end. `connections` is how many
-    there may be at once."""
+    """Settings for a server that runs in the caller's event loop until the caller ends it. `connections` is the maximum
+    number of connections at once."""
     return uvicorn.Config(
         application,
-        http=partial(_Protocol, patience=patience, door=Door(connections)),  # type: ignore[arg-type]  # typed for classes alone
+        http=partial(_Protocol, timeouts=timeouts, limit=ConnectionLimit(connections)),  # type: ignore[arg-type]  # typed for classes only
         ws="none",
         loop="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=min(BACKLOG, connections),  # so many are taken at a time, before any is sent away
+        backlog=min(BACKLOG, connections),  # the loop accepts this many at a time, before the limit refuses any
         server_header=False,
         date_header=False,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.http_server import HANG_UP, Application, HangUp
+from outrider.http_server import DISCONNECT, Application, Disconnect
 from support.fuzz.speaker import Request, Violation, check
 
 BOUND_SECONDS = 30.0
@@ -37,7 +37,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 async def exchange(app: Application, request: Request, *, leave_after: int | None = None) -> Answer:
     """The answer to a request. The client hangs up after so many pieces of the reply, where that is given."""
-    answer, hang_up, begun = Answer(), HangUp(), time.perf_counter()
+    answer, disconnect, begun = Answer(), Disconnect(), time.perf_counter()
     pieces = deque(request.pieces)
     told: list[bytes] = []
 
@@ -47,12 +47,12 @@ async def exchange(app: Application, request: Request, *, leave_after: int | Non
         return {"type": "http.request", "body": pieces.popleft(), "more_body": bool(pieces)}
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        if hang_up.gone:
+        if disconnect.gone:
             return
         _take(answer, told, message)
         if leave_after is not None and len(told) >= leave_after and not answer.whole:
             answer.left = True
-            asyncio.get_running_loop().call_soon(hang_up.leave)
+            asyncio.get_running_loop().call_soon(disconnect.set)
         await asyncio.sleep(0)
 
     scope = {
@@ -61,7 +61,7 @@ async def exchange(app: Application, request: Request, *, leave_after: int | Non
         "path": request.path,
         "query_string": request.query,
         "headers": list(request.headers),
-        "extensions": {HANG_UP: hang_up},
+        "extensions": {DISCONNECT: disconnect},
     }
     try:
         async with asyncio.timeout(BOUND_SECONDS):

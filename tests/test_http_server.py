@@ -1,16 +1,22 @@
-"""The HTTP server against clients that never finish what they began: what it keeps of them and for how long."""
+"""The HTTP server against clients that never finish what they began, and against new versions of uvicorn."""
 
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from packaging.requirements import Requirement
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from outrider.http_server import MAX_HEAD, MAX_PIPELINED, Application, Patience, Receive, Scope, Send, server_settings
+from outrider.http_server import MAX_HEAD, MAX_PIPELINED, Application, Receive, Scope, Send, Timeouts, server_settings
 from outrider.testing.engine_servers.app import serving
 from support.clock import pass_time, stop_time
 
@@ -18,7 +24,7 @@ GET = b"GET / HTTP/1.1\r\nhost: here\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
 PIECE = 64 << 10
 FLOOD = 32 << 20
-BRIEF = Patience(head=0.1, idle=1, unread=0.3)
+BRIEF = Timeouts(head=0.1, idle=1, unread=0.3)
 LONG = 100_000_000
 
 
@@ -50,11 +56,11 @@ async def a_connection(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, as
 
 @asynccontextmanager
 async def hasty(
-    application: Application = app, *, patience: Patience = BRIEF, connections: int = 100
+    application: Application = app, *, timeouts: Timeouts = BRIEF, connections: int = 100
 ) -> AsyncIterator[str]:
-    """The server with little patience. Time passes only as the test lets it: a busy machine makes no client slow."""
+    """The server with short timeouts. Time passes only as the test lets it: a busy machine makes no client slow."""
     stop_time()
-    config = server_settings(application, patience=patience, connections=connections)
+    config = server_settings(application, timeouts=timeouts, connections=connections)
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
@@ -214,7 +220,7 @@ WAIT = GET.replace(b"/", b"/wait", 1) + b"\r\n"
 
 
 async def test_where_all_connections_are_busy_the_next_is_told_to_come_again() -> None:
-    async with hasty(patience=Patience(), connections=3) as url, AsyncExitStack() as held:
+    async with hasty(timeouts=Timeouts(), connections=3) as url, AsyncExitStack() as held:
         busy = [await held.enter_async_context(a_connection(url)) for _ in range(3)]
         for _, writer in busy:
             writer.write(WAIT)
@@ -229,7 +235,7 @@ async def test_where_all_connections_are_busy_the_next_is_told_to_come_again() -
 
 
 async def test_a_connection_without_a_request_makes_room_for_one_with() -> None:
-    async with hasty(patience=Patience(), connections=3) as url, AsyncExitStack() as held:
+    async with hasty(timeouts=Timeouts(), connections=3) as url, AsyncExitStack() as held:
         silent = [await held.enter_async_context(a_connection(url)) for _ in range(3)]
         for _ in range(5):
             reader, writer = await held.enter_async_context(a_connection(url))
@@ -239,7 +245,7 @@ async def test_a_connection_without_a_request_makes_room_for_one_with() -> None:
 
 
 async def test_places_are_given_back() -> None:
-    async with hasty(patience=Patience(), connections=2) as url:
+    async with hasty(timeouts=Timeouts(), connections=2) as url:
         for _ in range(10):
             async with a_connection(url) as (reader, writer):
                 writer.write(GET + b"connection: close\r\n\r\n")
@@ -267,3 +273,54 @@ async def test_a_header_that_decides_is_there_once(twice: bytes) -> None:
     async with serving(app) as url, a_connection(url) as (reader, writer):
         writer.write(GET + b"accept: a\r\naccept: b\r\ncookie: c\r\ncookie: d\r\n\r\n")
         assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
+
+
+UNDOCUMENTED = {
+    "protocol": {
+        *("connection_made", "connection_lost", "data_received"),
+        *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+        *("loop", "transport", "flow", "server_state", "pipeline", "scope", "headers", "cycle"),
+    },
+    "protocol.cycle": {"scope", "body", "more_body", "response_complete", "disconnected"},
+    "protocol.flow": {"read_paused", "resume_reading"},
+    "protocol.server_state": {"connections", "tasks", "total_requests"},
+    "server": {"startup", "shutdown", "capture_signals", "should_exit", "force_exit", "server_state"},
+}
+"""What http_server.py and api/server.py use or override of uvicorn, and uvicorn does not document."""
+
+
+async def test_uvicorn_has_every_undocumented_part_that_we_use() -> None:
+    """While a request is answered, because some of them exist only then."""
+    protocols: list[HttpToolsProtocol] = []
+    found: dict[str, object] = {}
+
+    async def look(scope: Scope, receive: Receive, send: Send) -> None:
+        protocol = protocols[0]
+        found.update({"protocol": protocol, "server": uvicorn.Server(config)})
+        found.update({f"protocol.{name}": getattr(protocol, name, None) for name in ("cycle", "flow", "server_state")})
+        await app(scope, receive, send)
+
+    def make() -> HttpToolsProtocol:
+        protocols.append(HttpToolsProtocol(config=config, server_state=ServerState(), app_state={}))
+        return protocols[0]
+
+    config = uvicorn.Config(look, log_config=None)
+    config.load()
+    server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, a_connection(url) as (reader, writer):
+        writer.write(GET + b"connection: close\r\n\r\n")
+        assert (await rest(reader)).startswith(b"HTTP/1.1 200 ")
+    parts = [(owner, name) for owner, names in UNDOCUMENTED.items() for name in names]
+    missing = [f"{owner}.{name}" for owner, name in parts if not hasattr(found[owner], name)]
+    assert not missing, f"uvicorn {version('uvicorn')} has changed: adapt http_server.py and api/server.py to it"
+
+
+def test_the_installed_uvicorn_is_among_the_tested_ones() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    requirements = map(Requirement, project["dependencies"])
+    tested = next(requirement.specifier for requirement in requirements if requirement.name == "uvicorn")
+    assert version("uvicorn") in tested, (
+        f"uvicorn {version('uvicorn')} is new: run all tests, compare its httptools_impl.py with the methods that "
+        "http_server.py overrides, then widen the range in pyproject.toml"
+    )
