@@ -187,8 +187,8 @@ async def test_an_image_without_anything(world: World, kind: str) -> None:
 async def test_images_and_roots_that_cannot_be(world: World, kind: str) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"image": "not-there:1"}, "has no image"),
-        ({"image": None, "rootfs": "/srv"}, "no root folders"),
-        ({"image": None}, "needs an image"),
+        ({"image": None, "rootfs": "/srv"}, "are made of images"),
+        ({"image": None}, "need an image"),
     ]
     for fields, message in cases:
         with pytest.raises(RuntimeUnavailable, match=message) as raised:

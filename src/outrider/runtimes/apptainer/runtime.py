@@ -17,7 +17,7 @@ import msgspec
 
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command
-from outrider.rootfs.store import known_image
+from outrider.rootfs.store import ImageStore, known_image
 from outrider.runtimes.apptainer.program import (
     APPTAINER,
     CONFINEMENT,
@@ -35,7 +35,6 @@ from outrider.runtimes.kernel.mounts import inner_mounts
 from outrider.runtimes.kernel.process_marks import kill_marked
 from outrider.runtimes.limits import counted_memory, limits_in_words, rlimits, writable_bounds
 from outrider.runtimes.namespace.plan import ETC_MADE
-from outrider.runtimes.stored_image import stored_image
 from outrider.runtimes.tool_server.bundle import confined, delivery, portable_server
 from outrider.runtimes.tool_server.client import Part, ToolClient
 from outrider.runtimes.tool_server.launch import (
@@ -76,19 +75,24 @@ class ApptainerRuntime:
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
-        named = spec.image or spec.rootfs
-        if named is None:
-            raise InvalidField(
-                "an apptainer sandbox needs an image",
-                field="task.runtime.image",
-                hint="the path of a SIF file or of a root folder, or a name from `outrider image list`",
-            )
+        named = named_image(spec)
         if not named.startswith("/"):
             known_image(named)
         if spec.users > 1:
             raise InvalidField(
                 "apptainer sandboxes have one user", field="task.runtime.users", hint="use runtime kind 'namespace'"
             )
+
+
+def named_image(spec: RuntimeSpec) -> str:
+    """The path of a SIF file or root folder, or the name of an image. Raises InvalidField."""
+    if (named := spec.image or spec.rootfs) is None:
+        raise InvalidField(
+            "an apptainer sandbox needs an image",
+            field="task.runtime.image",
+            hint="the path of a SIF file or of a root folder, or a name from `outrider image list`",
+        )
+    return named
 
 
 @asynccontextmanager
@@ -134,20 +138,15 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
 
 
 def _image(spec: RuntimeSpec) -> tuple[str, dict[str, str]]:
-    """What Apptainer is to start, and the variables that our own store knows of it. Raises RuntimeUnavailable."""
-    named = spec.image or spec.rootfs
-    if named is None:
-        raise RuntimeUnavailable(
-            "the apptainer runtime needs an image",
-            hint="give task.runtime.image: the path of a SIF file or of a root folder, or a name from "
-            "`outrider image list`",
-        )
-    if named.startswith("/"):
-        if not Path(named).exists():
-            raise RuntimeUnavailable(f"there is no SIF file or root folder {named} on this node")
-        return named, {}
-    image = stored_image(named)
-    return str(image.root), image.env
+    """What Apptainer is to start, and the variables that our own store knows of it. Raises InvalidField,
+    RuntimeUnavailable."""
+    named = named_image(spec)
+    if not named.startswith("/"):
+        image = known_image(named)
+        return str(ImageStore().root(image)), image.env
+    if not Path(named).exists():
+        raise RuntimeUnavailable(f"there is no SIF file or root folder {named} on this node")
+    return named, {}
 
 
 def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path) -> list[Bind]:

@@ -19,6 +19,8 @@ from outrider.spec import MEBIBYTE, Resources
 MAX_FILES = 1 << 16
 MAX_PROCESSES = 1 << 15
 """Podman's own limit."""
+MIN_NANO_CPUS = 10_000_000
+"""Daemons refuse less."""
 NEUTRAL = {"LD_PRELOAD": "", "LD_LIBRARY_PATH": "", "LD_AUDIT": ""}
 """What an image sets of these must not load code into the tool server's interpreter."""
 
@@ -73,44 +75,33 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
             "CapAdd": list(ROOT if self.users == 1 else MANY_USERS),
-            # Between processes of the host and of a container SELinux lets no socket through.
+            # Without it SELinux lets no socket through between processes of the host and of a container.
             "SecurityOpt": ["no-new-privileges", "label=disable"],
-            "Mounts": [mount(one) for one in self.shown],
-            "Ulimits": ulimits(),
+            "Mounts": [
+                {"Type": "bind", "Source": str(one.source), "Target": one.target, "ReadOnly": True}
+                for one in self.shown
+            ],
+            # Given in every case: a daemon's default may be above its own hard limit, and then no container starts.
+            "Ulimits": [
+                ulimit("nofile", resource.RLIMIT_NOFILE, MAX_FILES),
+                ulimit("nproc", resource.RLIMIT_NPROC, MAX_PROCESSES),
+            ],
             "LogConfig": {"Type": "none", "Config": {}},
         }
         if self.oci_runtime is not None:
             config["Runtime"] = self.oci_runtime
         if sized:
             config["StorageOpt"] = {"size": f"{self.resources.disk_mb}m"}
-        return {**config, **(self._limits() if self.limits else {})}
-
-    def _limits(self) -> dict[str, int]:
-        limits = {"PidsLimit": self.resources.pids}
-        limits["Memory"] = limits["MemorySwap"] = self.resources.most_memory_mb * MEBIBYTE
-        if self.resources.cpus is not None:
-            limits["NanoCpus"] = max(10_000_000, round(self.resources.cpus * 1e9))  # less is refused
-        return limits
+        if self.limits:
+            config["PidsLimit"] = self.resources.pids
+            config["Memory"] = config["MemorySwap"] = self.resources.most_memory_mb * MEBIBYTE
+            if self.resources.cpus is not None:
+                config["NanoCpus"] = max(MIN_NANO_CPUS, round(self.resources.cpus * 1e9))
+        return config
 
 
-def mount(one: Shown) -> dict[str, Any]:
-    return {"Type": "bind", "Source": str(one.source), "Target": one.target, "ReadOnly": True}
-
-
-def ulimit(name: str, value: int) -> dict[str, Any]:
+def ulimit(name: str, kind: int, most: int) -> dict[str, Any]:
+    """A limit of a container's processes: `most`, or this process's own hard limit where that is lower."""
+    own = resource.getrlimit(kind)[1]
+    value = most if own == resource.RLIM_INFINITY else min(own, most)
     return {"Name": name, "Soft": value, "Hard": value}
-
-
-def ulimits() -> list[dict[str, Any]]:
-    """Limits of a container's processes, none above this process's own.
-
-    Without them a daemon sets its default, which may be above its own hard limit, and then no container starts."""
-    return [
-        ulimit("nofile", hard(resource.RLIMIT_NOFILE, MAX_FILES)),
-        ulimit("nproc", hard(resource.RLIMIT_NPROC, MAX_PROCESSES)),
-    ]
-
-
-def hard(kind: int, most: int) -> int:
-    limit = resource.getrlimit(kind)[1]
-    return most if limit == resource.RLIM_INFINITY else min(limit, most)

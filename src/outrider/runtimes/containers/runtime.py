@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.errors import InvalidField
 from outrider.pythons.portable import PORTABLE_AT
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.containers.create_request import ContainerRequest, Shown
@@ -64,6 +64,10 @@ class ContainerRuntime:
         )
 
     def check_spec(self, spec: RuntimeSpec) -> None:
+        self.image_name(spec)
+
+    def image_name(self, spec: RuntimeSpec) -> str:
+        """Raises InvalidField for a spec that names no image."""
         if spec.rootfs is not None:
             raise InvalidField(
                 f"{spec.kind!r} sandboxes are made of images",
@@ -76,6 +80,7 @@ class ContainerRuntime:
                 field="task.runtime.image",
                 hint=f"name one that `{self.engine.name} images` lists",
             )
+        return spec.image
 
 
 DOCKER = ContainerRuntime(DOCKER_ENGINE)
@@ -87,7 +92,7 @@ GVISOR = ContainerRuntime(DOCKER_ENGINE, oci_runtime="runsc")
 @asynccontextmanager
 async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[RunningServer]:
     """Have the daemon run a container. See tool_server/launch.py."""
-    image_name = _image_name(kind, spec)
+    image_name = kind.image_name(spec)
     daemon = await context.host.part(kind.engine.daemon)
     image = await daemon.image(image_name)
     python, bytecode = await asyncio.to_thread(portable_server)
@@ -113,21 +118,6 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
             return (await daemon.image(image_name)).id == image.id
 
         yield RunningServer(tools=tools, ended_inside=ended_inside, is_current=is_current)
-
-
-def _image_name(kind: ContainerRuntime, spec: RuntimeSpec) -> str:
-    """Raises RuntimeUnavailable for a spec that names none."""
-    if spec.rootfs is not None:
-        raise RuntimeUnavailable(
-            f"the {kind.engine.name} runtime has images, no root folders", hint="use runtime kind 'namespace'"
-        )
-    if spec.image is None:
-        raise RuntimeUnavailable(
-            f"the {kind.engine.name} runtime needs an image",
-            field="task.runtime.image",
-            hint=f"name one that `{kind.engine.name} images` lists",
-        )
-    return spec.image
 
 
 def _plan(

@@ -35,6 +35,10 @@ from outrider.runtimes.tool_server.launch import (
 from outrider.runtimes.tool_server.sandbox import SandboxPaths, ToolServerSandbox
 from outrider.spec import RuntimeSpec
 
+WORK = "work"
+SCRATCH = "tmp"
+"""Folders of the sandbox's own directory."""
+
 Program = Callable[[SandboxContext, bytes, Mapping[str, int], int], tuple[list[str], bytes]]
 """Returns the command that becomes the tool server, and the code that is sent to it first. Its arguments are the
 sandbox's context, the server's bytecode, the rlimits of each program, and `Setup.memory`."""
@@ -72,22 +76,14 @@ def sandbox_on_host(launch: Launch, spec: RuntimeSpec, context: SandboxContext) 
         launch,
         spec,
         context,
-        paths=SandboxPaths(spec.workdir, _work(context)),
+        paths=SandboxPaths(spec.workdir, str(context.directory / WORK)),
         endpoint=gateway_url(context),
-        scratch=_scratch(context),
+        scratch=str(context.directory / SCRATCH),
     )
 
 
 def gateway_url(context: SandboxContext) -> str:
     return context.gateway_url.rstrip("/")
-
-
-def _work(context: SandboxContext) -> str:
-    return str(context.directory / "work")
-
-
-def _scratch(context: SandboxContext) -> str:
-    return str(context.directory / "tmp")
 
 
 def plain_program(
@@ -107,7 +103,7 @@ async def launch(
 ) -> AsyncIterator[RunningServer]:
     """Start the tool server as a child of this process. `env` is below the spec's own. See tool_server/launch.py."""
     name = context.directory.name
-    work, scratch = _work(context), _scratch(context)
+    work, scratch = str(context.directory / WORK), str(context.directory / SCRATCH)
     groups = await context.host.part(Cgroups)
     controllers = groups.hierarchies.folders
     memory = counted_memory(spec.resources, controllers)

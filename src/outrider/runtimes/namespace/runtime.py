@@ -20,7 +20,7 @@ import msgspec
 
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
-from outrider.rootfs.store import known_image
+from outrider.rootfs.store import ImageStore, known_image
 from outrider.runtimes.base import Availability, SandboxContext
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.kernel.cgroups import Cgroups, Group
@@ -30,7 +30,6 @@ from outrider.runtimes.namespace.plan import Plan, Root, image_root, unsupported
 from outrider.runtimes.namespace.user_ids import user_ids
 from outrider.runtimes.namespace.zygote import Zygote
 from outrider.runtimes.probe_cache import ProbeCache
-from outrider.runtimes.stored_image import stored_image
 from outrider.runtimes.tool_server.client import ToolClient
 from outrider.runtimes.tool_server.launch import (
     RunningServer,
@@ -145,10 +144,11 @@ def _plan(spec: RuntimeSpec, context: SandboxContext, base: str, root: Root, gro
 
 
 def _root(spec: RuntimeSpec, zygote: Zygote) -> tuple[Root, dict[str, str]]:
-    """The root that the spec asks for, and the variables that its image sets. Raises RuntimeUnavailable."""
+    """The root that the spec asks for, and the variables that its image sets. Raises InvalidField,
+    RuntimeUnavailable."""
     if spec.image is not None:
-        image = stored_image(spec.image)
-        return image_root(image.root), image.env
+        image = known_image(spec.image)
+        return image_root(ImageStore().root(image)), image.env
     if spec.rootfs is None:
         return zygote.host_root, {}
     folder = Path(spec.rootfs)

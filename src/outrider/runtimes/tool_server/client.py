@@ -206,7 +206,9 @@ class ToolClient(asyncio.Protocol):
         outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._calls[number] = Call(outcome, on_part, room)
         self._send(frame)
-        alarm = self._loop.call_later(seconds + GRACE_SECONDS, self._late, number, method)
+        alarm = self._loop.call_later(
+            seconds + GRACE_SECONDS, self._loop.call_later, LAST_LOOK_SECONDS, self._stuck, number, method
+        )
         try:
             fields = await outcome
         except asyncio.CancelledError:
@@ -219,9 +221,6 @@ class ToolClient(asyncio.Protocol):
             return msgspec.msgpack.decode(fields, type=reply)
         except UNREADABLE as error:
             raise self._failure(f"the tool server sent a wrong reply: {error}", inside=True) from error
-
-    def _late(self, number: int, method: str) -> None:
-        self._loop.call_later(LAST_LOOK_SECONDS, self._stuck, number, method)
 
     def _stuck(self, number: int, method: str) -> None:
         call = self._calls.get(number)
@@ -277,20 +276,18 @@ class ToolClient(asyncio.Protocol):
             if self._stray < 0:
                 self._lose("the tool server keeps sending what nobody waits for", "wrong")
         elif reply.status == "part":
-            self._take_part(call, msgspec.msgpack.decode(reply.fields, type=Part).data)
+            data = msgspec.msgpack.decode(reply.fields, type=Part).data
+            call.room -= max(len(data), PART_MIN)
+            if call.room < -PART_MIN:  # the last part may be a small one
+                self._lose("the tool server sent more than it was asked for", "wrong")
+            elif call.on_part is not None:
+                call.on_part(data)
         else:
             self._stray = STRAY_MAX
             if reply.status == "ok":
                 call.outcome.set_result(reply.fields)
             else:
                 call.outcome.set_exception(self._refused(msgspec.msgpack.decode(reply.fields, type=Refusal)))
-
-    def _take_part(self, call: Call, data: bytes) -> None:
-        call.room -= max(len(data), PART_MIN)
-        if call.room < -PART_MIN:  # the last part may be a small one
-            self._lose("the tool server sent more than it was asked for", "wrong")
-        elif call.on_part is not None:
-            call.on_part(data)
 
     def _refused(self, refusal: Refusal) -> Exception:
         text = refusal.text[:TEXT_MAX]

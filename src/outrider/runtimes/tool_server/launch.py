@@ -59,7 +59,7 @@ class RunningServer:
     tools: ToolClient
     group: Group | None = None
     ended_inside: Callable[[], Awaitable[bool]] = never
-    stopped_inside: Callable[[], bool] = bool
+    stopped_inside: Callable[[], bool] = lambda: False
     is_current: Callable[[], Awaitable[bool]] = always
     layer_limit: int = 0
 

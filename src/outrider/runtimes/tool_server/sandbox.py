@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import msgspec
 
 from outrider.concurrency.cancellation import opened, shielded
-from outrider.errors import RuntimeFailure
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.pythons.ipython import WITHOUT_IPYTHON, ipython_command
 from outrider.runtimes.base import (
     MAX_OUTPUT,
@@ -93,11 +93,11 @@ class SandboxPaths:
 
     def outermost(self, paths: Sequence[str]) -> list[str]:
         """The paths that are below no other of them, each once; without the host's own, which every sandbox has."""
-        named = {f"{self.member(path)}/": path for path in paths if self._own(path)}
+        own = paths
+        if self.work is not None:
+            own = [path for path in paths if f"{self.place(path)}/".startswith(f"{self.work}/")]
+        named = {f"{self.member(path)}/": path for path in own}
         return [path for name, path in named.items() if not any(name.startswith(up) for up in named if up != name)]
-
-    def _own(self, path: str) -> bool:
-        return self.work is None or f"{self.place(path)}/".startswith(f"{self.work}/")
 
     def _seen(self, path: str) -> str:
         return posixpath.normpath(posixpath.join(self.workdir, path))
@@ -148,6 +148,8 @@ class ToolServerSandbox:
             async with self._changing, starting:
                 self._starting = starting
                 self._server = await self._launched.enter_async_context(self._launch(self._spec, self._context))
+        except InvalidField as error:  # what a spec names may have gone since it was checked
+            raise RuntimeUnavailable(error.message, field=error.field, hint=error.hint) from error
         except OSError as error:  # TimeoutError is one
             if starting.expired():
                 raise RuntimeFailure("the sandbox was stopped while it started") from error
