@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from outrider.messages import Message, Role
+from outrider.tokens.branches.segments import SegmentedSession
 from outrider.trajectory import BranchKind
 
 from .harnesses import (
@@ -199,3 +201,12 @@ def test_retries_and_cut_off_answers_say_what_took_their_place() -> None:
     harness.call(main.history, "cut", CODING, cut=True)
     main.end()
     assert harness.told() == [MAIN, ("retry", 3, 0, ""), ("aborted", 0, 0, ""), MAIN]
+
+
+def test_an_empty_reply_is_no_sign_of_a_history() -> None:
+    """A model that only thinks says nothing; clients send that back as empty text, in any conversation."""
+    empty = Message(role=Role.ASSISTANT, content="")
+    spoken = Message(role=Role.ASSISTANT, content="Done.")
+    session = SegmentedSession([])
+    assert session.replies_among([empty, Message(role=Role.USER, content="Done.")]) == set()
+    assert session.replies_among([empty, spoken]) == session.replies_among([spoken]) != set()

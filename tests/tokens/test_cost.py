@@ -123,4 +123,5 @@ def test_a_call_of_2000_tokens_keeps_less_than_10_kilobytes() -> None:
     kept = tracemalloc.get_traced_memory()[0] / 100
     tracemalloc.stop()
     assert 1900 < tokens / 100 < 2100
-    assert kept < 10_000, f"{kept:.0f} bytes a call of {tokens / 100:.0f} tokens"
+    # A call of the service keeps 200 bytes more, beside its tree (bench/memory.py).
+    assert kept < 9_800, f"{kept:.0f} bytes a call of {tokens / 100:.0f} tokens"

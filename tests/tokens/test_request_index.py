@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.messages import Message, Role
 from outrider.tokens.rendering.reply_stream import ReplyStream
-from outrider.tokens.tree import request_index as reading
+from outrider.tokens.tree import request_index
 from outrider.tokens.tree.canonical import ALL_PRINTED
 from outrider.tokens.tree.request_index import REMEMBER_EVERY, UNSTABLE_TAIL, RequestIndexer
 from outrider.tokens.tree.tree import TokenTree
@@ -102,7 +102,7 @@ SHORT = {"MIN_REMEMBERED": 1, "UNSTABLE_TAIL": 1, "REMEMBER_EVERY": 1}
 def _joins(moves: list[tuple[int, int]], **limits: int) -> list[object]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in limits.items():
-            patch.setattr(reading, name, value)
+            patch.setattr(request_index, name, value)
         return _session(moves)
 
 

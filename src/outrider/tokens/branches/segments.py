@@ -293,6 +293,7 @@ class _Ancestry:
         roots: list[int] = []
         for turn in turns:
             (roots if turn.parent is None else children[turn.parent]).append(turn.index)
+        # With a stack, because a chain of turns may be longer than Python's recursion limit.
         order: list[int] = []
         waiting = roots[::-1]
         while waiting:

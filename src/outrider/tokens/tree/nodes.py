@@ -89,6 +89,7 @@ class PromptNode:
 
     def ids(self) -> Ids:
         """The whole prompt, int32 of shape (length,)."""
+        # A loop, here and below: sessions have thousands of turns, and Python's recursion ends at a thousand.
         parts: list[bytes] = []
         prompt: PromptNode | None = self
         while prompt is not None:
@@ -113,20 +114,24 @@ class PromptNode:
 
 
 class TurnNode:
-    """A sampled reply. `output` is packed int32, `length` the tokens of prompt and output. The digests are of the reply
-    as the client was given it, of its reasoning and of the ids of its calls; all are None if the client got none."""
+    """A sampled reply. `output` is packed int32. The digests are of the reply as the client was given it, of its
+    reasoning and of the ids of its calls; all are None if the client got none."""
 
-    __slots__ = ("call_ids", "children", "index", "length", "output", "prompt", "reasoning", "reply_digest")
+    __slots__ = ("call_ids", "children", "index", "output", "prompt", "reasoning", "reply_digest")
 
     def __init__(self, index: int, prompt: PromptNode, output: bytes, reply: MessageKey | None) -> None:
         self.index = index
         self.prompt = prompt
         self.output = output
-        self.length = prompt.length + len(output) // 4
         self.reply_digest = reply.body if reply else None
         self.reasoning = reply.reasoning if reply else None
         self.call_ids = reply.call_ids if reply else None
         self.children = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return self.prompt.length + len(self.output) // 4
 
 
 class Splice(msgspec.Struct, frozen=True):
