@@ -44,7 +44,7 @@ def ipython_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ipython-home"
 
 
-class TwoHalves(LoadScopeScheduling):
+class TwoHalves(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """For two workers: one drives agents and engines of models, the other container engines. Within each one test runs
     after the other: what they look for on the machine afterwards must not be another's."""
 

@@ -50,9 +50,11 @@ def test_what_cannot_be_built_is_not_there(tmp_path: Path) -> None:
 def test_one_file_of_a_draft_replaces_what_is_out_of_date(tmp_path: Path) -> None:
     place = tmp_path / "x-1.sif"
     for text in ("old", "new"):
-        build_once(
-            place, lambda draft, text=text: (draft / "sif").write_text(text), part="sif", is_built=lambda _: False
-        )  # type: ignore[misc]  # a default argument
+
+        def build(draft: Path, text: str = text) -> None:
+            (draft / "sif").write_text(text)
+
+        build_once(place, build, part="sif", is_built=lambda _: False)
     assert place.read_text() == "new"
     assert names(tmp_path) == [".locks", "x-1.sif"]
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -198,9 +198,9 @@ async def test_the_official_sdk_drives_a_tool_call_over_two_turns(tmp_path: Path
 
 async def _ask(client: AsyncOpenAI, messages: list[Any], stream: bool) -> Any:
     if not stream:
-        whole = await client.chat.completions.create(model="any", messages=messages, tools=[BASH])
+        whole = await client.chat.completions.create(model="any", messages=messages, tools=[cast(Any, BASH)])
         return whole.choices[0].message
-    async with client.chat.completions.stream(model="any", messages=messages, tools=[BASH]) as events:
+    async with client.chat.completions.stream(model="any", messages=messages, tools=[cast(Any, BASH)]) as events:
         return (await events.get_final_completion()).choices[0].message
 
 

@@ -70,7 +70,7 @@ async def ask(client: Any, contents: Any, config: Any, *, stream: bool) -> list[
 
 
 def parts(chunks: list[types.GenerateContentResponse]) -> list[types.Part]:
-    return [part for chunk in chunks for part in chunk.candidates[0].content.parts]
+    return [part for chunk in chunks for part in (chunk.candidates or [])[0].content.parts]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -79,7 +79,7 @@ async def test_a_plain_answer(tmp_path: Path, stream: bool, path: str, version: 
     async with a_client(tmp_path, "hi there<|im_end|>", path=path, version=version) as (world, client):
         chunks = await ask(client, "hello", None, stream=stream)
     assert "".join(chunk.text or "" for chunk in chunks) == "hi there"
-    assert chunks[-1].candidates[0].finish_reason is types.FinishReason.STOP
+    assert (chunks[-1].candidates or [])[0].finish_reason is types.FinishReason.STOP
     assert chunks[-1].usage_metadata.candidates_token_count == len(world.turns[0].output_ids) // 4
     assert (chunks[-1].model_version, world.turns[0].dialect) == ("any", "gemini")
     assert len({chunk.response_id for chunk in chunks}) == 1
@@ -92,8 +92,8 @@ async def test_thoughts_are_shown_to_those_who_ask(tmp_path: Path, stream: bool)
     async with a_client(tmp_path, reply, reply) as (_, client):
         shown = parts(await ask(client, "hello", WITH_THOUGHTS, stream=stream))
         hidden = parts(await ask(client, "hello", None, stream=stream))
-    assert "".join(part.text for part in shown if part.thought) == "Let me see."
-    assert "".join(part.text for part in shown if not part.thought) == "Fine."
+    assert "".join(part.text or "" for part in shown if part.thought) == "Let me see."
+    assert "".join(part.text or "" for part in shown if not part.thought) == "Fine."
     assert [part.thought for part in hidden] == [None] * len(hidden)
 
 

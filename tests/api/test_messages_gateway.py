@@ -218,7 +218,7 @@ async def test_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_offers_hosted_tools_runs(tmp_path: Path, stream: bool) -> None:
-    hosted = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    hosted: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
     async with a_client(tmp_path, "hi<|im_end|>") as (world, client):
         await client.messages.create(**{**HELLO, "stream": stream}, extra_body={"tools": [BASH, hosted]})
         assert (await client.messages.count_tokens(model="any", messages=HELLO["messages"], tools=[BASH])) == (

@@ -101,7 +101,7 @@ async def test_calls_over_turns_append(tmp_path: Path, stream: bool) -> None:
     async with a_client(tmp_path, "Let me see." + call_markup("ls"), "done<|im_end|>") as client:
         first = await client.ask([USER], stream, tools=[FUNCTION], store=False)
         said, call = first.output
-        assert (said.type, call.type, call.name, json.loads(call.arguments)) == (
+        assert (said.type, call.type, call.name, json.loads(str(call.arguments))) == (
             "message",
             "function_call",
             "bash",

@@ -41,7 +41,8 @@ def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
     )
     with urllib.request.urlopen(request) as answer:
         if "streamed" not in HABITS:
-            return json.load(answer)["choices"][0]["message"]
+            message: dict[str, Any] = json.load(answer)["choices"][0]["message"]
+            return message
         return gathered([json.loads(line[6:]) for line in answer if line.startswith(b"data: {")])
 
 

@@ -124,7 +124,7 @@ def read(dialect: str, **fields: Any) -> ModelRequest:
 
 def sent(row: FieldRule, value: Any) -> dict[str, Any]:
     """The body's fields that hold the row's with this value."""
-    whole = value
+    whole: dict[str, Any] = value
     for name in reversed(row.name.split(".")):
         whole = {name: whole}
     if "tool_choice" in whole:

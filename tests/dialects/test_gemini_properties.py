@@ -69,7 +69,7 @@ def test_a_stream_says_what_the_one_piece_reply_says(
     said: tuple[list[Delta], Completion], thoughts: bool, events: bool
 ) -> None:
     steps, done = said
-    asked = {"generationConfig": {"thinkingConfig": {"includeThoughts": thoughts}}}
+    asked: dict[str, Any] = {"generationConfig": {"thinkingConfig": {"includeThoughts": thoughts}}}
     whole = json.loads(DIALECT.reply(read(user(text("x")), **asked), done))
     written = stream(read(user(text("x")), call=EVENTS if events else ARRAY, **asked), steps, done)
     got = chunks(written, events=events)

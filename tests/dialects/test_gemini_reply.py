@@ -18,10 +18,11 @@ from outrider.errors import (
     TooLarge,
     Unauthorized,
 )
+from outrider.lifecycle import StopReason
 from outrider.messages import Delta, ToolCall
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Ended
-from outrider.trajectory import FinishReason, StopReason
+from outrider.trajectory import FinishReason
 from support.gemini import ARRAY, DIALECT, EVENTS, chunks, completed, read, said, stream, text, user
 
 HI = user(text("hi"))

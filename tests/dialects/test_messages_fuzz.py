@@ -34,7 +34,24 @@ WORDS = (
     "x-anthropic-billing-header: x",
     "🙂",
 )
-ODD = (None, True, False, 0, -1, 1.5, 1e308, 2**70, "", "x", [], {}, [[]], [None], {"type": "text"}, {"a": {"b": []}})
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1.5,
+    1e308,
+    2**70,
+    "",
+    "x",
+    [],
+    {},
+    [[]],
+    [None],
+    {"type": "text"},
+    {"a": {"b": []}},
+)
 DONE = Completion(
     id="1",
     created=1,
@@ -189,6 +206,7 @@ class Reader:
         return [message for message in parsed if message is not None]
 
     def message(self, messages: Any, index: int) -> Message | None:
+        read: Message | None
         try:
             read = messages.parse(index)
         except RequestError:

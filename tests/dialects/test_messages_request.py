@@ -308,7 +308,7 @@ def test_callers() -> None:
 
 
 def test_only_a_count_may_end_with_a_reply() -> None:
-    ending = {"messages": [HI, assistant(text("The answer is"))]}
+    ending: dict[str, Any] = {"messages": [HI, assistant(text("The answer is"))]}
     assert len(read(WireCall("POST", COUNT_TOKENS), **ending).messages) == 2
     with pytest.raises(RequestError) as caught:
         read(**ending)

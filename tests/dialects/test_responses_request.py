@@ -145,7 +145,7 @@ def test_sampling() -> None:
 
 
 def test_the_response_repeats_its_request() -> None:
-    asked = {
+    asked: dict[str, Any] = {
         "instructions": "Be brief.",
         "max_output_tokens": 9,
         "metadata": {"a": "b"},

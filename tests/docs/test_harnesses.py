@@ -27,7 +27,9 @@ def test_a_page_begins_with_the_version_and_names_the_right_node(name: str) -> N
     assert recipe is not None
     text = page(f"docs/harnesses/{name}.md").text
     [introduction] = re.findall(r"\A# .*\n\n((?:.+\n)+)\n", text)
-    assert NUMBER.search(introduction)[1] == recipe.version
+    found = NUMBER.search(introduction)
+    assert found is not None
+    assert found[1] == recipe.version
     assert set(re.findall(r"Node\.js (\d+\.\d+\.\d+)", text)) == ({recipe.node} if recipe.node else set())
 
 

@@ -41,7 +41,8 @@ NAN = float("nan")
 
 
 def good(**fields: Any) -> Chunk:
-    return Chunk(**{"ids": [1], "logprobs": [-1.0], "finish": STOP} | fields)
+    whole: dict[str, Any] = {"ids": [1], "logprobs": [-1.0], "finish": STOP}
+    return Chunk(**whole | fields)
 
 
 def told(**fields: Any) -> ChatChunk:
@@ -260,7 +261,7 @@ async def test_parallel_calls_of_a_session_leave_a_bad_engine_together() -> None
         await pool.add_engine(odd_engine("odd", odd=2))
         for name in ("one", "two"):
             await pool.add_engine(engine_of(name))
-        assert await asyncio.gather(served(pool, "s"), served(pool, "s")) == ["one", "one"]
+        assert list(await asyncio.gather(served(pool, "s"), served(pool, "s"))) == ["one", "one"]
         assert [status.sessions for status in pool.status()] == [0, 1, 0]
 
 

@@ -73,7 +73,7 @@ async def test_a_request_as_it_is_sent() -> None:
 
 
 async def test_a_large_request_is_sent_whole() -> None:
-    pieces = [b"[", memoryview(b"0," * LARGE), b"0]"]
+    pieces: list[bytes | memoryview] = [b"[", memoryview(b"0," * LARGE), b"0]"]
     script = Script(WHOLE)
     async with a_server(script) as connections:
         response = await connections.request("POST", "/x", pieces)

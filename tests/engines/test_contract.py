@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ async def test_contract(world: World, check: Callable[[Factory], Awaitable[None]
     await check(factory_of(world, tokenizer_folder))
 
 
-ALTERED = {
+ALTERED: dict[str, Any] = {
     "temperature": 0.5,
     "stop_token_ids": (2,),
     "min_tokens": 3,

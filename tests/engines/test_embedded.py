@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +77,8 @@ def _rig(engine: EmbeddedEngine, reference: ReferenceLlama, max_tokens: int) -> 
 
 async def test_logprobs_are_raw_whatever_is_sampled_from(reference: ReferenceLlama) -> None:
     async with running() as engine:
-        for sampling in ({"temperature": 2.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 0.0}):
+        variants: list[dict[str, Any]] = [{"temperature": 2.0}, {"temperature": 1.0, "top_k": 3}, {"temperature": 0.0}]
+        for sampling in variants:
             got = await everything(engine.generate(request(seed=5, **sampling)))
             assert got.logprobs == pytest.approx(reference.logprobs(PROMPT, got.ids), abs=EXACT)
 
@@ -123,7 +125,7 @@ async def test_logprobs_equal_those_of_transformers() -> None:
 
 
 async def test_a_seed_repeats_in_any_company_and_no_seed_varies() -> None:
-    hot = {"temperature": 1.5, "max_tokens": 12}
+    hot: dict[str, Any] = {"temperature": 1.5, "max_tokens": 12}
     async with running() as engine:
         alone = await everything(engine.generate(request(seed=7, **hot)))
         asked = [request(seed=7, **hot), *(request(seed=seed, **hot) for seed in range(7))]

@@ -91,7 +91,7 @@ async def test_a_captured_reply_is_put_together() -> None:
 
 
 async def test_a_server_without_labels_serves_the_version_it_is_told() -> None:
-    choice = {"token_ids": [3], "logprobs": logprobs(-0.5)}
+    choice: dict[str, Any] = {"token_ids": [3], "logprobs": logprobs(-0.5)}
     events = [
         event({"content": "a"}, **choice) | {"prompt_token_ids": [1]},
         event({"content": "b"}, "stop", weight_versions=[{"version": "default", "start": 0, "end": 2}], **choice),
@@ -111,7 +111,7 @@ async def test_a_server_without_labels_serves_the_version_it_is_told() -> None:
     ids=["no ids", "no log-probabilities"],
 )
 async def test_a_reply_without_ids_or_logprobs_is_text(missing: dict[str, Any]) -> None:
-    choice = {"token_ids": [3], "logprobs": logprobs(-0.5)} | missing
+    choice: dict[str, Any] = {"token_ids": [3], "logprobs": logprobs(-0.5)} | missing
     events = [event({"content": "yes"}, "stop", **choice) | {"prompt_token_ids": [1]}]
     async with upstream(Answer(events=events), pages=PAGES) as (url, _):
         last = (await chat(url))[-1]

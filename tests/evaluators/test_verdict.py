@@ -55,6 +55,6 @@ def test_what_is_no_verdict_is_refused(value: Any) -> None:
     "text",
     [b"", b" \n", b"NaN", b"-Infinity", b"1e999", b"true", b"pass", b"1 2", b"\xff", b"9" * 5000, b"[" * 100_000],
 )
-def test_text_that_is_no_verdict_is_refused(text: str) -> None:
+def test_text_that_is_no_verdict_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_verdict(text)

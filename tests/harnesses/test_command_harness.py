@@ -94,7 +94,7 @@ async def test_config_files_are_written_into_home_with_the_words_escaped(sandbox
     given = context(sandbox, HarnessSpec(command=["unused"]))
     await harness.install(given)
     outcome = await harness.run(given)
-    assert json.loads(outcome.answer) == {"key": 'quote " and {model}', "url": "http://127.0.0.1:9/s/key-1"}
+    assert json.loads(outcome.answer or "") == {"key": 'quote " and {model}', "url": "http://127.0.0.1:9/s/key-1"}
 
 
 async def test_a_commands_own_files_are_written_as_a_presets_are(sandbox: Runtime) -> None:

@@ -14,7 +14,7 @@ from outrider.harnesses.inprocess import InProcessHarness
 from outrider.runtimes.base import Runtime
 from outrider.spec import HarnessSpec
 
-from .conftest import calls, context, results, says
+from .conftest import ScriptedModel, calls, context, results, says
 
 
 def test_only_an_agent_with_ipython_shows_it(monkeypatch: pytest.MonkeyPatch, ipython_home: Path) -> None:
@@ -48,5 +48,6 @@ async def test_the_model_calls_ipython(sandbox: Runtime, monkeypatch: pytest.Mon
     assert harness.mounts()
     await harness.install(given)
     await harness.run(given)
+    assert isinstance(given.model, ScriptedModel)
     assert results(given.model.asked[1]) == ["42"]
     assert given.model.tools == [["ipython"]] * 2

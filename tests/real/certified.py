@@ -35,9 +35,9 @@ async def certified(preset: str, rows: Iterable[str], *, dialect: str | None = N
     )
     asked = [row for name in rows if (row := row_named(name)) is not None]
     certificate = await certify(subject, asked, agent_seconds=300)
-    for row in certificate.rows:
-        told = " ".join([*(f"{kind} {count}" for kind, count in row.branches.items()), *row.labels])
-        print(f"{preset} ({dialect}) {row.row}: {row.verdict} {row.reason} {told} {row.seconds} s")
+    for done in certificate.rows:
+        told = " ".join([*(f"{kind} {count}" for kind, count in done.branches.items()), *done.labels])
+        print(f"{preset} ({dialect}) {done.row}: {done.verdict} {done.reason} {told} {done.seconds} s")
     return {row.row: row for row in certificate.rows}
 
 

@@ -44,7 +44,7 @@ class DialectClient(Protocol):
     sent back of a reply by a client that does not keep reasoning."""
 
     name: str
-    headers: dict[str, str]
+    headers: ClassVar[dict[str, str]]
 
     def path(self, *, stream: bool) -> str: ...
     def body(self, history: Sequence[Item], way: Way, *, stream: bool) -> Item: ...
@@ -178,7 +178,7 @@ class MessagesClient:
                     inputs[index] = inputs.get(index, "") + piece
                 case {"type": "content_block_delta", "index": index, "delta": {"type": _, **fields}}:
                     for field, piece in fields.items():
-                        blocks[index][field] += piece
+                        blocks[index][str(field)] += piece
         for index, text in inputs.items():
             blocks[index]["input"] = json.loads(text)
         return self.read({"content": blocks})

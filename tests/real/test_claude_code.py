@@ -53,7 +53,7 @@ async def test_a_subagent_is_a_conversation_of_its_own(policy_folder: Path, tmp_
 
 async def test_a_subagent_in_the_background_runs_beside_its_parent(policy_folder: Path, tmp_path: Path) -> None:
     """As it does unless it is told otherwise. Who calls first after the start is a matter of chance."""
-    replies = [
+    replies: list[str | dict[str, Any]] = [
         {"when": "[SYSTEM NOTIFICATION", "reply": "All done." + END},
         {"when": "Async agent launched", "reply": "I wait for it." + END},
         {"when": "so they run concurrently.<|im_end|>", "reply": "Written." + END},

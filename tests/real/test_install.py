@@ -30,7 +30,7 @@ COMMANDS = {
     "mini-swe-agent": ["echo hi > out.txt", "cat out.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"],
     "pi": ["echo hi > out.txt", "cat out.txt"],
 }
-RUNTIMES = {"process": ProcessRuntime, "namespace": NamespaceRuntime}
+RUNTIMES: dict[str, Any] = {"process": ProcessRuntime, "namespace": NamespaceRuntime}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,7 +140,8 @@ async def drive(preset: str, kind: str, model: Scripted, directory: Path) -> tup
 
 @pytest.mark.parametrize("preset", sorted(COMMANDS))
 def test_many_asks_install_once_and_the_program_works(preset: str) -> None:
-    there, said = installed(preset), []
+    there = installed(preset)
+    said: list[str] = []
     with ThreadPoolExecutor(8) as pool:
         folders = set(pool.map(lambda _: install(preset, said.append), range(8)))
     assert folders == {installed(preset)}

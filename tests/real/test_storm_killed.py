@@ -64,7 +64,7 @@ class Nodes:
         tokenizer, data = self.folder / "tokenizer", self.folder / "data"
         flags = f"--port 0 --data {data} --tokenizer {tokenizer} --renderer {RENDERER} --files {self.folder}"
         lanes = "--init-lane 4 --run-lane 12 --eval-lane 4"
-        command = [sys.executable, "-m", "real.storm_node", self.tally, *flags.split(), *lanes.split()]
+        command = [sys.executable, "-m", "real.storm_node", str(self.tally), *flags.split(), *lanes.split()]
         engine = {"kind": "scripted", "options": {"replies": [*RULES]}}
         env = {**os.environ, "TMPDIR": tempfile.gettempdir(), "OUTRIDER_ENGINES": json.dumps([engine])}
         with self.log.open("ab") as log:

@@ -22,7 +22,7 @@ from outrider.rootfs.unpack import NEWEST, OLDEST, BadImage, Contents, unpack
 def layer(*entries: tuple[str, Any], compression: str = "") -> io.BytesIO:
     """Each entry is a name and bytes, None for a folder, "-> x" for a link, "= x" for a hard link, or a tar type."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode=f"w:{compression}") as archive:
+    with tarfile.open(fileobj=packed, mode=f"w:{compression}") as archive:  # type: ignore[call-overload]  # one of its modes
         for name, content in entries:
             member = tarfile.TarInfo(name)
             member.mode, member.uid = 0o6755, 12345

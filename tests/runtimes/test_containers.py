@@ -151,8 +151,8 @@ async def test_of_the_host_there_is_what_was_named_read_only(world: World, kind:
         (path / "file").write_text("text")
     sandbox = await world.start(kind, mounts=(shown,), named=[Mount(source=str(named), target="/data")])
     assert await output(sandbox, f"cat {shown}/file /data/file") == "texttext"
-    for path in (f"{shown}/new", "/data/new", "/run/outrider/tools/new", "/run/outrider-python/new"):
-        assert "Read-only file system" in await output(sandbox, f"touch {path}")
+    for place in (f"{shown}/new", "/data/new", "/run/outrider/tools/new", "/run/outrider-python/new"):
+        assert "Read-only file system" in await output(sandbox, f"touch {place}")
     assert "No such file" in await output(sandbox, f"ls {folder}/s0")
 
 

@@ -135,8 +135,8 @@ def test_refusals_name_the_file_and_the_hunk(text: str, why: str) -> None:
 def test_what_difflib_writes_is_applied(before: bytes, after: bytes, context: int) -> None:
     """Files that end with a newline: difflib does not mark those that do not."""
     before, after = before.rstrip(b"\n") + b"\n", after.rstrip(b"\n") + b"\n"
-    sides = [[line.decode() for line in lines_of(data)] for data in (before, after)]
-    text = "".join(difflib.unified_diff(*sides, "a/f", "b/f", n=context))
+    old, new = ([line.decode() for line in lines_of(data)] for data in (before, after))
+    text = "".join(difflib.unified_diff(old, new, "a/f", "b/f", n=context))
     if text:
         assert one(before, text) == after
 

@@ -12,7 +12,7 @@ from outrider.plugins import names, resolve
 from outrider.runtimes.namespace import user_ids
 from outrider.spec import RuntimeSpec
 
-REFUSED = (
+REFUSED: tuple[tuple[Any, ...], ...] = (
     ("process", {"rootfs": "/usr"}, "rootfs"),
     ("process", {"image": "debian"}, "image"),
     ("process-landlock", {"mounts": [{"source": "/usr"}]}, "mounts"),

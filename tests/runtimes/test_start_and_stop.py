@@ -32,7 +32,7 @@ class SlowLaunch:
             self.begun.set()
             await asyncio.Event().wait()
             raise AssertionError("nobody sets it")
-            yield
+            yield  # type: ignore[unreachable]  # makes it a generator
 
     async def _undo(self) -> None:
         self.undoing.set()
@@ -56,7 +56,7 @@ async def test_a_stop_never_raises(world: World, caplog: pytest.LogCaptureFixtur
             undo.push_async_callback(undone, context.directory.name, plain)
             undo.push_async_callback(undone, context.directory.name, odd)
             raise RuntimeFailure("not today")
-            yield
+            yield  # type: ignore[unreachable]  # makes it a generator
 
     sandbox = world.create_with(KindOf(launch))
     async with asyncio.timeout(10):

@@ -8,6 +8,7 @@ import os
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -89,7 +90,11 @@ def dead(pid: str) -> bool:
 async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_path: Path) -> None:
     bytecode = await asyncio.to_thread(compiled, (), sys.executable, ())
     async with a_server(bytecode, tmp_path, lifetime=2) as server:
-        args = {"argv": [], "script": "echo $$ > pid; setsid sleep 3030 & echo $! > child; wait", "env": {}}
+        args: dict[str, Any] = {
+            "argv": [],
+            "script": "echo $$ > pid; setsid sleep 3030 & echo $! > child; wait",
+            "env": {},
+        }
         args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
         with pytest.raises(RuntimeFailure, match="end of its lifetime"):
             await server.tools.call("exec", args, ExecDone)
@@ -103,7 +108,7 @@ async def test_what_a_server_cannot_kill_the_host_kills(tmp_path: Path) -> None:
     harmless = program().replace("SIGKILL", "SIGCONT")
     bytecode = marshal.dumps(compile(harmless, "toolserver", "exec", dont_inherit=True))
     async with a_server(bytecode, tmp_path) as server:
-        args = {"argv": [], "script": "setsid sleep 3031 > /dev/null 2>&1 & echo $! > pid", "env": {}}
+        args: dict[str, Any] = {"argv": [], "script": "setsid sleep 3031 > /dev/null 2>&1 & echo $! > pid", "env": {}}
         args |= {"cwd": str(tmp_path), "stdin": b"", "ms": 60_000, "cap": 1000, "merged": False}
         await server.tools.call("exec", args, ExecDone)
     assert dead((tmp_path / "pid").read_text().strip())

@@ -30,7 +30,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def world(tmp_path: Path, tokenizer: Path) -> Iterator[MakeWorld]:
+def world(tmp_path: Path, tokenizer: Path) -> MakeWorld:
     """`async with world(replies, **settings)`: a service on the data folder of this test."""
 
     def make(*replies: Any, **settings: Any) -> AbstractAsyncContextManager[World]:

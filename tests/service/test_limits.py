@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from outrider.config import LanesConfig
@@ -58,7 +60,7 @@ async def test_session_timeout_has_no_verdict(world: MakeWorld) -> None:
     ],
     ids=["init", "start", "prepare"],
 )
-async def test_session_timeout_before_the_run(world: MakeWorld, fields: dict) -> None:
+async def test_session_timeout_before_the_run(world: MakeWorld, fields: dict[str, Any]) -> None:
     async with world() as w:
         result = result_of(await w.run("ask", limits={"session_seconds": 0.1}, **fields))
         assert (result.stop_reason, result.verdict, result.error) == (StopReason.SESSION_TIMEOUT, None, None)

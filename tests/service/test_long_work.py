@@ -9,8 +9,9 @@ import random
 from typing import Any
 
 from outrider.concurrency.watchdog import Watchdog
+from outrider.lifecycle import StopReason
 from outrider.schemas import SampleList
-from outrider.trajectory import BranchKind, LogprobKind, Sample, StopReason, TokenMode
+from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
 
 from .conftest import MakeWorld
 from .world import group

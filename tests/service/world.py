@@ -82,14 +82,16 @@ class World:
 def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> GroupSpec:
     """A group of actors. `evaluator`, `runtime`, `limits` and other parts of the task may be given as objects; the
     rest of `fields` is the group's."""
-    of_group = {name: fields.pop(name) for name in ("priority", "idempotency_key", "callback_url") if name in fields}
+    of_group: dict[str, Any] = {
+        name: fields.pop(name) for name in ("priority", "idempotency_key", "callback_url") if name in fields
+    }
     verdicts = fields.pop("verdicts", [1.0])
     task = {
         "instruction": "do it",
         "harness": {"agent": ACTOR, "options": {"do": list(do) or ["ask"], "init": list(init)}},
         "evaluator": {"kind": "callable", "path": GRADER, "options": {"verdicts": verdicts}},
     }
-    runtime = {"kind": SANDBOX} | fields.pop("runtime", {})
+    runtime: dict[str, Any] = {"kind": SANDBOX} | fields.pop("runtime", {})
     return validate_group({"task": task | {"runtime": runtime} | fields, "n": n, **of_group})
 
 

@@ -23,13 +23,13 @@ class Echoing(ScriptedEngine):
 
     def __init__(self, options: EngineOptions, *, changed: int | None, more: int | None) -> None:
         super().__init__(options)
-        self._changed = changed
+        self._ids_changed = changed
         self._more = more
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         ids: list[int] | None = None
-        if self._changed is not None:
-            ids = [token + (at < self._changed) for at, token in enumerate(request.input_ids.tolist())]
+        if self._ids_changed is not None:
+            ids = [token + (at < self._ids_changed) for at, token in enumerate(request.input_ids.tolist())]
         async for chunk in super().generate(request):
             told = None if chunk.finish is None or self._more is None else len(request.input_ids) + self._more
             yield msgspec.structs.replace(chunk, prompt_ids=ids, prompt_tokens=told)

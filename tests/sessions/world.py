@@ -131,7 +131,7 @@ async def a_world(
             history=history,
             record=record,
             sample_index=sample_index,
-            on_limit=lambda: world and world.limits_told.append(world.conversation.limit),
+            on_limit=lambda: world.limits_told.append(world.conversation.limit) if world else None,
         )
         try:
             world = World(conversation, engine, turns)

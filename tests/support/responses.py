@@ -89,7 +89,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
     """The events of a stream, each named by its type, numbered one by one and of a type the official client knows."""
     *blocks, rest = stream.decode().split("\n\n")
     assert rest == ""
-    found = []
+    found: list[Any] = []
     for block in blocks:
         if block.startswith(":"):
             continue

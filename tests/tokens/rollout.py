@@ -20,7 +20,8 @@ from outrider.tokens.branches.classify import lineages
 from outrider.tokens.rendering.renderer import FamilyRenderer, History
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.samples import POLICY, Policy, build_samples, count_session
-from outrider.tokens.tree.tree import Joined, PromptNode, TokenTree
+from outrider.tokens.tree.nodes import PromptNode
+from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import (
     HEAD_CHANGES,
     BranchKind,

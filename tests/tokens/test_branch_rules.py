@@ -24,4 +24,4 @@ def test_every_rule_decides_in_some_session(monkeypatch: pytest.MonkeyPatch) -> 
     for name, session in (vars(test_branches) | vars(test_compactions)).items():
         if name.startswith("test_"):
             session()
-    assert seen == {rule.name for rule in (*RULES, *TURN_RULES)}
+    assert seen == {rule.name for rule in RULES} | {rule.name for rule in TURN_RULES}

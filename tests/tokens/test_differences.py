@@ -175,8 +175,8 @@ def test_every_row_has_its_cases() -> None:
 def test_a_row_has_its_effect(row: Any) -> None:
     family = "qwen3.5" if row.change == "white space around other text" else "qwen3"
     for change in CASES[row.change]:
-        recorded = RECORDED.get(row.change, lambda messages: messages)(wire_history())
-        sent = change(RECORDED.get(row.change, lambda messages: messages)(wire_history()))
+        record: Callable[[Any], Any] = RECORDED.get(row.change, lambda messages: messages)
+        recorded, sent = record(wire_history()), change(record(wire_history()))
         assert sent != recorded
         assert keeps(renderer_showing(everything=False, family=family), recorded, sent) is (
             row.effect is not Effect.FORK

@@ -97,7 +97,7 @@ def test_an_answer_that_was_not_used_is_dropped_unless_the_task_says_otherwise()
     assert [sample.turns for sample in rollout.check_samples()] == [(1,)]
     counts, unused = count_session(rollout.turns).tokens, len(rollout.gave[0])
     assert (counts.trained, counts.masked, counts.dropped) == (len(rollout.gave[1]), 0, unused)
-    voting = POLICY | {BranchKind.RETRY: BranchPolicy.TRAIN}
+    voting = dict(POLICY) | {BranchKind.RETRY: BranchPolicy.TRAIN}
     assert [sum(sample.loss_mask) for sample in rollout.check_samples(voting)] == [counts.trained, unused]
 
 

@@ -11,13 +11,13 @@ from pydantic import TypeAdapter
 from outrider.errors import RequestError
 from outrider.messages import Message, ParsedMessages, Role
 from outrider.tokens.rendering.chat_template import ChatTemplate, conversation_dicts, new_message_dicts
-from outrider.tokens.rendering.renderer import ThinkingSwitch
+from outrider.tokens.rendering.renderer import FamilyRenderer, ThinkingSwitch
 from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import ForkCause, JoinKind
 from support.steps import run_inline
 
-from .renderers import FAMILIES, FamilyRenderer, family_renderer, small_tokenizer
+from .renderers import FAMILIES, family_renderer, small_tokenizer
 
 ASKED = Message(role=Role.USER, content="Where is it?")
 SAID = Message(role=Role.ASSISTANT, content="There.")
