@@ -13,7 +13,6 @@ from outrider.dialects.base import Completion, Opening
 from outrider.engines.base import Chunk, GenerateRequest
 from outrider.errors import ContextOverflow, EngineMisbehaved, EngineUnavailable, RequestError, ServiceError
 from outrider.lifecycle import StopReason
-from outrider.messages import Delta
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Ended
 from outrider.sessions.transcript import transcript
@@ -50,16 +49,15 @@ async def test_recorded_logprobs_are_the_engines_own(tmp_path: Path) -> None:
 
 async def test_text_is_streamed_while_the_engine_is_still_generating(tmp_path: Path) -> None:
     async with a_world(tmp_path, [{"reply": "first words and more<|im_end|>", "stall": 4}]) as world:
-        async with aclosing(world.conversation.call(chat_request(USER), dialect="chat")) as steps:
-            assert isinstance(await anext(steps), Opening)
-            early = ""
+        async with aclosing(world.conversation.call(chat_request(USER), dialect="chat")) as batches:
+            opening, *first = await anext(batches)
+            assert isinstance(opening, Opening)
+            early = text_of(first)
             while not early:
-                step = await anext(steps)
-                assert isinstance(step, Delta)
-                early += step.text
+                early += text_of(await anext(batches))
             assert world.turns == []
             world.engine.release()
-            rest = [step async for step in steps]
+            rest = [step async for steps in batches for step in steps]
         assert early + text_of(rest) == "first words and more"
         assert isinstance(rest[-1], Completion)
         assert len(world.turns) == 1
@@ -67,9 +65,9 @@ async def test_text_is_streamed_while_the_engine_is_still_generating(tmp_path: P
 
 async def test_a_caller_that_leaves_aborts_upstream_and_its_tokens_are_recorded(tmp_path: Path) -> None:
     async with a_world(tmp_path, [{"reply": "never to be finished<|im_end|>", "stall": 3}]) as world:
-        async with aclosing(world.conversation.call(chat_request(USER), dialect="chat")) as steps:
-            for _ in range(4):  # the opening and three tokens
-                await anext(steps)
+        async with aclosing(world.conversation.call(chat_request(USER), dialect="chat")) as batches:
+            for _ in range(3):  # a token each
+                await anext(batches)
         assert world.engine.abort_seen.is_set()
         [turn] = world.turns
         assert (turn.finish, len(unpack_ids(turn.output_ids))) == (FinishReason.ABORT, 3)

@@ -22,6 +22,7 @@ from outrider.sessions.calls.body_limits import (
     MAX_TOOLS,
     MAX_VALUES,
     Bodies,
+    Body,
     Capacity,
     Intake,
     TooMuchAtOnce,
@@ -105,7 +106,7 @@ async def test_a_body_beyond_its_capacity_is_refused_while_it_arrives() -> None:
             came += 1
             yield bytes(1 << 16)
 
-    with bodies.next() as body, pytest.raises(ContextOverflow):
+    with Body(bodies) as body, pytest.raises(ContextOverflow):
         await body.received(endless(), small)
     assert came == (FREE_SIZE + BYTES_PER_TOKEN * 4096) // (1 << 16) + 1
     assert (bodies.size, bodies.intake.size) == (0, 0)
@@ -114,12 +115,12 @@ async def test_a_body_beyond_its_capacity_is_refused_while_it_arrives() -> None:
 async def test_a_session_holds_no_more_than_its_share_until_its_calls_end() -> None:
     bodies = Bodies(Intake())
     half = bytes(MAX_IN_SESSION // 2 - (1 << 16))
-    with bodies.next() as first, bodies.next() as second:
+    with Body(bodies) as first, Body(bodies) as second:
         assert await first.received(sent([half]), pictures) == half
         await second.received(sent([half]), pictures)
-        with bodies.next() as third, pytest.raises(TooMuchAtOnce, match="this session"):
+        with Body(bodies) as third, pytest.raises(TooMuchAtOnce, match="this session"):
             await third.received(sent([bytes(1 << 18)]), pictures)
-    with bodies.next() as third:
+    with Body(bodies) as third:
         await third.received(sent([bytes(1 << 18)]), pictures)
     assert bodies.size == 0
 
@@ -136,14 +137,14 @@ async def test_the_room_of_a_body_that_arrives_slowly_goes_to_others() -> None:
     part = bytes(MAX_BODY)
 
     async def hog() -> None:
-        with Bodies(shared).next() as body:
+        with Body(Bodies(shared)) as body:
             await body.received(unfinished(), pictures)
 
     hogs = [asyncio.ensure_future(hog()) for _ in range(MAX_IN_ALL // MAX_BODY)]
     for _ in hogs:
         await begun.acquire()
     assert shared.size == MAX_IN_ALL
-    with Bodies(shared).next() as body:
+    with Body(Bodies(shared)) as body:
         assert await body.received(sent([part]), pictures) is part
         with pytest.raises(TooMuchAtOnce, match="slowly"):
             await hogs[0]
@@ -160,7 +161,7 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused() -> None:
         await asyncio.Event().wait()
         yield b""
 
-    with Bodies(Intake(seconds=0)).next() as body, pytest.raises(TooSlow):
+    with Body(Bodies(Intake(seconds=0))) as body, pytest.raises(TooSlow):
         await body.received(never(), pictures)
 
 

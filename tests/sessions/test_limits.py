@@ -95,10 +95,10 @@ async def test_calls_that_ask_for_all_there_is_still_run_side_by_side(tmp_path: 
     together = asyncio.Barrier(8)
 
     async def sub_agent(world: World, number: int) -> None:
-        async with aclosing(world.conversation.call(chat_request(asking(number)), dialect="chat")) as steps:
-            await anext(steps)
+        async with aclosing(world.conversation.call(chat_request(asking(number)), dialect="chat")) as batches:
+            await anext(batches)
             await together.wait()
-            assert isinstance([step async for step in steps][-1], Completion)
+            assert isinstance([steps async for steps in batches][-1][-1], Completion)
 
     async with a_world(tmp_path, [WORDS], limits=Limits(response_tokens=8 * PROMISED_TOKENS)) as world:
         async with asyncio.timeout(10), asyncio.TaskGroup() as group:
@@ -126,13 +126,13 @@ async def test_a_call_beyond_its_promise_is_cut_where_another_was_promised_the_r
     async with a_world(tmp_path, replies, limits=limits, chunk_tokens=64) as world, asyncio.TaskGroup() as group:
         greedy = group.create_task(world.ask(asking(1)))
         await world.engine.stalled.wait()
-        steps = world.conversation.call(chat_request(asking(2), max_tokens=45), dialect="chat")
-        async with aclosing(steps):
-            await anext(steps)
+        batches = world.conversation.call(chat_request(asking(2), max_tokens=45), dialect="chat")
+        async with aclosing(batches):
+            await anext(batches)
             world.engine.release()
             assert (await greedy).finish is FinishReason.LENGTH
             assert lengths(world.turns) == [PROMISED_TOKENS + 5]
-            last = [step async for step in steps][-1]
+            last = [steps async for steps in batches][-1][-1]
             assert isinstance(last, Completion)
             assert last.finish is FinishReason.STOP
         assert lengths(world.turns) == [PROMISED_TOKENS + 5, 40]
@@ -189,8 +189,8 @@ async def test_the_turn_of_a_call_that_failed_is_free_again(tmp_path: Path) -> N
 
 async def test_a_reply_that_is_still_being_read_counts_as_one_turn(tmp_path: Path) -> None:
     async with a_world(tmp_path, [WORDS], limits=Limits(turns=2)) as world:
-        async with aclosing(world.conversation.call(chat_request(asking(1)), dialect="chat")) as steps:
-            while not isinstance(await anext(steps), Completion):
+        async with aclosing(world.conversation.call(chat_request(asking(1)), dialect="chat")) as batches:
+            while not isinstance((await anext(batches))[-1], Completion):
                 pass
             async with asyncio.TaskGroup() as group:
                 group.create_task(world.ask(asking(2)))

@@ -52,8 +52,8 @@ class World:
 
     async def steps(self, *messages: dict[str, Any], **fields: Any) -> list[Step]:
         """All steps of one Chat call."""
-        async with aclosing(self.conversation.call(chat_request(*messages, **fields), dialect="chat")) as steps:
-            return [step async for step in steps]
+        async with aclosing(self.conversation.call(chat_request(*messages, **fields), dialect="chat")) as batches:
+            return [step async for steps in batches for step in steps]
 
     async def ask(self, *messages: dict[str, Any], **fields: Any) -> Completion:
         last = (await self.steps(*messages, **fields))[-1]

@@ -8,7 +8,7 @@ A client that hangs up aborts its generation upstream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol
 from urllib.parse import parse_qsl
@@ -16,12 +16,13 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from outrider.dialects import dialect_of_unknown_routes, dialects
-from outrider.dialects.base import Action, Completion, Dialect, ModelRequest, Opening, StreamWriter, WireCall
+from outrider.dialects.base import Action, Completion, Dialect, Opening, StreamWriter, WireCall
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.file_descriptors import EACH_MOST
 from outrider.http_server import Receive, Scope, Send, while_connected
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Body, TooMuchAtOnce
+from outrider.sessions.calls.call import Step
 from outrider.sessions.conversation import Conversation, Ended
 
 PREFIX = "/s/"
@@ -62,7 +63,7 @@ class Gateway:
             return
         key, path = _split(scope["path"])
         call = _wire_call(scope, path)
-        reply = _Reply(send)
+        reply = _ClientReply(send)
         dialect = self._fallback
         try:
             routed = self._route(call)
@@ -106,23 +107,29 @@ class Gateway:
         conversation: Conversation,
         scope: Scope,
         receive: Receive,
-        reply: _Reply,
+        reply: _ClientReply,
     ) -> None:
         dialect = routed.dialect
         if routed.action in (Action.MODELS, Action.MODEL):
             names = [conversation.backend.model]
             await reply.whole(200, dialect.models(call, names, await conversation.context_tokens()))
             return
-        with conversation.bodies.next() as body:
+        with Body(conversation.bodies) as body:
             try:
-                await while_connected(scope, self._answered(routed, call, conversation, body, receive, reply))
+                await while_connected(scope, self._answer(routed, call, conversation, body, receive, reply))
             except asyncio.CancelledError:
                 if conversation.open:
                     raise
                 await _cut_off(reply)
 
-    async def _answered(
-        self, routed: _Routed, call: WireCall, conversation: Conversation, body: Body, receive: Receive, reply: _Reply
+    async def _answer(
+        self,
+        routed: _Routed,
+        call: WireCall,
+        conversation: Conversation,
+        body: Body,
+        receive: Receive,
+        reply: _ClientReply,
     ) -> None:
         """Receive a request, read it and answer it."""
         dialect = routed.dialect
@@ -130,39 +137,15 @@ class Gateway:
         if routed.action is Action.COUNT_TOKENS:
             await reply.whole(200, dialect.count(request, await conversation.count(request)))
             return
-        writer = dialect.stream(request) if request.stream else None
-        work = self._answer(dialect, request, conversation, writer, reply)
-        await (work if writer is None else _kept_alive(work, reply, writer))
-
-    async def _answer(
-        self,
-        dialect: Dialect,
-        request: ModelRequest,
-        conversation: Conversation,
-        writer: StreamWriter | None,
-        reply: _Reply,
-    ) -> None:
-        async with aclosing(conversation.call(request, dialect=dialect.name)) as steps:
-            if writer is None:
-                async for step in steps:
-                    if isinstance(step, Completion):
-                        await reply.whole(200, dialect.reply(request, step))
-                return
-            piece = conversation.backend.renderer.tokenizer.token_bytes
-            try:
-                async for step in steps:
-                    match step:
-                        case Delta():
-                            pieces = tuple(map(piece, step.ids)) if request.logprobs else ()
-                            await reply.more(writer.delta(step, pieces))
-                        case Opening():
-                            await reply.begin(writer.content_type, writer.open(step))
-                        case Completion():
-                            await reply.end(writer.close(step))
-            except OutriderError as error:
-                if not reply.begun:
-                    raise
-                await reply.end(writer.error(error))
+        async with aclosing(conversation.call(request, dialect=dialect.name)) as batches:
+            if request.stream:
+                writer = dialect.stream(request)
+                token_bytes = conversation.backend.renderer.tokenizer.token_bytes if request.logprobs else None
+                await _kept_alive(_stream(batches, writer, token_bytes, reply), reply, writer)
+            else:
+                async for steps in batches:
+                    if isinstance(steps[-1], Completion):
+                        await reply.whole(200, dialect.reply(request, steps[-1]))
 
 
 class _Routed(msgspec.Struct, frozen=True):
@@ -179,7 +162,7 @@ class _Refused(Exception):
         self.error = error
 
 
-class _Reply:
+class _ClientReply:
     """One HTTP response, sent whole or in parts."""
 
     def __init__(self, send: Send) -> None:
@@ -187,21 +170,20 @@ class _Reply:
         self.begun = False
         self._quiet = True
 
-    async def whole(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
-        headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
-        await self._start(status, headers)
+    async def whole(self, status: int, body: bytes) -> None:
+        await self._start(status, [(b"content-type", JSON), (b"content-length", str(len(body)).encode())])
         await self._send({"type": "http.response.body", "body": body})
 
-    async def begin(self, content_type: str, body: bytes) -> None:
+    async def begin(self, content_type: str) -> None:
+        """Start a response that is sent in parts, unless it has begun."""
         if not self.begun:
-            headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")]
-            await self._start(200, headers)
-        await self.more(body)
+            await self._start(200, [(b"content-type", content_type.encode()), (b"cache-control", b"no-cache")])
 
     async def ping(self, writer: StreamWriter) -> None:
-        """Say that the call is alive if nothing was sent since this was asked last."""
+        """Send a sign of life if nothing was sent since this was called last."""
         if self._quiet:
-            await self.begin(writer.content_type, writer.ping())
+            await self.begin(writer.content_type)
+            await self.more(writer.ping())
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
@@ -219,6 +201,34 @@ class _Reply:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _stream(
+    batches: AsyncIterator[list[Step]],
+    writer: StreamWriter,
+    token_bytes: Callable[[int], bytes] | None,
+    reply: _ClientReply,
+) -> None:
+    """Send the steps of a call as they come; those that come together are one part of the response. `token_bytes` is
+    given where the client asked for log-probabilities."""
+    try:
+        async for steps in batches:
+            parts: list[bytes] = []
+            for step in steps:
+                match step:
+                    case Delta():
+                        parts.append(writer.delta(step, tuple(map(token_bytes, step.ids)) if token_bytes else ()))
+                    case Opening():
+                        parts.append(writer.open(step))
+                    case Completion():
+                        await reply.end(b"".join(parts) + writer.close(step))
+                        return
+            await reply.begin(writer.content_type)
+            await reply.more(b"".join(parts))
+    except OutriderError as error:
+        if not reply.begun:
+            raise
+        await reply.end(writer.error(error))
 
 
 def _split(path: str) -> tuple[str | None, str]:
@@ -252,7 +262,7 @@ async def _parts(receive: Receive) -> AsyncIterator[bytes]:
         more = message.get("more_body", False)
 
 
-async def _cut_off(reply: _Reply) -> None:
+async def _cut_off(reply: _ClientReply) -> None:
     """The run is over while its call is in flight: the call was cancelled, its connection was not. Raises Ended
     where nothing has been answered yet."""
     task = asyncio.current_task()
@@ -263,7 +273,7 @@ async def _cut_off(reply: _Reply) -> None:
     await reply.end(b"")
 
 
-async def _kept_alive(work: Awaitable[None], reply: _Reply, writer: StreamWriter) -> None:
+async def _kept_alive(work: Awaitable[None], reply: _ClientReply, writer: StreamWriter) -> None:
     """Do the work; a streamed reply that is silent for long meanwhile gets signs of life."""
 
     async def ping() -> None:

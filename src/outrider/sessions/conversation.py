@@ -141,8 +141,9 @@ class Conversation:
                 ) from error
             raise
 
-    async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[Step, None]:
-        """One model call: an Opening once the engine has it, Deltas as tokens are sampled, one Completion.
+    async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[list[Step], None]:
+        """One model call: an Opening once the engine has it, Deltas as tokens are sampled, one Completion at the end.
+        Steps that come together are in one list; none is empty.
 
         Raises RequestError, LimitReached, Ended, ContextOverflow or EngineError. Closing the generator aborts
         the generation; what was sampled until then is recorded as an aborted turn.
@@ -159,12 +160,12 @@ class Conversation:
                 with await self._allowance.share(call.promised_tokens) as share:
                     async with aclosing(call.start(share)) as chunks:
                         async for chunk in chunks:
-                            for step in call.take(chunk):
-                                yield step
+                            if steps := call.take(chunk):
+                                yield steps
                             if call.ended:
                                 break
-                    for step in call.finish():
-                        yield step
+                    if steps := call.finish():
+                        yield steps
             except BaseException:  # cancelled, too: what was sampled is recorded
                 if (aborted := call.abort()) is not None:
                     await self._store(aborted)
@@ -173,7 +174,7 @@ class Conversation:
             await self._store(call.commit())
             self.replies += 1
             self.failure = self.broken
-            yield call.completion()
+            yield [call.completion()]
         except EngineRejected as error:
             if not rests_on_the_client(request.sampling):
                 self.failure = error

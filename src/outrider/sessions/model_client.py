@@ -39,8 +39,8 @@ class ConversationClient:
             tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
             sampling=AskedSampling(max_tokens=max_tokens, stop=tuple(stop)),
         )
-        async with aclosing(self._conversation.call(request, dialect=DIALECT)) as steps:
-            async for step in steps:
-                if isinstance(step, Completion):
-                    return step.reply
+        async with aclosing(self._conversation.call(request, dialect=DIALECT)) as batches:
+            async for steps in batches:
+                if isinstance(steps[-1], Completion):
+                    return steps[-1].reply
         raise EngineUnavailable("the model call ended without a reply")

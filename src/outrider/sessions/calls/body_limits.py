@@ -8,8 +8,8 @@ over all of them; a call counts from its first byte to its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -92,23 +92,15 @@ class Intake:
 
 
 class Bodies:
-    """The bodies of one session's unfinished calls. `with bodies.next() as body:` around a call."""
+    """The bodies of one session's unfinished calls."""
 
     def __init__(self, intake: Intake) -> None:
         self.size = 0
         self.intake = intake
 
-    @contextmanager
-    def next(self) -> Iterator[Body]:
-        body = Body(self)
-        try:
-            yield body
-        finally:
-            body.end()
-
 
 class Body:
-    """One call's body."""
+    """One call's body. `with Body(bodies) as body:` around the call: its bytes count until the call has ended."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -116,6 +108,14 @@ class Body:
         self._large = 0
         self._clock: asyncio.Timeout | None = None
         self._given_up = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bodies.size -= self._counted
+        self._bodies.intake.remove(self, self._large)
+        self._counted = self._large = 0
 
     async def received(self, parts: AsyncIterator[bytes], capacity: Callable[[], Awaitable[Capacity]]) -> bytes:
         """All parts. Raises ContextOverflow, TooLarge, TooSlow, TooMuchAtOnce, and what `capacity` raises, which is
@@ -146,12 +146,6 @@ class Body:
         self._large = 0
         assert self._clock is not None
         self._clock.reschedule(asyncio.get_running_loop().time())
-
-    def end(self) -> None:
-        """Its call has ended."""
-        self._bodies.size -= self._counted
-        self._bodies.intake.remove(self, self._large)
-        self._counted = self._large = 0
 
     def _count(self, size: int) -> None:
         self._bodies.size += size - self._counted

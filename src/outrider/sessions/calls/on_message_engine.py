@@ -17,7 +17,7 @@ from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.pool.pool import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
-from outrider.sessions.calls.call import ModelBackend, clamped, count_differences, recorded
+from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded
 from outrider.sessions.calls.token_allowance import Share
 from outrider.tokens.tree.canonical import digest, extend, message_key
 from outrider.trajectory import (
@@ -85,8 +85,8 @@ class CaptureCall:
         )
         return self._generation
 
-    def take(self, chunk: ChatChunk) -> list[Opening | Delta]:
-        steps: list[Opening | Delta] = []
+    def take(self, chunk: ChatChunk) -> list[Step]:
+        steps: list[Step] = []
         if self._last is None:
             steps.append(Opening(id=self.id, created=int(self._received), model=self._request.model))
         self._last = chunk
@@ -95,7 +95,7 @@ class CaptureCall:
             steps.append(Delta(text=chunk.text, reasoning=chunk.reasoning))
         return steps
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[Step]:
         last = self._last
         if last is None or last.finish is None or last.reply is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")

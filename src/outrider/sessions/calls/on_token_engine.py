@@ -17,7 +17,7 @@ from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.engines.pool.pool import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
-from outrider.sessions.calls.call import ModelBackend, clamped, count_differences, recorded
+from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded
 from outrider.sessions.calls.token_allowance import Share
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
@@ -89,8 +89,8 @@ class TokenCall:
         )
         return self._generation
 
-    def take(self, chunk: Chunk) -> list[Opening | Delta]:
-        steps: list[Opening | Delta] = []
+    def take(self, chunk: Chunk) -> list[Step]:
+        steps: list[Step] = []
         if self._last is None:
             steps.append(self._opening())
         counted = self._share.take(len(chunk.ids))
@@ -118,7 +118,7 @@ class TokenCall:
             steps.append(Delta(text=part.text, reasoning=part.reasoning, ids=chunk.ids, logprobs=chunk.logprobs))
         return steps
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[Step]:
         if self._last is None or self._last.finish is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
         reply = self._stream.finish()
