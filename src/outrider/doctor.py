@@ -24,6 +24,8 @@ PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn"
 LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",)}
 """Packages that an engine or a format needs beyond the core. The key is also the extra that installs them."""
 
+NOTHING_MORE = "needs nothing more"
+
 SERVERS = frozenset({"openai", "sglang", "vllm"})
 """Kinds of engines that are a server of their own."""
 
@@ -58,9 +60,17 @@ def diagnose() -> Diagnosis:
         ok=any(found.ok for found in runtimes if found.name != "memory"),
         versions=_versions(),
         runtimes=runtimes,
-        harnesses=(*map(_preset, preset_names()), *map(_agent, names("agent"))),
-        engines=tuple(map(_engine, names("engine"))),
-        formats=(Finding(name="jsonl", ok=True, detail="needs nothing more"), _libraries("parquet")),
+        harnesses=(
+            *map(_preset, preset_names()),
+            *(_plugin("agent", name, "runs inside the service") for name in names("agent")),
+        ),
+        engines=tuple(
+            _libraries(name)
+            if name in LIBRARIES
+            else _plugin("engine", name, f"needs a server: --engine {name}=URL" if name in SERVERS else NOTHING_MORE)
+            for name in names("engine")
+        ),
+        formats=(Finding(name="jsonl", ok=True, detail=NOTHING_MORE), _libraries("parquet")),
         ports=(_port(Config().host, Config().port),),
         limits=(_open_files(),),
     )
@@ -104,22 +114,11 @@ def _preset(name: str) -> Finding:
     return Finding(name=name, ok=True, detail=f"{preset.install.version} in {found.prefix}")
 
 
-def _agent(name: str) -> Finding:
+def _plugin(kind: str, name: str, detail: str) -> Finding:
     try:
-        resolve("agent", name)
+        resolve(kind, name)
     except OutriderError as error:
         return Finding(name=name, ok=False, detail=error.message, hint="reinstall the package that it comes with")
-    return Finding(name=name, ok=True, detail="runs inside the service")
-
-
-def _engine(name: str) -> Finding:
-    if name in LIBRARIES:
-        return _libraries(name)
-    try:
-        resolve("engine", name)
-    except OutriderError as error:
-        return Finding(name=name, ok=False, detail=error.message, hint="reinstall the package that it comes with")
-    detail = f"needs a server: --engine {name}=URL" if name in SERVERS else "needs nothing more"
     return Finding(name=name, ok=True, detail=detail)
 
 

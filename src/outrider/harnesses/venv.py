@@ -1,8 +1,8 @@
-"""A task's own virtual environment: what of the host a sandbox must be shown for it to work, and its bytecode.
+"""A task's own virtual environment: which host folders a sandbox needs for it to work, and compiling its modules.
 
-It reads files and links and runs nothing, but for `compiled`. Invariant: with the folders of `shown` at their own
-paths, the environment's python starts, and finds its standard library, its packages, and what is installed editable.
-Everything here blocks, but for `compiled`.
+It reads files and links, and runs nothing except in `compile_modules`. Invariant: with the folders of `shown` at their
+own paths the environment's python starts, and finds its standard library, its packages and editable installs.
+Everything here blocks, except `compile_modules`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ log = logging.getLogger("outrider.harness")
 
 FIELD = "task.harness.venv"
 MAX_HOPS = 40
-"""Of links that lead from one to the next; as many as Linux follows."""
+"""Maximum links followed one after the other; Linux follows as many."""
 COMPILE_SECONDS = 300.0
 UNCOMPILED = "(site-packages|test|idlelib|lib2to3|turtledemo)"
-"""What of an interpreter's own library an environment does not import, or no agent does."""
+"""Parts of an interpreter's own library that no agent in an environment imports."""
 
 _SETTING = re.compile(r"^\s*(\w[\w-]*)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _MAPPED = re.compile(r"^(?:MAPPING|NAMESPACES)\b.*$", re.MULTILINE)
-"""Where setuptools' finder of an editable package says which folders it stands for."""
+"""The line in which setuptools' finder of an editable package names its folders."""
 _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
 class Venv(msgspec.Struct, frozen=True, kw_only=True):
-    """`prefix` is the environment as the task names it. `shown` are host folders and files, none below another and none
-    of the host's /usr, whose interpreter it has if it is `of_system`. `sources` are the folders whose modules it
-    imports; `stamp` changes when something is installed in it."""
+    """A virtual environment. `prefix` is its folder as the task names it. `shown` are the host folders and files that a
+    sandbox needs, none below another and none in the host's /usr; `of_system` says that its interpreter is in /usr.
+    `sources` are the folders that it imports modules from; `stamp` changes when something is installed in it."""
 
     prefix: Path
     shown: tuple[Path, ...]
@@ -57,7 +57,7 @@ class Venv(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_venv(path: str) -> Venv:
-    """Raises InvalidField for a folder that is no virtual environment, or one that no longer works."""
+    """The virtual environment in a folder. Raises InvalidField for a folder that holds none, or one that is broken."""
     prefix = Path(os.path.normpath(path))
     if ":" in path:
         raise InvalidField("has a colon, with which it cannot be in PATH", field=FIELD)
@@ -74,7 +74,7 @@ def read_venv(path: str) -> Venv:
         raise InvalidField(f"{path!r} has no lib/python3*/site-packages", field=FIELD, hint="make it anew")
     base = _base(interpreter)
     editable = [place for folder in packages for place in _outside(folder)]
-    # Python looks for its library by following the links from `home`: the folders they are in are shown, too.
+    # Python finds its library by following the links from `home`, so that the folders of these links are needed too.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
     libraries = [] if _of_system(base) else _libraries(base)
     return Venv(
@@ -87,27 +87,28 @@ def read_venv(path: str) -> Venv:
 
 
 def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
-    """The links in the environment to what is there on the host, but not in `shown`, nor in what it shows itself."""
+    """The links in the environment that lead to something on the host which is neither in `shown` nor in
+    `venv.shown`."""
     roots = [Path(os.path.realpath(path)) for path in (*venv.shown, *shown)]
     leaving = _leaving(venv.prefix, venv.stamp)
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]
 
 
-@functools.lru_cache(maxsize=32)  # as good as pure, given `stamp`; there may be many thousand files to look at
+@functools.lru_cache(maxsize=32)  # `stamp` makes it pure; it may look at many thousand files
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
-    """The links that lead out of the environment to something, and where to."""
+    """The links that lead out of the environment to something that exists, and where they lead."""
     inside = prefix.resolve()
     goals = ((link, Path(os.path.realpath(link))) for link in _links_below(prefix))
     return tuple((link, goal) for link, goal in goals if goal.exists() and not goal.is_relative_to(inside))
 
 
-async def compiled(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> None:
-    """Compile what has no bytecode yet, into the `__pycache__` folders where Python looks for it: a sandbox sees them
-    read-only, and without them compiles every module that it imports at every start. It is done once for each state of
-    the environment, by whoever comes first; others do not wait for it. Never raises: it saves time, nothing else.
+async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> None:
+    """Compile modules that have no bytecode yet, into their `__pycache__` folders. These are read-only in a sandbox,
+    where Python would otherwise compile every module it imports at every start.
 
-    Not into a folder of our own (PYTHONPYCACHEPREFIX): every Python that the agent starts would be told of it, too,
-    and none would look at its own bytecode any more; one that took 54 ms to start took 340.
+    It is done once for each state of the environment, by whoever comes first; others do not wait. It never raises,
+    because it only saves time. A cache folder of our own (PYTHONPYCACHEPREFIX) would be inherited by every Python that
+    the agent starts, which would then ignore its own bytecode: one took 340 ms to start instead of 54.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]
@@ -123,13 +124,14 @@ async def compiled(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> None:
                 file.truncate(0)
                 file.write(venv.stamp)
     except BlockingIOError:
-        return  # another session is at it
+        return  # another session compiles it
     except OSError as error:
         log.warning("the modules of %s cannot be compiled: %s", venv.prefix, error)
 
 
 def _own(folder: Path) -> bool:
-    """In another user's folder, what we wrote would be in the way of that user's next upgrade."""
+    """Whether the folder is this user's: files that we write into another user's would break that user's next
+    upgrade."""
     try:
         return folder.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK)
     except OSError:
@@ -137,18 +139,18 @@ def _own(folder: Path) -> bool:
 
 
 async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
-    """Whether it came to its end; files that are no Python of that version, for which it ends with 1, do not matter."""
+    """Whether it came to its end. It exits with 1 for files that are no Python of that version, which do not matter."""
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"
-    # By one process: with several it takes five seconds of a processor to see that there is nothing to do.
+    # In one process: with several it takes 5 s of processor time to find that there is nothing to do.
     program = await asyncio.create_subprocess_exec(
         *(str(venv.python), "-I", "-S", "-m", "compileall", "-q", "-q", "-x", left_out, *map(str, sources)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         env={},
-        start_new_session=True,  # Ctrl-C is told to us, and then it is to end as below
+        start_new_session=True,  # so that Ctrl-C reaches only this process, which ends it below
     )
     try:
         async with asyncio.timeout(seconds):
@@ -165,7 +167,7 @@ async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
 
 
 def _home(prefix: Path) -> Path:
-    """The folder of the interpreter that it was made with, as it says itself."""
+    """The folder of the interpreter that the environment was made with, from its pyvenv.cfg."""
     try:
         settings = dict(_SETTING.findall((prefix / "pyvenv.cfg").read_text("utf-8")))
     except (OSError, UnicodeDecodeError) as error:
@@ -182,7 +184,7 @@ def _home(prefix: Path) -> Path:
 
 
 def _hops(path: Path) -> list[Path]:
-    """Where a path leads, link by link, as each is named: itself first, last what is no link."""
+    """The path, then each link that it leads to as it is named, and last what is no link."""
     found = [path]
     while found[-1].is_symlink() and len(found) <= MAX_HOPS:
         found.append(Path(os.path.normpath(found[-1].parent / found[-1].readlink())))
@@ -190,7 +192,8 @@ def _hops(path: Path) -> list[Path]:
 
 
 def _base(interpreter: Path) -> Path:
-    """The folder with the interpreter and its library, or the folder of the interpreter alone if it has none."""
+    """The folder that holds the interpreter and its library, or the interpreter's own folder if it has no library
+    there."""
     above = interpreter.parent.parent
     return above if _libraries(above) else interpreter.parent
 
@@ -204,7 +207,7 @@ def _of_system(path: Path) -> bool:
 
 
 def _outside(packages: Path) -> list[Path]:
-    """What the packages import from elsewhere: lines of .pth files, and packages that are installed editable."""
+    """Folders and files outside that the packages import: lines of .pth files, and editable installs."""
     found = []
     for file in sorted(packages.glob("*.pth")):
         for line in map(str.strip, _text(file).splitlines()):
@@ -218,7 +221,7 @@ def _outside(packages: Path) -> list[Path]:
 
 
 def _project(record: Path) -> Path | None:
-    """The folder of a package that is installed editable, as every installer writes it down."""
+    """The folder of an editable install, from the record that every installer writes; None for other packages."""
     try:
         told = json.loads(_text(record))
         editable = bool(told["dir_info"]["editable"])
@@ -236,7 +239,7 @@ def _text(path: Path) -> str:
 
 
 def _outermost(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Each path as it is named and where it really is, without those below another of them."""
+    """Each path as it is named and as it resolves, without paths below another of them."""
     named = dict.fromkeys(place for path in paths for place in (path, Path(os.path.realpath(path))))
     return tuple(path for path in named if not any(path != above and path.is_relative_to(above) for above in named))
 
@@ -253,7 +256,7 @@ def _links_below(folder: Path) -> Iterator[Path]:
 
 
 def _stamp(paths: Sequence[Path]) -> str:
-    """Of what changes when something is installed or taken away."""
+    """A digest that changes when something is installed in or removed from the paths."""
     seen = [(str(path), *_times(path)) for path in paths]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.harnesses.sealed import Contents, build_in_place, is_sealed, unseal
+from outrider.harnesses.build_in_place import Contents, build_in_place, invalidate, is_complete
 
 ONE = Contents(("a==1",))
 TWO = Contents(("a==2",))
@@ -16,7 +16,7 @@ def test_many_at_once_build_it_once(tmp_path: Path) -> None:
     def ask(_: int) -> bool:
         start.wait()
         build_in_place(folder, ONE, lambda: built.append((folder / "file").write_text("x")))
-        return (folder / "file").read_text() == "x" and is_sealed(folder, ONE)
+        return (folder / "file").read_text() == "x" and is_complete(folder, ONE)
 
     with ThreadPoolExecutor(64) as pool:
         assert all(pool.map(ask, range(64)))
@@ -34,31 +34,31 @@ def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Path) ->
         build_in_place(folder, ONE, fail)
     assert not folder.exists()
     build_in_place(folder, ONE, lambda: None)
-    assert is_sealed(folder, ONE)
+    assert is_complete(folder, ONE)
 
 
 def test_what_a_killed_build_left_is_built_again_from_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "half").write_text("x")
-    assert not is_sealed(folder, ONE)
+    assert not is_complete(folder, ONE)
     build_in_place(folder, ONE, lambda: None)
-    assert is_sealed(folder, ONE)
+    assert is_complete(folder, ONE)
     assert not (folder / "half").exists()
 
 
 def test_other_contents_do_not_count(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     build_in_place(folder, ONE, lambda: None)
-    assert not is_sealed(folder, TWO)
+    assert not is_complete(folder, TWO)
     build_in_place(folder, TWO, lambda: None)
-    assert is_sealed(folder, TWO)
+    assert is_complete(folder, TWO)
 
 
-def test_an_unsealed_or_garbled_folder_does_not_count(tmp_path: Path) -> None:
+def test_an_invalidateed_or_garbled_folder_does_not_count(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     build_in_place(folder, ONE, lambda: None)
-    unseal(folder)
-    assert not is_sealed(folder, ONE)
+    invalidate(folder)
+    assert not is_complete(folder, ONE)
     (folder / ".outrider-sealed.json").write_text("{")
-    assert not is_sealed(folder, ONE)
+    assert not is_complete(folder, ONE)
