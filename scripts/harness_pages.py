@@ -40,7 +40,7 @@ def _settings(preset: Preset) -> Iterator[tuple[str, str]]:
     if preset.stdin:
         yield "standard input", _code(preset.stdin)
     if preset.answer:
-        yield "final words", "standard output"
+        yield "final answer", "standard output"
     if preset.files:
         yield "config files below HOME", _codes(file.path for file in preset.files)
     if preset.logs:

@@ -36,8 +36,8 @@ def test_a_page_begins_with_the_version_and_names_the_right_node(name: str) -> N
 @pytest.mark.parametrize("name", [name for name in preset_names() if load_preset(name).install])
 def test_a_page_says_how_the_program_is_pointed_at_the_gateway_and_how_its_calls_are_labelled(name: str) -> None:
     whole = page(f"docs/harnesses/{name}.md")
-    [facts] = whole.tables("What")
-    assert "base URL and key" in facts.column("What")
-    assert "history" in facts.column("What")
-    assert "branches" in facts.column("What")
+    [facts] = whole.tables("Property")
+    assert "base URL and key" in facts.column("Property")
+    assert "history" in facts.column("Property")
+    assert "branches" in facts.column("Property")
     assert "../branches.md" in whole.links
