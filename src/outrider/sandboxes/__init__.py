@@ -1,4 +1,4 @@
-"""The sandboxes of a node: made, prepared, kept warm ahead of sessions, and swept up after a crash.
+"""The sandboxes of a node: made, prepared, kept warm ahead of sessions, and removed after a crash.
 
-They know runtimes and no session.
+How a sandbox is isolated is decided in `runtimes/`; what happens in one, in `sessions/`.
 """

@@ -170,7 +170,7 @@ class Rollout:
             await held.enter_async_context(grading)
             grading.start_ahead()
             ended = await self._run_and_collect(sandbox, harness, context)
-            if ended.reason is StopReason.SESSION_TIMEOUT:  # no time is left for grading
+            if ended.reason is StopReason.SESSION_TIMEOUT:  # such a session is not graded
                 return Ending(reason=ended.reason)
 
             await held.enter_async_context(await lanes.eval.take(priority))
