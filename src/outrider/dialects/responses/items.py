@@ -76,7 +76,7 @@ class Item(msgspec.Struct, gc=False):
 
     def pieces(self) -> tuple[bytes | Raw, ...]:
         """JSON values that determine what the item is read as: its kind, then as many as that kind has."""
-        kind = self.type or self.kind()
+        kind = self.kind()
         bytes_of = _BYTES_OF.get(kind)
         return (msgspec.json.encode(kind),) if bytes_of is None else bytes_of(self)
 
@@ -103,9 +103,10 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
 
 
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):
-    """An item and its position in `input`, STORED for one of an earlier response."""
+    """An item, its kind and its position in `input`, STORED for one of an earlier response."""
 
     item: Item
+    kind: str
     position: int
 
     @property
@@ -208,11 +209,11 @@ class ResponsesHistory:
 
 def _role(at: PlacedItem) -> Role:
     """Whose message an item is (part of). Raises RequestError for an item that cannot be shown to a model."""
-    item, kind = at.item, at.item.kind()
+    kind = at.kind
     if kind == "message":
-        role = _ROLES.get(item.role or "")
+        role = _ROLES.get(at.item.role or "")
         if role is None:
-            refuse(f"{at.where}.role", f"unknown role {quoted(item.role or '')}; known: {', '.join(_ROLES)}")
+            refuse(f"{at.where}.role", f"unknown role {quoted(at.item.role or '')}; known: {', '.join(_ROLES)}")
         return role
     if kind in _ASSISTANT_ITEMS:
         return Role.ASSISTANT
@@ -229,7 +230,7 @@ def _assistant_message(items: Iterable[PlacedItem]) -> Message:
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     for at in items:
-        match at.item.kind():
+        match at.kind:
             case "message":
                 parts = _parts(at.item.content, f"{at.where}.content")
                 if any(isinstance(part, Image) for part in parts):
@@ -279,7 +280,7 @@ def unseal(sealed: str) -> str | None:
 
 def _tool_call(at: PlacedItem) -> ToolCall:
     item, where = at.item, at.where
-    if item.kind() == "local_shell_call":
+    if at.kind == "local_shell_call":
         if not item.action:
             refuse(f"{where}.action", "is missing")
         action = decode(_SHELL_ACTION, item.action, f"{where}.action")
@@ -288,7 +289,7 @@ def _tool_call(at: PlacedItem) -> ToolCall:
     call_id = _string(item.call_id, f"{where}.call_id")
     namespace = _optional(_NULLABLE, item.namespace, f"{where}.namespace")
     name = flat_name(namespace, _string(item.name, f"{where}.name"))
-    if item.kind() == "function_call":
+    if at.kind == "function_call":
         return ToolCall(call_id, name, arguments_from_text(item.arguments, f"{where}.arguments"))
     sent = CustomCall(call_id, _string(item.input, f"{where}.input"))
     return ToolCall(id_of_custom_call(call_id), name, arguments_of_custom_call(sent))
@@ -296,7 +297,7 @@ def _tool_call(at: PlacedItem) -> ToolCall:
 
 def _tool_message(at: PlacedItem) -> Message:
     item, where = at.item, at.where
-    match item.kind():
+    match at.kind:
         case "local_shell_call_output":
             call_id = _shell_call_id(at)
         case "custom_tool_call_output":

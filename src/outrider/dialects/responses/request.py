@@ -113,10 +113,9 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
     shown: list[PlacedItem] = []
     hosted: dict[str, None] = {}
     for at in conversation:
-        kind = at.item.kind()
-        if kind in HOSTED_ITEMS:
-            hosted[kind] = None
-        elif kind != _ADDITIONAL_TOOLS:
+        if at.kind in HOSTED_ITEMS:
+            hosted[at.kind] = None
+        elif at.kind != _ADDITIONAL_TOOLS:
             shown.append(at)
         elif at.item.tools:
             tool_lists.append(ToolList(at.item.tools, f"{at.where}.tools", top=False))

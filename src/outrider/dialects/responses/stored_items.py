@@ -52,9 +52,10 @@ class ResponseStore:
                 raise PreviousResponseNotFound(
                     f"Previous response with id {quoted(previous)} not found.", field="previous_response_id"
                 )
-            placed = [PlacedItem(item, STORED) for item in known]
+            placed = [PlacedItem(item, item.kind(), STORED) for item in known]
         for position, item in enumerate(items):
-            if item.kind() == "item_reference":
+            kind = item.kind()
+            if kind == "item_reference":
                 where = f"input[{position}].id"
                 if not item.id:
                     refuse(where, "is missing")
@@ -63,8 +64,8 @@ class ResponseStore:
                 if found is None:
                     stored_only = "only items of stored responses can be referred to"
                     refuse(where, f"an item {quoted(wanted)} is not stored: {stored_only}")
-                item = found
-            placed.append(PlacedItem(self._kept_once(item) if stored else item, position))
+                item, kind = found, found.kind()
+            placed.append(PlacedItem(self._kept_once(item) if stored else item, kind, position))
         return placed
 
     def keep(self, response_id: str, conversation: Iterable[PlacedItem], output: Iterable[dict[str, Any]]) -> None:
