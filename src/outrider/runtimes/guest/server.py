@@ -27,7 +27,7 @@ from outrider.runtimes.guest.memory_watch import MemoryWatch
 from outrider.runtimes.guest.msgpack import Unpacker
 from outrider.runtimes.guest.poll_loop import Loop
 from outrider.runtimes.guest.processes import kill_tree, slurp
-from outrider.runtimes.guest.shells.shell import Bash, Interpreter, Shell
+from outrider.runtimes.guest.shells.shell import Shell
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -109,12 +109,8 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        number = call  # which no other shell of this connection has
-        if args["kind"] == "bash":
-            self.shells[number] = Bash(self.calls, number, args)
-            self.calls.reply(call, {"shell": number})
-        else:
-            self.shells[number] = Interpreter(self.calls, number, args)
+        # A call's number is the shell's: no other shell of this connection has it. The shell answers the call itself.
+        self.shells[call] = Shell(self.calls, call, args)
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
         shell = self.shells.get(args["shell"])

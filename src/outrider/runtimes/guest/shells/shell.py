@@ -56,17 +56,19 @@ WHY_MAX = 2000
 
 
 class Shell:
-    """One program that takes one input at a time. What it prints between two inputs is shown with the next.
+    """A live shell's life: one program that takes one input at a time. What it prints between two inputs is shown with
+    the next.
 
-    The two kinds below differ in how they start (`_start`), are given an input (`_give`), read output (`_take`) and are
-    interrupted (`_victims`, `_interrupted`). They share this class's state, against the rule of the house: each of its
-    fields changes in steps of both, and apart they would only call each other.
+    `program` knows how the program is started, given an input and read. The shell is opened by the first of its
+    commands that works; `opening` is the call that asked for it, 0 once that is answered. `ticks` counts the interrupts
+    of the running input.
     """
 
     def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
         self.calls = calls
         self.args = args
         self.number = number
+        self.opening = number
         self.sequence = 0
         self.call = 0
         self.cap = 0
@@ -76,40 +78,47 @@ class Shell:
         self.ticks = 0
         self.note = b""
         self.shown = b""
+        self.why = b""
         self.dead = False
         self.pid = self.output = self.input = -1
-        self._open()
+        self.descriptors: set[int] = set()
+        self.program: Bash | Interpreter = Bash(self) if args["kind"] == "bash" else Interpreter(self)
+        self.commands = self.program.commands()
+        calls.running[number] = self._give_up
+        try:
+            self._open()
+        except OSError:
+            calls.running.pop(number, None)
+            raise
 
     def _open(self) -> None:
+        if not self.commands:
+            self._give_up()
+            return
         env = self.calls.environment({}, -self.number)
         env.setdefault("TERM", "dumb")
-        self._start(env)
-        for fd in self._descriptors():
+        self.program.start(self.commands[0], env)
+        for fd in self.descriptors:
             posix.set_blocking(fd, False)
         self.calls.loop.watch(self.output, POLL_READ, self._ready)
         self.calls.loop.exits[self.pid] = self._exited
 
-    def _start(self, env: dict[str, str]) -> None:
-        """Start the program; set `pid`, `output` and `input`."""
-        raise NotImplementedError
+    def opened(self) -> None:
+        """The program has shown that it runs."""
+        if self.opening:
+            self._answer_opening({"shell": self.number})
 
-    def _give(self, text: bytes) -> None:
-        """Send the program an input."""
-        raise NotImplementedError
+    def _give_up(self) -> None:
+        """Report that there is no such shell: no command is left to try, or the host has cancelled the call."""
+        if self.commands:
+            self.close()
+        self.dead = True
+        self._answer_opening({"shell": None, "why": self.why})
 
-    def _take(self, data: bytes) -> None:
-        """Use a piece of output."""
-        raise NotImplementedError
-
-    def _victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        """The process group to interrupt, and the processes to kill if that does not help."""
-        raise NotImplementedError
-
-    def _interrupted(self) -> None:
-        """Called after each interrupt."""
-
-    def _descriptors(self) -> set[int]:
-        return {self.output, self.input}
+    def _answer_opening(self, fields: dict[str, Any]) -> None:
+        call, self.opening = self.opening, 0
+        self.calls.running.pop(call, None)
+        self.calls.reply(call, fields)
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
         if self.dead or self.call:
@@ -121,9 +130,9 @@ class Shell:
         self.sequence += 1
         self.calls.running[call] = self.cancel
         self.calls.loop.at(self, milliseconds / 1000, self.cancel)
-        self._give(text)
+        self.program.give(text)
 
-    def _send(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self.unsent += data
         self._flush()
 
@@ -148,31 +157,29 @@ class Shell:
         if data is None:
             self.calls.loop.forget(self.output)
         elif data:
-            self._take(data)
+            self.program.take(data)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Read all that was printed up to now."""
         for _ in range(READS_AT_END):
             data = read_ready(self.output)
             if not data:
                 break
-            self._take(data)
+            self.program.take(data)
 
-    def _finish(self, code: int | None) -> None:
+    def finish(self, code: int | None) -> None:
+        """Answer the running input's call."""
         call, self.call = self.call, 0
         self.calls.running.pop(call, None)
         self.calls.loop.timers.pop(self, None)
         late = self.ticks > 0
-        fields = {"out": self._clean(self.capture.take()) + self.note, "code": None if late else code}
+        fields = {"out": self.program.clean(self.capture.take()) + self.note, "code": None if late else code}
         if late:
             fields["timed_out"] = True
         if self.shown:
             fields["shown"] = self.shown
         self.capture = Capture(self.cap)
         self.calls.reply(call, fields)
-
-    def _clean(self, out: bytes) -> bytes:
-        return out
 
     def cancel(self) -> None:
         """Interrupt the running input: first by SIGINT, then also by SIGKILL, and at last by a new shell."""
@@ -181,31 +188,38 @@ class Shell:
         self.ticks += 1
         self.calls.loop.at(self, INTERRUPT_EVERY, self.cancel)
         if self.ticks > RESTART_AFTER:
-            self._restart(b"the shell did not answer to an interrupt")
+            self.restart(b"the shell did not answer to an interrupt")
             return
         table = processes()
-        group, members = self._victims(table)
-        # Programs in a process group of their own do not get the terminal's interrupt.
+        group, members = self.program.victims(table)
+        # Programs in a process group of their own do not get the group's interrupt.
         strays = {pid for pid in descendants(table, members) if table[pid].group != group}
         for pid in members | strays if self.ticks >= KILL_AFTER else strays:
             send_signal(pid, _signal.SIGKILL)
         send_signal(-group, _signal.SIGINT)
-        self._interrupted()
+        self.program.interrupted()
 
-    def _restart(self, reason: bytes) -> None:
+    def restart(self, reason: bytes) -> None:
         """Kill the shell and start a new one. The input's result says that the state is lost."""
         self._kill()
         self.note = b"\n[" + reason + b" and was started anew: its state is lost]\n"
         self._open()
         if self.call:
-            self._finish(None)
+            self.finish(None)
 
     def _exited(self, code: int) -> None:
-        self._drain()
+        self.drain()
+        self.program.ended()
+        if self.opening:
+            self.why = self.capture.take()
+            self._release()
+            del self.commands[0]
+            self._open()
+            return
         self.dead = True
         self._release()
         if self.call:
-            self._finish(code)
+            self.finish(code)
 
     def _kill(self) -> None:
         self.calls.loop.exits.pop(self.pid, None)
@@ -215,7 +229,7 @@ class Shell:
     def _release(self) -> None:
         self.unsent.clear()
         self.blocked = False
-        for fd in self._descriptors():
+        for fd in self.descriptors:
             self.calls.loop.forget(fd)
             posix.close(fd)
 
@@ -226,10 +240,10 @@ class Shell:
             self.dead = True
         if self.call:
             self.note = b"\n[the shell was closed]\n"
-            self._finish(None)
+            self.finish(None)
 
 
-class Bash(Shell):
+class Bash:
     """A live bash, or the sh that a sandbox without bash has, on a raw terminal.
 
     Inputs come on a pipe and not on the terminal: there the sh of busybox edits lines, and each would take a detour
@@ -238,35 +252,50 @@ class Bash(Shell):
     prints before its first marker, number 0, is no output.
     """
 
-    def _start(self, env: dict[str, str]) -> None:
+    def __init__(self, shell: Shell) -> None:
+        self.shell = shell
+        self.token = b""
+        self.pending = bytearray()
+        self.begun = False
+        self.mode = b""
+
+    def commands(self) -> list[list[str]]:
+        return [SHELLS[self.shell.calls.shell()]]
+
+    def start(self, command: list[str], env: dict[str, str]) -> None:
+        """Start the program. It counts as open at once: what is wrong with it, its first input shows."""
         self.token = posix.urandom(8).hex().encode()
         self.pending = bytearray()
         self.begun = False
         env["PS1"] = ""
         env.pop("ENV", None)
-        kind = self.calls.shell()
-        self.output, slave = posix.openpty()
-        reader, self.input = posix.pipe()
+        shell = self.shell
+        shell.output, slave = posix.openpty()
+        reader, shell.input = posix.pipe()
+        shell.descriptors = {shell.output, shell.input}
         self.mode = raw_terminal(slave)
         try:
-            self.pid = spawn(SHELLS[kind], env, self.args["cwd"], {0: reader, 1: slave, 2: slave}, tty=True)
+            shell.pid = spawn(command, env, shell.args["cwd"], {0: reader, 1: slave, 2: slave}, tty=True)
         finally:
             for fd in {slave, reader}:
                 posix.close(fd)
-        self._send(PRELUDES[kind] + STATUS + self._report(0) + b"\n")
+        shell.send(PRELUDES[command[0]] + STATUS + self._report(0) + b"\n")
+        shell.opened()
 
-    def _give(self, text: bytes) -> None:
-        keep_terminal(self.output, self.mode)
+    def give(self, text: bytes) -> None:
+        """Send the program an input."""
+        keep_terminal(self.shell.output, self.mode)
         quoted = text.replace(b"\0", b"").replace(b"'", b"'\\''")
         # `command` keeps a plain sh from giving up the whole line when `eval` finds bad syntax. /dev/null, because the
         # input's programs would read the next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
-        self._send(line + self._report(self.sequence) + b"\n")
+        self.shell.send(line + self._report(self.shell.sequence) + b"\n")
 
     def _report(self, sequence: int) -> bytes:
         return b"printf '\\036%s:%d\\036' " + self.token + b".%d $__status" % sequence
 
-    def _take(self, data: bytes) -> None:
+    def take(self, data: bytes) -> None:
+        """Use a piece of output."""
         self.pending += data
         if not self.begun:
             _, begun, rest = self.pending.partition(b"\x1e%s.0:0\x1e" % self.token)
@@ -274,7 +303,7 @@ class Bash(Shell):
                 return
             self.begun = True
             self.pending = rest
-        marker = b"\x1e%s.%d:" % (self.token, self.sequence)
+        marker = b"\x1e%s.%d:" % (self.token, self.shell.sequence)
         start = self.pending.find(marker)
         while start >= 0:
             at = start + len(marker)
@@ -282,8 +311,8 @@ class Bash(Shell):
             if end and status.isdigit():
                 self._print(start)
                 del self.pending[: len(marker) + len(status) + 1]
-                if self.call:
-                    self._finish(int(status))
+                if self.shell.call:
+                    self.shell.finish(int(status))
                 return
             if not end and len(status) < STATUS_MAX and (status + b"0").isdigit():
                 return  # the rest of the marker has not come yet
@@ -294,10 +323,14 @@ class Bash(Shell):
 
     def _print(self, size: int) -> None:
         """The first `size` bytes of what has come are output."""
-        self.capture.add(bytes(self.pending[:size]))
+        self.shell.capture.add(bytes(self.pending[:size]))
         del self.pending[:size]
 
-    def _clean(self, out: bytes) -> bytes:
+    def ended(self) -> None:
+        """The program has exited: what looked like the beginning of a marker was output."""
+        self._print(len(self.pending))
+
+    def clean(self, out: bytes) -> bytes:
         """Remove the markers that interrupted lines printed after all."""
         marker = b"\x1e" + self.token
         while marker in out:
@@ -306,26 +339,18 @@ class Bash(Shell):
             out = out[:start] + (out[end + 1 :] if end >= 0 else b"")
         return out
 
-    def _exited(self, code: int) -> None:
-        self._drain()
-        self.capture.add(bytes(self.pending))
-        self.pending.clear()
-        super()._exited(code)
-
-    def _victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        group = self._foreground()
-        return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.pid}
-
-    def _interrupted(self) -> None:
-        """Ask for another marker: an interrupt makes the shell drop the rest of the line, and with it the marker."""
-        self.sequence += self.ticks == 1
-        self._send(b"\n" + self._report(self.sequence) + b"\n")
-
-    def _foreground(self) -> int:
+    def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
+        """The process group to interrupt, the terminal's foreground, and what to kill if that does not help."""
         try:
-            return posix.tcgetpgrp(self.output)
+            group = posix.tcgetpgrp(self.shell.output)
         except OSError:
-            return self.pid
+            group = self.shell.pid
+        return group, {p.pid for p in table.values() if p.group == group and not p.zombie} - {self.shell.pid}
+
+    def interrupted(self) -> None:
+        """Ask for another marker: an interrupt makes the shell drop the rest of the line, and with it the marker."""
+        self.shell.sequence += self.shell.ticks == 1
+        self.shell.send(b"\n" + self._report(self.shell.sequence) + b"\n")
 
 
 def raw_terminal(fd: int) -> bytes:
@@ -349,107 +374,87 @@ def keep_terminal(fd: int, mode: bytes) -> None:
         fcntl.ioctl(fd, termios.TCSETS, mode)
 
 
-class Interpreter(Shell):
-    """A live Python or IPython: what it prints comes on a pipe, and the end of an input as a frame on another.
+class Interpreter:
+    """A live Python or IPython: what it prints comes on a pipe, and the end of an input as a frame on another."""
 
-    It is started by the first of several commands that works. The call that opens it is answered then, or when none
-    has worked.
-    """
+    def __init__(self, shell: Shell) -> None:
+        self.shell = shell
+        self.results = -1
+        self.frames = bytearray()
 
-    def __init__(self, calls: Calls, number: int, args: dict[str, Any]) -> None:
-        self.opening = number
-        self.commands = self._commands(calls, args)
-        self.why = b""
-        calls.running[number] = self._give_up
-        super().__init__(calls, number, args)
-
-    def _commands(self, calls: Calls, args: dict[str, Any]) -> list[list[str]]:
-        """The commands to try: the sandbox's own Python, then what the host has mounted in here."""
+    def commands(self) -> list[list[str]]:
+        """The sandbox's own Python, then what the host has mounted in here."""
+        calls, args = self.shell.calls, self.shell.args
         commands = [["python3"]] if find_program("python3", calls.base_env.get("PATH", DEFAULT_PATH)) else []
         own = calls.python or [sys.executable]
         spare = args["fallback"] if args["kind"] == "ipython" else own
         return commands + ([spare] if spare and find_program(spare[0], "") else [])
 
-    def _open(self) -> None:
-        if self.commands:
-            super()._open()
-            self.calls.loop.watch(self.results, POLL_READ, self._answered)
-        else:
-            self._give_up()
-
-    def _start(self, env: dict[str, str]) -> None:
+    def start(self, command: list[str], env: dict[str, str]) -> None:
+        """Start the program, which says in a frame of number 0 that it runs."""
+        shell = self.shell
         self.frames = bytearray()
-        self.capture = Capture(WHY_MAX)
-        inputs, self.input = posix.pipe()
-        self.output, output = posix.pipe()
+        shell.capture = Capture(WHY_MAX)
+        inputs, shell.input = posix.pipe()
+        shell.output, output = posix.pipe()
         self.results, results = posix.pipe()
+        shell.descriptors = {shell.output, shell.input, self.results}
         null = posix.open("/dev/null", posix.O_RDONLY)
-        argv = [*self.commands[0], "-c", self.args["program"]]
+        argv = [*command, "-c", shell.args["program"]]
         try:
-            self.pid = spawn(argv, env, self.args["cwd"], {0: null, 1: output, 2: output, 3: inputs, 4: results})
+            shell.pid = spawn(argv, env, shell.args["cwd"], {0: null, 1: output, 2: output, 3: inputs, 4: results})
         finally:
             for fd in (null, inputs, output, results):
                 posix.close(fd)
+        shell.calls.loop.watch(self.results, POLL_READ, self._answered)
 
-    def _descriptors(self) -> set[int]:
-        return {self.output, self.input, self.results}
+    def give(self, text: bytes) -> None:
+        """Send the program an input."""
+        self.shell.send(len(text).to_bytes(4, "big") + self.shell.sequence.to_bytes(4, "big") + text)
 
-    def _give(self, text: bytes) -> None:
-        self._send(len(text).to_bytes(4, "big") + self.sequence.to_bytes(4, "big") + text)
-
-    def _take(self, data: bytes) -> None:
-        self.capture.add(data)
+    def take(self, data: bytes) -> None:
+        """Use a piece of output."""
+        self.shell.capture.add(data)
 
     def _answered(self, events: int) -> None:
         data = read_ready(self.results)
         if data is None:
-            self.calls.loop.forget(self.results)
+            self.shell.calls.loop.forget(self.results)
             return
         self.frames += data
         while len(self.frames) >= 4:
             size = int.from_bytes(self.frames[:4], "big")
             if not 12 <= size <= FRAME_MAX:
-                self._restart(b"the shell sent no readable result")
+                self.shell.restart(b"the shell sent no readable result")
                 return
             if len(self.frames) < 4 + size:
                 return
             frame = bytes(self.frames[4 : 4 + size])
             del self.frames[: 4 + size]
-            self._ended(frame)
+            self._take_frame(frame)
 
-    def _ended(self, frame: bytes) -> None:
+    def _take_frame(self, frame: bytes) -> None:
         """Read a frame of python_program.py: number, status, length of the echo, the echo, rich results."""
         number, status, length = (int.from_bytes(frame[at : at + 4], "big") for at in (0, 4, 8))
-        self._drain()
-        if number == 0 and self.opening:
-            self.capture = Capture(self.cap)
-            self._opened({"shell": self.number})
-        elif number == self.sequence and self.call:
-            self.capture.add(frame[12 : 12 + length])
-            self.shown = frame[12 + length :]
-            self._finish(status)
+        shell = self.shell
+        shell.drain()
+        if number == 0 and shell.opening:
+            shell.capture = Capture(shell.cap)
+            shell.opened()
+        elif number == shell.sequence and shell.call:
+            shell.capture.add(frame[12 : 12 + length])
+            shell.shown = frame[12 + length :]
+            shell.finish(status)
 
-    def _opened(self, fields: dict[str, Any]) -> None:
-        call, self.opening = self.opening, 0
-        self.calls.running.pop(call, None)
-        self.calls.reply(call, fields)
+    def ended(self) -> None:
+        """The program has exited."""
 
-    def _exited(self, code: int) -> None:
-        if not self.opening:
-            super()._exited(code)
-            return
-        self._drain()
-        self.why = self.capture.take()
-        self._release()
-        del self.commands[0]
-        self._open()
+    def clean(self, out: bytes) -> bytes:
+        return out
 
-    def _give_up(self) -> None:
-        """Report that there is no such interpreter: no command is left to try, or the host has cancelled the call."""
-        if self.commands:
-            self.close()
-        self.dead = True
-        self._opened({"shell": None, "why": self.why})
+    def victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
+        """The process group to interrupt, the program's own, and what to kill if that does not help."""
+        return self.shell.pid, descendants(table, {self.shell.pid}) - {self.shell.pid}
 
-    def _victims(self, table: dict[int, Process]) -> tuple[int, set[int]]:
-        return self.pid, descendants(table, {self.pid}) - {self.pid}
+    def interrupted(self) -> None:
+        """The program answers by a frame, as always."""
