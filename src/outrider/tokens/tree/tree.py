@@ -24,6 +24,7 @@ parent begins with all of its parent's ids.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -329,7 +330,7 @@ class _HistoryIndex:
 
     def __init__(self) -> None:
         self._turns: dict[bytes, list[TurnNode]] = {}
-        self._unindexed: list[TurnNode] = []
+        self._unindexed: deque[TurnNode] = deque()
 
     def add(self, turn: TurnNode) -> None:
         if turn.prompt.message_count > turn.prompt.system_count:
@@ -341,10 +342,11 @@ class _HistoryIndex:
         if not request.is_rewritten:
             return None
         # Indexed as late as here: most sessions have no request that quotes what is not recorded as its own.
-        for turn in self._unindexed:
+        # Taken one by one, because the event loop may commit a turn while this runs in the worker thread.
+        while self._unindexed:
+            turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
             self._turns.setdefault(extend(turn.prompt.history_digest, turn.reply_digest), []).append(turn)
-        self._unindexed.clear()
         system_count = request.system_count
         digest, ends = b"", []
         for at, key in enumerate(request.keys[system_count:], system_count):
