@@ -1,6 +1,7 @@
-"""The whole HTTP surface: control routes behind a guard, the model gateway beside them.
+"""The HTTP application: control routes behind access control, and the model gateway beside them.
 
-A factory builds it from a running service; it owns nothing.
+It owns nothing: a factory builds it from an open service. Invariant: every control route except OPEN_PATHS is checked
+by `AccessControl` first; the gateway checks its own keys.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
 
 class RootApp:
-    """Model calls go to the gateway, everything else to the control application."""
+    """Passes model calls to the gateway, and everything else to the control application."""
 
     def __init__(self, control: Application, gateway: Gateway) -> None:
         self._control = control
@@ -45,30 +46,37 @@ class RootApp:
             await self._control(scope, receive, send)
 
 
-class Guard:
-    """Refuses control calls without the service's token. Without one only this machine can connect, and then what
-    a web page makes its browser send is refused: by the Host and Origin headers, which a page cannot forge."""
+class AccessControl:
+    """Refuses control calls without the service's token.
+
+    A service without a token listens on this machine only. Then a web page open in a browser here could still send it
+    requests, so calls are refused whose Host or Origin header names another machine: a page cannot forge these.
+    """
 
     def __init__(self, app: Application, token: str | None) -> None:
         self._app = app
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or (error := self._fault(scope)) is None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or (error := self._refusal(scope)) is None:
             await self._app(scope, receive, send)
         else:
             await json_reply(error.record(), status=error.http_status)(scope, receive, send)
 
-    def _fault(self, scope: Scope) -> Unauthorized | None:
+    def _refusal(self, scope: Scope) -> Unauthorized | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._token is not None:
             given = headers.get(b"authorization", b"")
             if secrets.compare_digest(given, f"Bearer {self._token}".encode()):
                 return None
-            return Unauthorized("this service wants its token", hint="send the header `Authorization: Bearer TOKEN`")
+            return Unauthorized("this service requires its token", hint="send the header `Authorization: Bearer TOKEN`")
         for name in (b"host", b"origin"):
             place = headers.get(name, b"localhost").decode("latin-1")
-            if not is_local(_hostname(place)):
+            try:
+                host = urlsplit(place if "//" in place else f"//{place}").hostname or ""
+            except ValueError:
+                host = ""
+            if not is_local(host):
                 return Unauthorized(
                     f"without a token this service answers its own machine only, not {name.decode()} {place!r}",
                     hint="use its address on 127.0.0.1, or serve with a token: --token or OUTRIDER_TOKEN",
@@ -77,23 +85,15 @@ class Guard:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address can only mean this machine."""
+    """Whether a host name or address can only refer to this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-def _hostname(place: str) -> str:
-    """The host in a Host or Origin header; empty when there is none to be read."""
-    try:
-        return urlsplit(place if "//" in place else f"//{place}").hostname or ""
-    except ValueError:
-        return ""
-
-
 def control_app(service: Service) -> FastAPI:
-    """The control API alone."""
+    """The control API, without access control."""
     app = FastAPI(
         title="Outrider",
         version=version("outrider"),
@@ -126,12 +126,12 @@ def control_app(service: Service) -> FastAPI:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def described() -> Response:
-        """Made when it is first asked for, and not on the loop: that takes longer than all else of a start."""
+        """The description, made on the first request and in a thread: that takes longer than the rest of a start."""
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
     return app
 
 
 def create_app(service: Service, *, calls: int = EACH_MOST) -> RootApp:
-    """Everything, for the service's own address. `calls` is what one session may have under way at once."""
-    return RootApp(Guard(control_app(service), service.config.token), Gateway(service.node, calls=calls))
+    """The whole application, for the service's own address. `calls`: maximum model calls of one session at once."""
+    return RootApp(AccessControl(control_app(service), service.config.token), Gateway(service.node, calls=calls))

@@ -1,4 +1,4 @@
-"""Control routes for engines and for the service itself."""
+"""Control routes for engines and for the status of the service."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def engine_routes(service: Service) -> APIRouter:
 
     @routes.post("/engines", status_code=201, **takes(EngineSpec), **answers(EngineStatus, status=201))
     async def add(request: Request) -> Response:
-        """Attach an engine while sessions run. It must answer, and be of the policy's model family."""
+        """Attach an engine while sessions run. It must answer and have the policy's tokenizer."""
         return json_reply(await service.pool.add(parse_engine(await whole_body(request))), status=201)
 
     @routes.post("/engines/{name}/drain", **answers(EngineList))
     async def drain(name: str) -> Response:
-        """Give an engine no new sessions; those it has stay until they end."""
+        """Give an engine no new sessions. Those that it has stay until they end."""
         service.pool.drain(name)
         return json_reply(EngineList(engines=tuple(service.pool.status())))
 
     @routes.delete("/engines/{name}", **answers(EngineList))
     async def remove(name: str) -> Response:
-        """Detach an engine. What it is generating has 30 seconds to end; its sessions move to another."""
+        """Detach an engine. Its generations have 30 seconds to end; its sessions move to another engine."""
         await service.pool.remove(name)
         return json_reply(EngineList(engines=tuple(service.pool.status())))
 

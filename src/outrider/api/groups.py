@@ -1,4 +1,4 @@
-"""Control routes for groups, sessions and results."""
+"""Control routes for groups, sessions, results and events."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from outrider.service.views import group_summary
 from outrider.spec import GroupSpec
 
 MAX_WAIT = 60.0
+"""Maximum seconds that a request may wait, below the usual timeouts of clients and proxies."""
 EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
+"""Seconds between two reads of the event log."""
 PING_SECONDS = 15.0
+"""A comment is sent to a client of events after so many seconds without one, so that proxies keep the connection."""
 
 LAST_CURSOR = (1 << 63) - 1
-"""The largest number that the store can hold."""
+"""The largest integer of a database column."""
 
 After = Annotated[int, Query(ge=0, le=LAST_CURSOR)]
 Samples = Annotated[bool, Query(description="include the training rows")]
@@ -36,13 +39,18 @@ def group_routes(service: Service) -> APIRouter:
 
     @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201))
     async def submit(request: Request) -> Response:
-        """Submit a group of sessions of one task. It is stored before the reply."""
+        """Submit a group of sessions of one task. It is stored before the reply is sent."""
         return json_reply(await service.submit(await service.parse(await whole_body(request))), status=201)
 
     @routes.get("/groups", **answers(GroupList))
     async def groups(state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Response:
         """Groups, newest first, without their sessions."""
-        rows = await service.store.groups(state=_state(state), limit=limit)
+        try:
+            wanted = None if state is None else GroupState(state)
+        except ValueError as error:
+            known = ", ".join(state.value for state in GroupState)
+            raise InvalidField(f"{state!r} is not a group state", field="state", hint=f"known: {known}") from error
+        rows = await service.store.groups(state=wanted, limit=limit)
         return json_reply(GroupList(groups=tuple(map(group_summary, rows))))
 
     @routes.get("/groups/{group_id}", **answers(GroupView))
@@ -57,7 +65,7 @@ def group_routes(service: Service) -> APIRouter:
 
     @routes.delete("/groups/{group_id}", **answers(GroupView))
     async def cancel(group_id: str) -> Response:
-        """Cancel a group, whatever stage its sessions are in. Doing it again changes nothing."""
+        """Cancel a group, whatever its sessions are doing. Cancelling it again changes nothing."""
         return json_reply(await service.cancel(group_id))
 
     @routes.get("/results", **answers(ResultsPage))
@@ -67,14 +75,14 @@ def group_routes(service: Service) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         samples: Samples = False,
     ) -> Response:
-        """Done groups past a cursor, in the order they finished: so many, or as many as fit into 8 MiB, but one at
-        least. Ask again with `after` set to the reply's `cursor`, until there are none."""
+        """Done groups after a cursor, in the order they finished: up to `limit`, and up to 8 MiB, but at least one. Ask
+        again with `after` set to the reply's `cursor`, until there are none."""
         page = await service.results(after=after, wait=wait, limit=limit, samples=samples)
         return long_reply(page.json())
 
     @routes.get("/events", response_class=StreamingResponse)
     async def events(after: After = 0) -> StreamingResponse:
-        """Every change as server-sent events, from a cursor on, without end. The event id is the cursor."""
+        """Every change after a cursor, as server-sent events without end. The id of an event is its cursor."""
         return StreamingResponse(_events(service, after), media_type="text/event-stream")
 
     @routes.get("/sessions/{session_id}", **answers(SessionView))
@@ -97,17 +105,8 @@ def group_routes(service: Service) -> APIRouter:
     return routes
 
 
-def _state(name: str | None) -> GroupState | None:
-    if name is None:
-        return None
-    try:
-        return GroupState(name)
-    except ValueError as error:
-        known = ", ".join(state.value for state in GroupState)
-        raise InvalidField(f"{name!r} is no group state", field="state", hint=f"known: {known}") from error
-
-
 async def _events(service: Service, after: int) -> AsyncIterator[bytes]:
+    # The log is polled: a client gets an event after at most EVENT_PAUSE, and each read is one indexed query.
     quiet = 0.0
     while True:
         found = await service.events(after=after, limit=EVENTS_AT_ONCE)

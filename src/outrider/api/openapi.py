@@ -1,4 +1,4 @@
-"""The OpenAPI description: request shapes from pydantic, reply shapes from msgspec, in one document."""
+"""The OpenAPI description: request schemas from pydantic, reply schemas from msgspec, in one document."""
 
 from __future__ import annotations
 
@@ -32,23 +32,33 @@ REPLIES = (
 REQUESTS: tuple[type[BaseModel], ...] = (GroupSpec, EngineSpec)
 
 
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": REF.format(name=name)}}}
+
+
+_ERROR: dict[str, Any] = {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)}
+
+
 def answers(shape: type[msgspec.Struct], *, status: int = 200) -> dict[str, Any]:
-    """Route arguments that say what a route answers, and how it says no."""
+    """Route arguments that describe a route's JSON reply, and its errors."""
     return {
-        "responses": {
-            status: {"description": shape.__doc__ or "", "content": _json(shape.__name__)},
-            "default": {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)},
-        }
+        "responses": {status: {"description": shape.__doc__ or "", "content": _json(shape.__name__)}, "default": _ERROR}
     }
 
 
+def binary_answers(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that replies with a file."""
+    content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
+    return {200: {"description": description, "content": content}, "default": _ERROR}
+
+
 def takes(shape: type[BaseModel]) -> dict[str, Any]:
-    """Route arguments that say what body a route reads."""
+    """Route arguments that describe the body that a route reads."""
     return {"openapi_extra": {"requestBody": {"required": True, "content": _json(shape.__name__)}}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The whole document."""
+    """The OpenAPI document of the control API."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, replies = msgspec.json.schema_components(REPLIES, ref_template=REF)
@@ -58,7 +68,3 @@ def describe(app: FastAPI) -> dict[str, Any]:
     schemas.update(replies)
     schemas.update(requests["$defs"])
     return document
-
-
-def _json(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": REF.format(name=name)}}}

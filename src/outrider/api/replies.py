@@ -1,8 +1,8 @@
-"""How the control API reads and answers: bounded bodies in, msgspec structs and errors' records as JSON out."""
+"""Reads the bodies of control calls, up to a limit, and writes their replies: msgspec structs and errors as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 
 import msgspec
 from fastapi import Request, Response
@@ -13,11 +13,11 @@ from outrider.errors import InvalidField, NotFound, OutriderError, TooLarge, rec
 from outrider.sessions.calls.body_limits import MAX_BODY
 
 PIECE = 256 << 10
-"""Bytes of a long reply that are given to the connection at once."""
+"""Bytes of a long reply that are passed to the connection at once."""
 
 
 async def whole_body(request: Request) -> bytes:
-    """Raises TooLarge past MAX_BODY."""
+    """The body of a request. Raises TooLarge if it has more than MAX_BODY bytes."""
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -29,16 +29,15 @@ async def whole_body(request: Request) -> bytes:
 
 
 def long_reply(body: bytes) -> Response:
-    """JSON of any length."""
+    """A reply with JSON of any length, in pieces if it is long: writing megabytes at once blocks the event loop."""
     if len(body) <= PIECE:
         return Response(body, media_type="application/json")
-    pieces = (body[start : start + PIECE] for start in range(0, len(body), PIECE))
-    return StreamingResponse(_each(pieces), media_type="application/json", headers={"Content-Length": str(len(body))})
 
+    async def pieces() -> AsyncIterator[bytes]:  # Starlette would read an ordinary iterator in a thread
+        for start in range(0, len(body), PIECE):
+            yield body[start : start + PIECE]
 
-async def _each(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
+    return StreamingResponse(pieces(), media_type="application/json", headers={"Content-Length": str(len(body))})
 
 
 def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:
@@ -46,13 +45,13 @@ def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:
 
 
 async def outrider_error(request: Request, error: Exception) -> Response:
-    """An error we raised on purpose, with its own status; any other is a bug, and says so."""
+    """The reply to an error: an OutriderError has its own status; any other is a bug, reported as one with a 500."""
     status = error.http_status if isinstance(error, OutriderError) else 500
     return json_reply(record_of(error), status=status)
 
 
 async def bad_query(request: Request, error: Exception) -> Response:
-    """FastAPI's own complaint about a path or query parameter."""
+    """The reply to a path or query parameter that FastAPI has refused."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"][1:])

@@ -1,6 +1,6 @@
-"""Serves the application: on TCP with everything, on the node's Unix socket with the model gateway alone.
+"""Serves the application: everything on a TCP address, and only the model gateway on the node's Unix socket.
 
-Sandboxes reach the Unix socket, so no program in them can speak to the control API.
+Invariant: sandboxes reach only the Unix socket, so no program in them can call the control API.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from outrider.service.service import Service
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: whoever runs us decides what a signal means. `ready` is set once
-    it listens. No request outlives it: what it is answering when it shuts down is cut off."""
+    """uvicorn without its signal handling: the program that runs the service decides what a signal means.
+
+    `ready` is set once it listens. When it shuts down, it cuts off the requests that it is answering.
+    """
 
     def __init__(self, app: Application, connections: int) -> None:
         async def until_cut_off(scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +57,7 @@ class _Server(uvicorn.Server):
 
 
 def check_address(host: str, token: str | None) -> None:
-    """Refuses to serve others without a token. Raises InvalidField."""
+    """Raises InvalidField for an address that other machines can reach, if there is no token."""
     if not is_local(host) and not token:
         raise InvalidField(
             f"{host} can be reached from other machines, and no token is set",
@@ -66,13 +68,13 @@ def check_address(host: str, token: str | None) -> None:
 
 @asynccontextmanager
 async def serving(service: Service) -> AsyncIterator[str]:
-    """Serve a service and run its sessions meanwhile; yields its base URL, such as http://127.0.0.1:8700.
+    """Serve a service and run its sessions; yields its base URL, such as http://127.0.0.1:8700.
 
-    Raises InvalidField for a public address without a token, ServiceError when the address is taken.
+    Raises InvalidField for a public address without a token, and ServiceError if the address is in use.
     """
     config = service.config
     check_address(config.host, config.token)
-    with _bind(config.host, config.port) as outside, socket.socket(socket.AF_UNIX) as inside:
+    with _listener(config.host, config.port) as outside, socket.socket(socket.AF_UNIX) as inside:
         inside.bind(str(service.node.gateway_socket))
         host, port = outside.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -91,7 +93,7 @@ async def serving(service: Service) -> AsyncIterator[str]:
                 with service.node.gateway_at(url):
                     async with service.running():
                         yield url
-            except Exception as error:  # the caller's own: it is given back as it was, not in a group
+            except Exception as error:  # an error of the caller's block: the task group would wrap it in a group
                 failure = error
             finally:
                 for server, _ in servers:
@@ -100,9 +102,9 @@ async def serving(service: Service) -> AsyncIterator[str]:
             raise failure
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol spelt out, asyncio turns off Nagle's algorithm, which would delay streamed answers.
+    # With the protocol spelt out, asyncio turns off Nagle's algorithm, which would delay streamed replies.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
