@@ -1,4 +1,4 @@
-"""Work in pieces beside the event loop: where it runs, in which order, and how it is given up."""
+"""Computations in pieces: in which thread they run, in which order, and how they are cancelled."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_long_works_take_turns(offload: OffloadThread) -> None:
     assert order == list("abcabcabc")
 
 
-async def test_work_that_is_given_up_ends_with_its_piece_and_the_next_has_its_turn(offload: OffloadThread) -> None:
+async def test_cancelled_work_ends_with_its_piece_and_the_next_has_its_turn(offload: OffloadThread) -> None:
     started, gate = threading.Event(), threading.Event()
     pieces = []
 

@@ -1,4 +1,4 @@
-"""Sessions as real clients have them, call by call, in their shapes: who asks what, with which tools and history."""
+"""Builds sessions call by call in the shapes of real clients: who asks what, with which tools and history."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CODING = tool("bash", "edit", "task")
 EXPLORING = tool("grep", "read")
 SUMMARY = "The parser fails on empty input.\nI changed parse() in parser.py.\nNext: run the tests again."
 MAIN = ("main", None, 0, "")
-"""What is told of a turn of the main conversation."""
+"""What `told` gives for a turn of the main conversation."""
 
 
 class Harness:
@@ -82,7 +82,7 @@ class Harness:
 
 
 class Agent:
-    """A conversation of tool calls: `step` calls a tool and is told its result, `end` answers."""
+    """A conversation of tool calls: `step` calls a tool and gets its result, `end` answers."""
 
     def __init__(
         self, harness: Harness, opening: Sequence[Message], tools: Sequence[ToolSpec], agent: str | None = None
@@ -105,7 +105,7 @@ class Agent:
 
 
 def a_main(harness: Harness, *, steps: int = 2) -> Agent:
-    """The main conversation, so many calls into it."""
+    """The main conversation after `steps` calls."""
     main = Agent(harness, [CODER, TASK], CODING)
     for _ in range(steps):
         main.step()

@@ -55,7 +55,8 @@ RESULT = SessionResult(
 
 
 class Rollout:
-    """`given[i]`, `gave[i]` and `logprobs[i]` are what the engine was given and gave for turn `i`."""
+    """`given[i]` are the ids that the engine was given for turn `i`, `gave[i]` those that it sampled, and `logprobs[i]`
+    their log-probabilities."""
 
     def __init__(self, renderer: FamilyRenderer, history: History = "recorded") -> None:
         self.renderer = renderer
@@ -159,8 +160,8 @@ class Rollout:
         assert self.tree.forks == dict(self.causes)
 
     def _checked_splice(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> list[Message]:
-        """Behind the request's own tools and system prompt are the ids that were recorded behind others, as far as the
-        family can go on from these; the messages that they say."""
+        """Check that the ids recorded behind other tools or another system prompt follow the request's own, as far as
+        the family can append to them, and return the messages that they show."""
         ids, index = joined.prompt.ids().tolist(), joined.forked_from
         assert index is not None
         before, said = self.turns[index], self._said[index]
@@ -192,21 +193,21 @@ class Rollout:
         return [*leading(messages), *known, *new]
 
     def _begins_with_a_quote(self, index: int) -> bool:
-        """Whether assistant messages were rendered when the turn's history began: clients may send these otherwise."""
+        """Whether the turn's history began with rendered replies, which clients may send back differently."""
         while (parent := self.turns[index].parent) is not None:
             index = parent
         begin = self.turns[index].messages
         return any(message.role is Role.ASSISTANT for message in begin)
 
     def _without_head(self, ids: list[int], messages: Sequence[Message], has_tools: bool) -> list[int]:
-        """The ids behind the system's turns at the beginning, of which tools have one too."""
+        """The ids behind the system turns at the beginning; tools without a system message have a turn, too."""
         systems = len(leading(messages))
         turns = systems if self.renderer.family == "qwen3" else min(systems, 1)
         starts = [at for at, token in enumerate(ids) if token == IM_START]
         return ids[starts[turns or has_tools] :]
 
     def _checked_ids(self, joined: Joined, messages: list[Message], tools: Sequence[ToolSpec]) -> list[Message]:
-        """The prompt's ids are what they should be; the messages that they say."""
+        """Check the prompt's ids, and return the messages that they show."""
         prompt = joined.prompt
         ids = prompt.ids().tolist()
         assert len(ids) == prompt.length
@@ -228,7 +229,7 @@ class Rollout:
     def _check_rejoined(
         self, added: Sequence[int], messages: list[Message], covered: int, tools: Sequence[ToolSpec]
     ) -> None:
-        """What follows the recorded ids reads as the end of the whole conversation's rendering does."""
+        """The text behind the recorded ids is the end of the whole conversation's rendering."""
         decode = self.renderer.tokenizer.decode
         own = decode(list(added)).split(TURN_OPEN)[1:]
         whole = decode(self.renderer.render(messages, tools)).split(TURN_OPEN)
@@ -275,7 +276,7 @@ class Rollout:
         assert sum(line.rule == "main" for line in lines) or not any(line.kind is BranchKind.MAIN for line in lines)
 
     def _checked_sample(self, sample: Sample) -> list[int]:
-        """The turns it trains on; its columns are exactly what the engine was given and gave."""
+        """Check that the columns are exactly what the engine was given and sampled, and return the turns that train."""
         last = sample.turns[-1]
         assert sample.ids == self.given[last] + self.gave[last]
         assert len(sample.ids) == len(sample.loss_mask) == len(sample.logprobs) == len(sample.versions)

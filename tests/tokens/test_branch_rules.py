@@ -1,4 +1,4 @@
-"""The rules that tell what a turn was for, each in use."""
+"""Every rule about branches decides in some session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .harnesses import Harness
 
 
 def test_every_rule_decides_in_some_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sessions of the neighbouring files, once more: a rule that never applied would be one that nobody needs."""
+    """Runs the sessions of the neighbouring files again: a rule that never decides would be superfluous."""
     seen: set[str] = set()
     lines = Harness.lines
 

@@ -98,7 +98,7 @@ def test_the_history_keeps_its_ids_behind_another_head(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_agents_that_hand_over_and_back_each_go_on_from_their_own_ids(family: str) -> None:
-    """Two rows for two agents, however often they take turns."""
+    """Two agents are two rows, however often they take turns."""
     talk = Talk(family)
     history = talk.history
     for number in range(4):

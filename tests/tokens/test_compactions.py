@@ -71,7 +71,7 @@ def test_codex_asks_for_its_summary_without_tools_and_compacts_twice() -> None:
 
 
 def test_codex_says_which_call_compacts_whose_history() -> None:
-    """Its summary is one whether or not anything goes on from it, and is below the agent whose history it sums up."""
+    """Its answer is a summary whether or not anything goes on from it, one deeper than the agent that it summarises."""
     harness = Harness()
     main = Agent(harness, [CODER, TASK], CODING, agent="t1")
     main.step("spawn", message="Search for all callers of parse().")

@@ -45,7 +45,7 @@ def text(tokens: float) -> str:
 
 
 class Sent(ParsedMessages):
-    """Messages as they came over the wire: their bytes are there already."""
+    """Messages whose bytes are known already, as those of a request are."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         super().__init__(messages)
@@ -77,7 +77,7 @@ class Talk:
         self.sent += [reply, *results]
 
     def ask(self, question: str) -> float:
-        """Seconds of the processor that a continuation with other new messages takes to join and to be read out."""
+        """CPU seconds to join one more message and to read out the prompt's ids."""
         messages = Sent([*self.sent, Message(role=Role.USER, content=question)])
         start = thread_time()
         run_inline(self.tree.join(messages, TOOLS, RAW)).prompt.ids()
@@ -85,7 +85,7 @@ class Talk:
 
 
 def test_one_more_turn_costs_its_own_tokens() -> None:
-    """Less than twice as much behind a hundred times the history: 2,000 new tokens on 1k and on 100k."""
+    """2,000 new tokens cost less than twice as much on a history of 100k tokens as on one of 1k."""
     short, long = Talk(family_renderer("qwen3")), Talk(family_renderer("qwen3"))
     for talk, turns in ((short, 1), (long, 100)):
         for _ in range(turns):

@@ -1,4 +1,4 @@
-"""The fast encoder gives the ids of `tokenizers`, or is not used."""
+"""The fast encoder gives the same ids as `tokenizers`, or is not used."""
 
 from __future__ import annotations
 

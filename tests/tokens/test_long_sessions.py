@@ -1,4 +1,4 @@
-"""What it takes to read a session afterwards: twice as much for twice as many turns, whatever its agent does."""
+"""The work to classify a session's turns is in proportion to their number, whatever its agent did."""
 
 from __future__ import annotations
 

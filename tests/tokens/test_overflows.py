@@ -1,4 +1,4 @@
-"""Histories that became too long for the model, and what clients make of them."""
+"""Histories that became too long for the model, and how clients shorten them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_summary_of_what_fits_after_an_overflow_is_a_compaction(
 
 
 def test_a_client_that_keeps_the_newest_messages_only_writes_no_summaries() -> None:
-    """Its answers come back behind those before them, not in their place."""
+    """Its answers are sent back behind earlier ones, not in their place."""
     harness = Harness()
     history = [CODER, TASK]
     for number in range(5):

@@ -1,4 +1,4 @@
-"""Laying out around placeholders gives the ids that the family gives by itself."""
+"""A layout with placeholders, once filled, has the ids that the family renders without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter over the families: what it looks at, what it refuses, how it is made."""
+"""The adapter of the `renderers` package: which ids it needs to see, what it refuses, how it is made."""
 
 from __future__ import annotations
 

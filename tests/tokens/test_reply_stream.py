@@ -1,4 +1,4 @@
-"""One reply as it is sampled: what is shown, when, and that no split of the ids changes it."""
+"""What a reply stream shows, and when; how the ids are split into chunks does not change the reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long histories are read from what was kept of earlier requests, and come to the same as read anew."""
+"""A long history is indexed from the remembered prefix of an earlier request, with the same result as without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RAW = b"tools"
 
 
 class Marked:
-    """Messages whose newest carry a cache marker, which changes their bytes and not what they say. Counts readings."""
+    """Messages of which the newest carry a cache marker, which changes only their bytes. Counts the reads."""
 
     def __init__(self, messages: Sequence[Message], marks: int = 3) -> None:
         self._messages = messages
@@ -52,13 +52,13 @@ class Marked:
 
 
 def said(rng: Random, number: int) -> list[Message]:
-    """A conversation of so many messages."""
+    """A conversation of `number` messages."""
     roles = (Role.USER, Role.ASSISTANT)
     return [Message(role=roles[at % 2], content=f"{at} {rng.randrange(3)}") for at in range(number)]
 
 
 @given(st.integers(0, 2**32))
-def test_a_reader_with_a_memory_reads_as_one_without(seed: int) -> None:
+def test_a_remembered_prefix_changes_no_index(seed: int) -> None:
     rng = Random(seed)
     tree = TokenTree(family_renderer("qwen3"), "recorded")
     known = RequestIndexer(ALL_PRINTED)
@@ -78,7 +78,7 @@ def test_a_reader_with_a_memory_reads_as_one_without(seed: int) -> None:
         known.remember(got, run_inline(tree.join(Marked(talk), tools, raw)).prompt)
 
 
-def test_a_long_history_is_not_read_again() -> None:
+def test_a_long_history_is_not_indexed_again() -> None:
     tree = TokenTree(family_renderer("qwen3"), "recorded")
     talk = said(Random(1), 100)
     for _ in range(30):
@@ -89,8 +89,8 @@ def test_a_long_history_is_not_read_again() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**32)), min_size=8, max_size=40))
-def test_a_tree_with_a_memory_joins_as_one_without(moves: list[tuple[int, int]]) -> None:
-    """The same session three times: with the memory as it is, with one for the shortest histories, and with none."""
+def test_a_remembered_prefix_changes_no_join(moves: list[tuple[int, int]]) -> None:
+    """The same session three times: with the constants as they are, remembering the shortest prefixes, and none."""
     asked, *others = (_joins(moves, **limits) for limits in (NONE, SHORT, {}))
     assert others == [asked] * len(others)
 

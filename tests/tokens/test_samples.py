@@ -1,4 +1,4 @@
-"""What trains: which branches there are, of what kind, and where every sampled token goes."""
+"""Which branches a session has, of what kind, which tokens train, and what the counts say."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_earlier_answer_that_was_gone_on_with_is_main() -> None:
 
 
 def test_a_retry_counts_as_used_only_by_what_was_seen() -> None:
-    """Turn 0 was gone on with only by a call that was cut off; its retry is then the conversation."""
+    """Only a call that was cut off continued turn 0; so the conversation goes on from its retry."""
     rollout = begin()
     reply = rollout.answer(rollout.join([FIRST]), ids("No."))
     rollout.answer(rollout.join([FIRST, reply, NEXT]), ids("cut"), finish=FinishReason.ABORT)

@@ -1,4 +1,4 @@
-"""Thinking switched for one turn: the end of its prompt alone is another, and every recorded id stays."""
+"""Thinking switched for one turn changes only the end of its prompt; every recorded id stays."""
 
 from __future__ import annotations
 

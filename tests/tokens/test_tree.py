@@ -1,4 +1,4 @@
-"""Where a request joins the tree, and why: one hand-written case for each."""
+"""Where a request joins the tree, and why: one hand-written case for each join and cause."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_an_edit_further_back_keeps_the_ids_before_it() -> None:
 
 
 def test_a_reminder_that_moves_forks_from_the_last_turn_before_it() -> None:
-    """A client that puts a note behind its newest message, and takes it back: each turn keeps what was before."""
+    """A client that adds a note behind its newest message and removes it again: each turn keeps the ids before it."""
     talk = Talk("Hello.")
     note = Message(role=Role.USER, content="Remember the plan.")
     history = [talk.reply]

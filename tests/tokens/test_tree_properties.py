@@ -1,4 +1,4 @@
-"""Any client behaviour we know of, in any order: the ids given to the engine are the ids that are trained on."""
+"""Whatever known clients do, in any order, the ids that the engine is given are the ids that are trained on."""
 
 from __future__ import annotations
 
