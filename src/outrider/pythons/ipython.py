@@ -74,7 +74,14 @@ def _closure(name: str) -> dict[str, metadata.Distribution]:
 
 
 def _build(folder: Path) -> None:
-    shutil.copytree(portable_python(), folder, copy_function=_linked, dirs_exist_ok=True)
+    def link(source: str, target: str) -> None:
+        """A hard link where the file system has them: the standard library need not be on the disk twice."""
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    shutil.copytree(portable_python(), folder, copy_function=link, dirs_exist_ok=True)
     place = folder / sys.platlibdir / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     for one in _closure("ipython").values():
         for path in one.files or ():
@@ -84,11 +91,3 @@ def _build(folder: Path) -> None:
             if source.is_file():
                 (place / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, place / path)
-
-
-def _linked(source: str, target: str) -> None:
-    """A hard link where the file system has them: the standard library need not be on the disk twice."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

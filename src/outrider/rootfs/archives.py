@@ -85,7 +85,14 @@ Open = Callable[[str], BinaryIO]
 def layered(path: Path) -> Iterator[Layered]:
     """The image in a folder or a tar file, which stays open during the context. Raises BadImage."""
     if path.is_dir():
-        yield _oci(lambda name: _file_in(path, name))
+
+        def below(name: str) -> BinaryIO:
+            place = path / name
+            if "\0" in name or not place.resolve().is_relative_to(path.resolve()) or not place.is_file():
+                raise BadImage(f"{path} has no {name}")
+            return place.open("rb")
+
+        yield _oci(below)
         return
     try:
         opened = tarfile.open(path, tarinfo=Member)  # noqa: SIM115  # errors of its use are others
@@ -118,13 +125,6 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             raise BadImage("the archive's entries are in a circle")
         last = member.offset
         yield member
-
-
-def _file_in(folder: Path, name: str) -> BinaryIO:
-    place = folder / name
-    if "\0" in name or not place.resolve().is_relative_to(folder.resolve()) or not place.is_file():
-        raise BadImage(f"{folder} has no {name}")
-    return place.open("rb")
 
 
 def _oci(open_: Open) -> Layered:

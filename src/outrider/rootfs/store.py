@@ -61,7 +61,12 @@ class ImageStore:
             image = self._import_sif(source) if source.is_file() and is_sif(source) else self._import_layers(source)
         except UNREADABLE as error:
             raise BadImage(f"{source} cannot be read: {error}") from error
-        _replace(self._name(name), _hex(image.digest).encode())
+        place = self._name(name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=place.parent, prefix=".")
+        with os.fdopen(handle, "w") as file:
+            file.write(_hex(image.digest))
+        os.replace(draft, place)  # others may be reading it: they see the old content or the new, never a part
         return image
 
     def images(self) -> dict[str, Image]:
@@ -178,12 +183,3 @@ def checked_name(name: str) -> str:
 
 def _hex(digest: str) -> str:
     return digest.removeprefix("sha256:")
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file that others may be reading: they see the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)

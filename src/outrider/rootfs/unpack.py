@@ -150,29 +150,26 @@ class _Layer:
             _clear(place)
             os.symlink(member.linkname, place)
         elif member.islnk():
-            source = os.path.join(*self._place(member.linkname))
-            if source == place:
+            linked = os.path.join(*self._place(member.linkname))
+            if linked == place:
                 return True
-            if not stat.S_ISREG(os.lstat(source).st_mode):
+            if not stat.S_ISREG(os.lstat(linked).st_mode):
                 raise BadImage(f"{member.name!r} is a hard link to {member.linkname!r}, which is no file")
             _clear(place)
-            os.link(source, place)
+            os.link(linked, place)
         elif member.isfile():
             _clear(place)
-            self._write(archive, member, place)
+            source = archive.extractfile(member)
+            assert source is not None
+            mode = member.mode & PERMISSIONS | stat.S_IRUSR | stat.S_IWUSR
+            with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb") as file:
+                shutil.copyfileobj(source, file, COPY_BYTES)
+                os.fchmod(file.fileno(), mode)
+            _set_time(place, member.mtime)
+            self._contents.bytes += member.size
         else:
             return False
         return True
-
-    def _write(self, archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
-        source = archive.extractfile(member)
-        assert source is not None
-        mode = member.mode & PERMISSIONS | stat.S_IRUSR | stat.S_IWUSR
-        with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb") as file:
-            shutil.copyfileobj(source, file, COPY_BYTES)
-            os.fchmod(file.fileno(), mode)
-        _set_time(place, member.mtime)
-        self._contents.bytes += member.size
 
     def _white_out(self, folder: str, name: str) -> None:
         """Remove what lower layers have written: one name, or all that is in a folder."""

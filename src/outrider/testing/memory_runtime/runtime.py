@@ -97,7 +97,7 @@ class MemoryRuntime:
         if self._state != "new":
             raise RuntimeFailure("a sandbox starts once")
         if "start" in self._failing:
-            self._state = "stopped"
+            self._state = "stopped"  # before the ledger hears of it: nothing has to be stopped
             raise RuntimeFailure("the sandbox failed to start, as it was told to")
         self._state = "running"
         if self.ledger is not None:
@@ -135,7 +135,7 @@ class MemoryRuntime:
             except TimeoutError:
                 timed_out = True
         else:
-            code = 127
+            code = 127  # as the tool server answers for a working directory that is missing
             shell.err += f"{shell.cwd}: No such file or directory\n".encode()
         return ExecResult(
             exit_code=code,
@@ -146,7 +146,8 @@ class MemoryRuntime:
         )
 
     async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
-        """The result of `work`. Raises RuntimeFailure when the sandbox is stopped first."""
+        """The result of `work`. Raises RuntimeFailure when the sandbox is stopped first: a real command dies with its
+        sandbox, and its caller must not wait for the `sleep` to end."""
         async with asyncio.TaskGroup() as group:
             job = group.create_task(work)
             ended = group.create_task(self._ended.wait())
@@ -205,7 +206,14 @@ class MemoryRuntime:
         with tarfile.open(fileobj=sink, mode="w") as archive:
             for path in map(self._path, paths):
                 for name in [path, *self._files.below(path)]:
-                    self._archive(archive, name)
+                    info = tarfile.TarInfo(name.lstrip("/"))
+                    if self._files.is_file(name):
+                        data = self._files.read(name)
+                        info.size = len(data)
+                        archive.addfile(info, io.BytesIO(data))
+                    elif self._files.is_folder(name):
+                        info.type = tarfile.DIRTYPE
+                        archive.addfile(info)
         await asyncio.to_thread(write_new, target, sink.getvalue())
 
     async def restore(self, archive: Path, paths: Sequence[str]) -> None:
@@ -249,16 +257,6 @@ class MemoryRuntime:
                         self._put(name, data.read())
         except (tarfile.TarError, OSError) as error:
             raise RuntimeFailure(f"the archive cannot be put back: {error}") from error
-
-    def _archive(self, archive: tarfile.TarFile, name: str) -> None:
-        info = tarfile.TarInfo(name.lstrip("/"))
-        if self._files.is_file(name):
-            data = self._files.read(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-        elif self._files.is_folder(name):
-            info.type = tarfile.DIRTYPE
-            archive.addfile(info)
 
 
 class MemoryBash:
