@@ -55,10 +55,16 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 def diagnose() -> Diagnosis:
     """Look at everything. Blocks for up to a second."""
+    versions: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
     runtimes = tuple(map(_runtime, names("runtime")))
     return Diagnosis(
         ok=any(found.ok for found in runtimes if found.name != "memory"),
-        versions=_versions(),
+        versions=versions,
         runtimes=runtimes,
         harnesses=(
             *map(_preset, preset_names()),
@@ -82,16 +88,6 @@ def default_runtime() -> tuple[str, Availability]:
     runtime: RuntimeKind = resolve("runtime", "namespace")
     available = runtime.available()
     return ("namespace" if available.ok else "process"), available
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 def _runtime(name: str) -> Finding:

@@ -6,8 +6,8 @@ import typer
 
 from outrider.cli.options import Json
 from outrider.cli.tables import table, word
-from outrider.cli.terminal import Terminal, printable, terminal_of
-from outrider.doctor import Diagnosis, Finding, diagnose
+from outrider.cli.terminal import printable, terminal_of
+from outrider.doctor import Finding, diagnose
 
 
 def doctor(ctx: typer.Context, json: Json = False) -> None:
@@ -26,14 +26,10 @@ def doctor(ctx: typer.Context, json: Json = False) -> None:
     """
     terminal = terminal_of(ctx)
     diagnosis = diagnose()
+    exit_code = 0 if diagnosis.ok else 1
     if terminal.json:
         terminal.write_json(diagnosis)
-    else:
-        _print(terminal, diagnosis)
-    raise typer.Exit(0 if diagnosis.ok else 1)
-
-
-def _print(terminal: Terminal, diagnosis: Diagnosis) -> None:
+        raise typer.Exit(exit_code)
     versions = [f"{name} {found or '-'}" for name, found in diagnosis.versions.items()]
     terminal.out.print(", ".join(versions), soft_wrap=True)
     parts: tuple[tuple[str, tuple[Finding, ...]], ...] = (
@@ -52,3 +48,4 @@ def _print(terminal: Terminal, diagnosis: Diagnosis) -> None:
     terminal.out.print(table(("", "name", "usable", "detail"), rows))
     for found in (found for _, findings in parts for found in findings if found.hint):
         terminal.out.print(f"{found.name}: {found.hint}", soft_wrap=True)
+    raise typer.Exit(exit_code)

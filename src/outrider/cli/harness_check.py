@@ -154,16 +154,13 @@ def print_certificate(terminal: Terminal, certificate: Certificate) -> None:
     for row in certificate.rows:
         if row.log_tail:
             terminal.note(f"{row.row}: the end of what the program wrote:\n{row.log_tail.rstrip()}")
-    terminal.out.print("", Text(_result(certificate)), sep="\n")
-
-
-def _result(certificate: Certificate) -> str:
     counts = Counter(row.verdict for row in certificate.rows)
     rows = f"{counts['holds']} of {len(certificate.rows)} rows hold"
     others = [f", {counts[verdict]} {verdict}" for verdict in ("does not hold", "not tried") if counts[verdict]]
     missed = [row.row for row in certificate.rows if row.required and row.verdict == "not tried"]
     why = f" (what must be tried: {', '.join(missed)})" if missed else ""
-    return (
+    result = (
         f"{certificate.harness} ({certificate.dialect or 'any dialect'}) in {certificate.runtime} sandboxes: "
         f"{'holds' if certificate.ok else 'does not hold'}. {rows}{''.join(others)}{why}; {certificate.seconds:.0f} s"
     )
+    terminal.out.print("", Text(result), sep="\n")

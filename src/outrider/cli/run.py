@@ -15,7 +15,6 @@ from outrider.cli.task_file import load_group
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import AsyncClient
 from outrider.lifecycle import StopReason
-from outrider.schemas import GroupView
 from outrider.spec import GroupSpec
 
 FAILED = 1
@@ -50,10 +49,23 @@ def run(
 
 
 async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
+    """Submit the group and wait for it; the exit code. Ctrl-C cancels the group, a second one ends the command."""
+    task = asyncio.current_task()
+    assert task is not None
+    interrupted = False
     async with client:
         group = await client.submit(spec)
         terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
-        group, interrupted = await _finished(terminal, client, group)
+        with session_progress(terminal) as watch:
+            try:
+                [group] = await client.wait([group.id], watch)
+            except asyncio.CancelledError:
+                # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
+                task.uncancel()
+                interrupted = True
+                terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
+                await client.cancel(group.id)
+                [group] = await client.wait([group.id], watch)
     failed = [each.id for each in group.sessions if each.result and each.result.stop_reason is StopReason.ERROR]
     if terminal.json:
         terminal.write_json(group)
@@ -64,18 +76,3 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
     if interrupted:
         return INTERRUPTED
     return FAILED if failed else 0
-
-
-async def _finished(terminal: Terminal, client: AsyncClient, group: GroupView) -> tuple[GroupView, bool]:
-    """Wait until the group is done; the group, and whether Ctrl-C cancelled it. A second Ctrl-C ends the command."""
-    task = asyncio.current_task()
-    assert task is not None
-    with session_progress(terminal) as watch:
-        try:
-            return (await client.wait([group.id], watch))[0], False
-        except asyncio.CancelledError:
-            # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
-            task.uncancel()
-            terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
-            await client.cancel(group.id)
-            return (await client.wait([group.id], watch))[0], True

@@ -94,7 +94,7 @@ def serve(
         float | None,
         typer.Option(
             metavar="N",
-            help="Processors that all tasks together may reserve.",
+            help="Processors that all tasks together may set aside.",
             show_default="the machine's",
             rich_help_panel=SANDBOXES,
         ),
@@ -103,7 +103,7 @@ def serve(
         int | None,
         typer.Option(
             metavar="MIB",
-            help="Memory that all tasks together may reserve.",
+            help="Memory that all tasks together may set aside.",
             show_default="the machine's",
             rich_help_panel=SANDBOXES,
         ),

@@ -66,28 +66,56 @@ def session_table(group: GroupView) -> RenderableType:
 def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
     """One row for each group."""
     columns = ("group", "state", "sessions>", "done>", "errors>", "reward>", "age>", "labels")
-    return table(columns, [_group_row(group) for group in groups], title="groups")
+    rows = [
+        (
+            group.id,
+            word("cancelled" if group.cancelled else group.state.value),
+            str(group.n),
+            str(group.done),
+            str(group.errors),
+            number(group.mean_reward),
+            _age(time.time() - group.created),
+            printable(" ".join(f"{name}={value}" for name, value in group.labels.items())),
+        )
+        for group in groups
+    ]
+    return table(columns, rows, title="groups")
 
 
 def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
     """One row for each engine."""
     columns = ("engine", "kind", "up", "mode", "in flight>", "sessions>", "generated>", "version>", "address", "detail")
-    return table(columns, [_engine_row(engine) for engine in engines], title="engines")
+    rows = [
+        (
+            engine.name,
+            engine.kind,
+            word("draining" if engine.draining else "no" if not engine.ok else "suspect" if engine.suspect else "yes"),
+            engine.mode,
+            str(engine.in_flight),
+            str(engine.sessions),
+            str(engine.generated_tokens),
+            str(engine.version),
+            engine.url or "-",
+            printable(engine.detail or engine.suspect or ""),
+        )
+        for engine in engines
+    ]
+    return table(columns, rows, title="engines")
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """One row for each lane of a node and one for the resources that tasks have reserved; where there were any, one for
-    warm sandboxes and one for stalls of the event loop. `waited` is the mean over everything served so far."""
+    """One row for each lane of a node and one for the resources that tasks have set aside; where there were any, one
+    for warm sandboxes and one for stalls of the event loop. `waited` is the mean over everything served so far."""
     rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
     rows.append(("set aside", f"{resources.cpus_set_aside:g}/{resources.cpus:g} cpus, {memory}", *_passage(resources)))
     warm = node.warm
     if warm.ready or warm.taken or warm.misses:
-        rows.append(("made ahead", f"{warm.ready} ready", "-", str(warm.taken), f"{warm.misses} missed"))
+        rows.append(("warm", f"{warm.ready} ready", "-", str(warm.taken), f"{warm.misses} missed"))
     stalls = node.stalls
     if stalls.count:
-        rows.append(("stood still", f"{stalls.longest:.2f} s at most", "-", str(stalls.count), f"{stalls.total:.2f} s"))
+        rows.append(("stalls", f"{stalls.longest:.2f} s at most", "-", str(stalls.count), f"{stalls.total:.2f} s"))
     return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=f"node {node.name}")
 
 
@@ -124,34 +152,6 @@ def _session_row(session: SessionView) -> tuple[str | Text, ...]:
         str(result.tokens.sampled),
         *stage_seconds(result.seconds),
         shown,
-    )
-
-
-def _group_row(group: GroupSummary) -> tuple[str | Text, ...]:
-    return (
-        group.id,
-        word("cancelled" if group.cancelled else group.state.value),
-        str(group.n),
-        str(group.done),
-        str(group.errors),
-        number(group.mean_reward),
-        _age(time.time() - group.created),
-        printable(" ".join(f"{name}={value}" for name, value in group.labels.items())),
-    )
-
-
-def _engine_row(engine: EngineStatus) -> tuple[str | Text, ...]:
-    return (
-        engine.name,
-        engine.kind,
-        word("draining" if engine.draining else "no" if not engine.ok else "suspect" if engine.suspect else "yes"),
-        engine.mode,
-        str(engine.in_flight),
-        str(engine.sessions),
-        str(engine.generated_tokens),
-        str(engine.version),
-        engine.url or "-",
-        printable(engine.detail or engine.suspect or ""),
     )
 
 

@@ -6,7 +6,6 @@ the full path of the field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -29,7 +28,14 @@ def make_harness(spec: HarnessSpec) -> Harness:
     if spec.agent is not None:
         return InProcessHarness(_make_agent(spec))
     preset = load_preset(spec.preset) if spec.preset is not None else _command_preset(spec)
-    _check_environment(spec.env)
+    for name, value in spec.env.items():
+        if name in ENDPOINT_VARIABLES:
+            raise InvalidField(
+                f"{name} is set to the session's own model endpoint and cannot be given",
+                field=f"{FIELD}.env.{name}",
+            )
+        if "\0" in value:
+            raise InvalidField("must not contain NUL", field=f"{FIELD}.env.{name}")
     if spec.nonzero_exit is not None:
         preset = msgspec.structs.replace(preset, nonzero_exit=spec.nonzero_exit)
     options = checked_options(preset, spec.options, field=f"{FIELD}.options")
@@ -58,17 +64,6 @@ def _option_type(value: Any) -> Literal["boolean", "number", "string"]:
     if isinstance(value, bool):
         return "boolean"
     return "number" if isinstance(value, int | float) else "string"
-
-
-def _check_environment(env: Mapping[str, str]) -> None:
-    for name, value in env.items():
-        if name in ENDPOINT_VARIABLES:
-            raise InvalidField(
-                f"{name} is set to the session's own model endpoint and cannot be given",
-                field=f"{FIELD}.env.{name}",
-            )
-        if "\0" in value:
-            raise InvalidField("must not contain NUL", field=f"{FIELD}.env.{name}")
 
 
 def _make_agent(spec: HarnessSpec) -> Agent:

@@ -27,8 +27,11 @@ def find_python(minor: str | None, *, uv: Sequence[str] | None) -> Path:
     if minor is None:
         return Path(sys.executable)
     for candidate in _candidates(minor, uv):
-        if found := _interpreter(candidate, minor):
-            return found
+        if not candidate.is_file():
+            continue
+        told = (_output([str(candidate), "-c", _ASK]) or "").splitlines()
+        if len(told) == 2 and told[0] == minor:
+            return Path(told[1]).resolve()  # the candidate may be a shim, as pyenv's are
     raise HarnessUnavailable(
         f"needs Python {minor}, which was not found on this machine",
         hint=f"put a python{minor} on PATH, or run: uv python install {minor} (or: pyenv install {minor})",
@@ -43,12 +46,6 @@ def _candidates(minor: str, uv: Sequence[str] | None) -> Iterator[Path]:
         yield Path(line.strip())
     pyenv = Path(environment("PYENV_ROOT") or Path.home() / ".pyenv")
     yield from sorted(pyenv.glob(f"versions/{minor}.*/bin/python{minor}"), reverse=True)
-
-
-def _interpreter(candidate: Path, minor: str) -> Path | None:
-    """The interpreter that the candidate starts (it may be a shim), if that works and is of the version."""
-    said = (_output([str(candidate), "-c", _ASK]) or "").splitlines() if candidate.is_file() else []
-    return Path(said[1]).resolve() if len(said) == 2 and said[0] == minor else None
 
 
 def _output(command: Sequence[str]) -> str | None:

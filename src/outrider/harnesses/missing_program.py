@@ -67,21 +67,16 @@ async def find_missing(
         return None
     sandbox = _Sandbox(runtime, env)
     said = result.stderr.decode("utf-8", errors="replace")
+    complaints = [match for pattern in _COMPLAINTS for match in pattern.finditer(said)]
     try:
         found = await sandbox.unusable(command[0])
-        if found is None and (named := _complained_of(said)):
-            found = await sandbox.unusable(named)
+        if found is None and complaints:  # the last thing that a shell, or `env`, did not find
+            found = await sandbox.unusable(max(complaints, key=lambda match: match.start())["name"])
         if found is None and (library := _LIBRARY.search(said)):
             found = Missing(f"it needs the library {library['name']}, which is not in the sandbox", OTHER_ROOT)
     except (RuntimeFailure, OSError):
         return None  # the sandbox no longer answers
     return found
-
-
-def _complained_of(stderr: str) -> str | None:
-    """The last program that a shell or `env` said it did not find."""
-    found = [match for pattern in _COMPLAINTS for match in pattern.finditer(stderr)]
-    return max(found, key=lambda match: match.start())["name"] if found else None
 
 
 class _Sandbox:
@@ -97,7 +92,8 @@ class _Sandbox:
         place = await self._find(name)
         if place is None:
             return _not_there(name)
-        if not await self._is_executable(place):
+        test = await self._runtime.exec(["test", "-f", place, "-a", "-x", place], seconds=LOOK_SECONDS)
+        if test.exit_code == 1:  # any other code: the sandbox has no `test` to tell
             return Missing(
                 f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
             )
@@ -148,11 +144,6 @@ class _Sandbox:
         except RuntimeFailure:
             result = await self._runtime.exec(["head", "-c", str(HEAD), path], seconds=LOOK_SECONDS)
         return result.stdout if result.exit_code == 0 else await asyncio.to_thread(_head_on_host, path)
-
-    async def _is_executable(self, path: str) -> bool:
-        """True also where the sandbox has no `test` program to tell."""
-        result = await self._runtime.exec(["test", "-f", path, "-a", "-x", path], seconds=LOOK_SECONDS)
-        return result.exit_code != 1
 
 
 def _head_on_host(path: str) -> bytes:

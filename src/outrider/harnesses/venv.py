@@ -72,7 +72,9 @@ def read_venv(path: str) -> Venv:
     packages = [folder for folder in sorted(prefix.glob("lib/python3*/site-packages")) if folder.is_dir()]
     if not packages:
         raise InvalidField(f"{path!r} has no lib/python3*/site-packages", field=FIELD, hint="make it anew")
-    base = _base(interpreter)
+    # The folder that holds the interpreter and its library; where the library is elsewhere, the interpreter's own.
+    above = interpreter.parent.parent
+    base = above if _libraries(above) else interpreter.parent
     editable = [place for folder in packages for place in _outside(folder)]
     # Python finds its library by following the links from `home`, so that the folders of these links are needed too.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
@@ -191,13 +193,6 @@ def _hops(path: Path) -> list[Path]:
     return found
 
 
-def _base(interpreter: Path) -> Path:
-    """The folder that holds the interpreter and its library, or the interpreter's own folder if it has no library
-    there."""
-    above = interpreter.parent.parent
-    return above if _libraries(above) else interpreter.parent
-
-
 def _libraries(base: Path) -> list[Path]:
     return [module.parent for module in sorted(base.glob("lib/python3*/os.py"))]
 
@@ -257,13 +252,12 @@ def _links_below(folder: Path) -> Iterator[Path]:
 
 def _stamp(paths: Sequence[Path]) -> str:
     """A digest that changes when something is installed in or removed from the paths."""
-    seen = [(str(path), *_times(path)) for path in paths]
+    seen = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError:
+            seen.append((str(path), 0, 0))
+        else:
+            seen.append((str(path), status.st_mtime_ns, status.st_ino))
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
-
-
-def _times(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except OSError:
-        return (0, 0)
-    return (status.st_mtime_ns, status.st_ino)
