@@ -7,7 +7,6 @@ leaves this module as a number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -64,10 +63,12 @@ def decode_batch(
     """
     if len(payloads) == 1:
         return (decode(decoder, payloads[0], engine),)
-    with suppress(msgspec.DecodeError):
+    try:
         events = batch.decode(b"[%b]" % b",".join(payloads))
-        if len(events) == len(payloads):
-            return events
+    except msgspec.DecodeError:
+        events = []
+    if len(events) == len(payloads):
+        return events
     return (decode(decoder, payload, engine) for payload in payloads)
 
 

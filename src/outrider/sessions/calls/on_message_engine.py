@@ -6,9 +6,9 @@ extend the previous turn's ids. Invariant: nothing is spliced; such a turn stand
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
-from uuid import uuid4
 
 import msgspec
 
@@ -52,7 +52,7 @@ class CaptureCall:
         session_key: str,
         thinking: bool | None,
     ) -> None:
-        self.id = uuid4().hex
+        self.id = os.urandom(16).hex()
         # All of it is promised: text is passed on before its tokens are counted, and then it cannot be cut any more.
         self.promised_tokens = sampling.max_tokens
         self.ended = False

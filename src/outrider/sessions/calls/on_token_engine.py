@@ -6,8 +6,8 @@ call ended well, failed half way or was given up.
 
 from __future__ import annotations
 
+import os
 import time
-from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -43,7 +43,7 @@ class TokenCall:
         session_key: str,
         thinking: bool | None,
     ) -> None:
-        self.id = uuid4().hex
+        self.id = os.urandom(16).hex()
         self.promised_tokens = min(sampling.max_tokens, PROMISED_TOKENS)
         self.ended = False
         self._backend = backend
