@@ -127,7 +127,7 @@ def builtins(value: msgspec.Struct) -> Any:
 def asked(request: ModelRequest) -> dict[str, Any]:
     context = request.reply_context
     flags = [name for name in FLAGS if getattr(request, name)]
-    flags += ["store"] * (getattr(context, "store", None) is not None)
+    flags += ["store"] * (getattr(context, "keep", None) is not None)
     flags += [name for name in ("summary", "encrypted") if getattr(context, name, False)]
     ignored = {"ignored": list(request.ignored)} if request.ignored else {}
     return ignored | {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.dialects.responses.items import seal, unseal
+from outrider.dialects.responses.round_trip import seal, unseal
 from outrider.errors import RequestError
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
 from support.responses import USER, parse, read

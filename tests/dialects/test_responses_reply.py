@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outrider.dialects.base import Opening
-from outrider.dialects.responses.items import seal
+from outrider.dialects.responses.round_trip import seal
 from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError, RequestError
 from outrider.messages import Delta, ToolCall
 from outrider.trajectory import FinishReason

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Raw
 
-from outrider.dialects.base import Memory
 from outrider.dialects.json import decode, is_absent, refuse
 from outrider.messages import ToolSpec
 
@@ -42,7 +41,7 @@ class _FromBytes(Protocol):
 ToolsT = TypeVar("ToolsT", bound=_FromBytes)
 
 
-def remembered_tools(memory: Memory, raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
+def remembered_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
     """The tools that `raw` declares. Agents send the same tools with every call, some tens of kilobytes: they are read
     when they differ from those of the session's last call."""
     tools: ToolsT | None = memory.get(_MEMORY_KEY)

@@ -10,8 +10,14 @@ import msgspec
 
 from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
 from outrider.dialects.errors import openai_error
-from outrider.dialects.responses.reply import finished, output_items, response_id, response_object
-from outrider.dialects.responses.request import ResponsesContext, parse_request
+from outrider.dialects.responses.reply import (
+    ResponsesContext,
+    finished,
+    output_items,
+    response_id,
+    response_object,
+)
+from outrider.dialects.responses.request import parse_request
 from outrider.dialects.responses.stream import ResponsesStream
 from outrider.errors import NotFound, OutriderError
 
@@ -40,8 +46,8 @@ class ResponsesDialect:
     def reply(self, request: ModelRequest, completion: Completion) -> bytes:
         context: ResponsesContext = request.reply_context
         output = output_items(context, completion)
-        if context.store is not None:
-            context.store.keep(response_id(completion.id), context.conversation, output)
+        if context.keep is not None:
+            context.keep(response_id(completion.id), output)
         return msgspec.json.encode(response_object(context, completion, finished(completion, output)))
 
     def stream(self, request: ModelRequest) -> ResponsesStream:

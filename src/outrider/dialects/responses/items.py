@@ -13,8 +13,6 @@ Source: OpenAI API reference, "Create a model response", input items.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +21,13 @@ from msgspec import Raw
 
 from outrider.dialects.json import decode, quoted, refuse
 from outrider.dialects.parts import image_from_address, joined_text, message_of_parts
-from outrider.dialects.responses.tools import CustomCall, arguments_of_custom_call, flat_name, id_of_custom_call
+from outrider.dialects.responses.round_trip import (
+    CustomCall,
+    arguments_of_custom_call,
+    flat_name,
+    id_of_custom_call,
+    unseal,
+)
 from outrider.dialects.tools import arguments_from_text
 from outrider.messages import Image, Message, Part, Role, Text, ToolCall
 
@@ -34,8 +38,6 @@ _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "a
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 _ASSISTANT_ITEMS = frozenset({"reasoning", "function_call", "custom_tool_call", "local_shell_call"})
 _SHELL = "local_shell"
-_SEAL = "outrider1:"
-"""Begins an `encrypted_content` of ours, so that it is told from what another provider encrypted."""
 HOSTED_ITEMS = frozenset(
     {
         "web_search_call",
@@ -260,22 +262,6 @@ def _reasoning(at: PlacedItem) -> str:
         return "".join(part.text for part in content)
     summary: list[_Text] | None = _optional(_TEXTS, item.summary, f"{where}.summary")
     return "\n\n".join(part.text for part in summary or ())
-
-
-def seal(reasoning: str) -> str:
-    """Reasoning as `encrypted_content`. Anybody can read it; clients pass it back untouched, also those that keep no
-    other reasoning."""
-    return _SEAL + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
-
-
-def unseal(sealed: str) -> str | None:
-    """The reasoning in an `encrypted_content` of ours; None for anybody else's."""
-    if not sealed.startswith(_SEAL):
-        return None
-    try:
-        return base64.b64decode(sealed.removeprefix(_SEAL), validate=True).decode()
-    except (binascii.Error, ValueError):
-        return None
 
 
 def _tool_call(at: PlacedItem) -> ToolCall:

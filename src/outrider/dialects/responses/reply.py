@@ -12,21 +12,36 @@ Source: OpenAI API reference, "The response object".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from outrider.dialects.base import Completion, Opening
 from outrider.dialects.errors import openai_error
-from outrider.dialects.responses.items import seal
-from outrider.dialects.responses.request import ResponsesContext
-from outrider.dialects.responses.tools import custom_call
+from outrider.dialects.responses.round_trip import custom_call, seal
+from outrider.dialects.responses.tools import Tool
 from outrider.errors import ContextOverflow, OutriderError
 from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
 
 _PREFIX = "resp_"
 """Begins a response's id, as the API's own do."""
+
+
+class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What the reply needs of its request.
+
+    `echo` are the fields that the response repeats, ready to encode; `table` is the tools by the name that the model
+    knows; `keep` stores the response by its id and items, and is None for one that is not to be stored; `summary` and
+    `encrypted` say in which forms the client wants the reasoning.
+    """
+
+    echo: dict[str, Any]
+    table: dict[str, Tool]
+    keep: Callable[[str, list[dict[str, Any]]], None] | None
+    summary: bool
+    encrypted: bool
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

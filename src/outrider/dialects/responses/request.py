@@ -12,6 +12,7 @@ Source: OpenAI API reference, "Create a model response".
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,8 +22,9 @@ from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall
 from outrider.dialects.field_policy import HISTORY, RESPONSES, TOOL, BodyReader, bounded_notes
 from outrider.dialects.json import check_depth, is_absent, refuse
 from outrider.dialects.responses.items import HOSTED_ITEMS, Item, PlacedItem, ResponsesHistory
-from outrider.dialects.responses.stored_items import ResponseStore, store_of
-from outrider.dialects.responses.tools import Tool, ToolList, Tools, check_tool_choice, read_tools
+from outrider.dialects.responses.reply import ResponsesContext
+from outrider.dialects.responses.stored_items import store_of
+from outrider.dialects.responses.tools import ToolList, Tools, check_tool_choice, read_tools
 from outrider.dialects.sampling import (
     OutputLimit,
     SamplingFields,
@@ -72,22 +74,6 @@ class _Body(SamplingFields, kw_only=True):
     safety_identifier: str | None = None
     user: str | None = None
     max_output_tokens: OutputLimit | None = None
-
-
-class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What the reply needs of its request.
-
-    `echo` are the fields that the response repeats, ready to encode; `table` is the tools by the name that the model
-    knows; `store` is None for a response that is not to be stored; `summary` and `encrypted` say in which forms the
-    client wants the reasoning.
-    """
-
-    echo: dict[str, Any]
-    table: dict[str, Tool]
-    conversation: list[PlacedItem]
-    store: ResponseStore | None
-    summary: bool
-    encrypted: bool
 
 
 _BODY = BodyReader(_Body, RESPONSES)
@@ -155,8 +141,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory, *, generate: bool
         reply_context=ResponsesContext(
             echo=_echo(wire, text, reasoning, tools.in_force),
             table=told.table,
-            conversation=conversation,
-            store=None if wire.store is False else store,
+            keep=None if wire.store is False else partial(store.keep, conversation),
             summary=reasoning.summary is not None,
             encrypted=_ENCRYPTED in include,
         ),

@@ -68,7 +68,7 @@ class ResponseStore:
             placed.append(PlacedItem(self._kept_once(item) if stored else item, kind, position))
         return placed
 
-    def keep(self, response_id: str, conversation: Iterable[PlacedItem], output: Iterable[dict[str, Any]]) -> None:
+    def keep(self, conversation: Iterable[PlacedItem], response_id: str, output: Iterable[dict[str, Any]]) -> None:
         """Store a response: the conversation before it and the items that it said."""
         said = [_ITEM.decode(msgspec.json.encode(item)) for item in output]
         self._references |= {_STRING.decode(item.id): item for item in said}

@@ -18,6 +18,7 @@ from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.dialects.errors import openai_error
 from outrider.dialects.responses.reply import (
     Outcome,
+    ResponsesContext,
     call_item,
     failure,
     finished,
@@ -29,7 +30,6 @@ from outrider.dialects.responses.reply import (
     response_object,
     text_part,
 )
-from outrider.dialects.responses.request import ResponsesContext
 from outrider.errors import OutriderError
 from outrider.messages import Delta, ToolCall
 
@@ -118,8 +118,8 @@ class ResponsesStream:
         written += self._end_item(status)
         written += b"".join([self._call(call) for call in calls])
         outcome = finished(completion, self._items)
-        if self._context.store is not None:
-            self._context.store.keep(response_id(completion.id), self._context.conversation, self._items)
+        if self._context.keep is not None:
+            self._context.keep(response_id(completion.id), self._items)
         whole = {"response": response_object(self._context, completion, outcome)}
         return written + self._event(f"response.{outcome.status}", whole)
 

@@ -1,7 +1,6 @@
-"""The tools of a Responses request as a model is told of them, and the way back from a name and a call to the wire.
+"""The tools of a Responses request as a model is told of them, and the way back from a name to a tool.
 
-It knows no items and no reply. Invariant: every tool in the table is one that the client runs, under one name; a custom
-call that a client sends back is read as the call that the model made, to the character.
+It knows no items and no reply. Invariant: every tool in the table is one that the client runs, under one name.
 
 - A function is told in the nested form of Chat Completions, its keys in the client's order.
 - A custom tool, whose call on the wire is one string and not JSON, is told as a function with the one parameter
@@ -16,8 +15,6 @@ Source: OpenAI API reference, "Create a model response", tools.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,22 +22,14 @@ import msgspec
 
 from outrider.dialects.base import Memory
 from outrider.dialects.json import check_depth, decode, quoted, refuse
+from outrider.dialects.responses.round_trip import INPUT, flat_name
 from outrider.dialects.tools import check_function, remembered_tools
-from outrider.messages import ToolCall, ToolSpec
-
-INPUT = "input"
-"""The one parameter of a custom tool as the model is told of it."""
+from outrider.messages import ToolSpec
 
 _SUPPORTED = frozenset({"function", "custom", "namespace"})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
 """For servers, not for models. (`strict` promises that arguments follow their schema: nothing here enforces that.)"""
-_JOIN = "__"
-_AS_JSON = "~json"
-"""Ends the call id of a custom call whose input is the JSON of its arguments."""
-_AS_TEXT = "~text"
-"""Ends a call id that would otherwise seem to have an ending of ours."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
@@ -74,13 +63,6 @@ class ToolList(msgspec.Struct, frozen=True):
     raw: msgspec.Raw
     where: str
     top: bool
-
-
-class CustomCall(msgspec.Struct, frozen=True):
-    """A call of a custom tool as the wire has it."""
-
-    call_id: str
-    input: str
 
 
 def read_tools(lists: list[ToolList], memory: Memory) -> Tools:
@@ -185,39 +167,3 @@ def _input_description(form: Any, where: str) -> dict[str, str]:
             refuse(f"{where}.{key}", "must be a string")
     syntax, definition = form.get("syntax") or "", form.get("definition") or ""
     return {"description": f"Text that this {syntax} grammar accepts:\n{definition}"}
-
-
-def flat_name(namespace: str | None, name: str) -> str:
-    """The function name that the model is told for `name` in `namespace`."""
-    if not namespace:
-        return name
-    return namespace + name if namespace.endswith(_JOIN) else namespace + _JOIN + name
-
-
-def custom_call(call: ToolCall) -> CustomCall:
-    """A call that the model made of a custom tool, as the wire has it.
-
-    The model may send other arguments than the one `input`. The client is then given their JSON as the input, under a
-    call id that says so: its tool refuses them, and the model can learn from that.
-    """
-    try:
-        value: Any = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        value = None
-    said = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-    # Python's parser reads unpaired surrogates, which a reply cannot encode.
-    if not isinstance(said, str) or _SURROGATE.search(said):
-        return CustomCall(call.id + _AS_JSON, call.arguments)
-    return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, said)
-
-
-def arguments_of_custom_call(sent: CustomCall) -> str:
-    """The arguments of a call as the model made them: the inverse of `custom_call`."""
-    if sent.call_id.endswith(_AS_JSON):
-        return sent.input
-    return msgspec.json.encode({INPUT: sent.input}).decode()
-
-
-def id_of_custom_call(sent: str) -> str:
-    """The id of a call as the model made it: the inverse of `custom_call`."""
-    return sent.removesuffix(_AS_JSON) if sent.endswith(_AS_JSON) else sent.removesuffix(_AS_TEXT)
