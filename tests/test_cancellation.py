@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from outrider.concurrency.cancellation import opened, shielded
+from outrider.concurrency.cancellation import opened_in_thread, shielded
 from support.threads import cancelled_late
 
 
@@ -115,7 +115,7 @@ async def test_what_was_opened_is_ended_whenever_the_caller_is_cancelled(moment:
         return 7
 
     async def use() -> None:
-        async with opened(make, lambda made: told.append(f"ended {made}")) as made:
+        async with opened_in_thread(make, lambda made: told.append(f"ended {made}")) as made:
             told.append(f"used {made}")
             if moment == "use":
                 await asyncio.Event().wait()
@@ -135,5 +135,5 @@ async def test_what_was_opened_is_ended_whenever_the_caller_is_cancelled(moment:
 
 async def test_what_could_not_be_opened_is_not_ended() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        async with opened(lambda: int("x"), lambda _: pytest.fail("there is nothing to end")):
+        async with opened_in_thread(lambda: int("x"), lambda _: pytest.fail("there is nothing to end")):
             pass

@@ -11,7 +11,7 @@
     │   ├── ContextOverflow           engine      400   no      prompt does not fit the model
     │   ├── EngineRejected            engine      400   no      the engine refused the request itself
     │   ├── EngineUnavailable         engine      503   yes     no engine, or it went away
-    │   ├── EngineMisbehaved          engine      502   yes     it sent what no engine may
+    │   ├── EngineMisbehaved          engine      502   yes     it sent an invalid reply
     │   └── ModelMismatch             engine      409   no      engine and tokenizer are of different families
     ├── RuntimeFailure                runtime     500   yes     the sandbox failed
     │   └── RuntimeUnavailable        runtime     501   no      this machine cannot run that kind
@@ -20,8 +20,9 @@
     ├── EvaluatorError                evaluator   500   yes
     └── ServiceError                  service     500   yes
 
-A rollout that fails is data: the error is attributed to the boundary it crossed, recorded once as an
-`ErrorRecord`, and never turned into a reward. This module knows nothing of HTTP beyond the status numbers.
+A rollout that fails is data: its error is attributed to the boundary it crossed, recorded once as an `ErrorRecord`, and
+never turned into a reward. This module knows nothing of HTTP except the status codes. Invariant: `error_from` of a
+record has the class of the error that the record was made from.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ import msgspec
 
 
 class Boundary(StrEnum):
-    """The seam a failure crossed. Ranked: when several fail in one session, the first listed is the cause."""
+    """The boundary that a failure crossed, in order of rank: if several fail in one session, the first one listed here
+    is reported as the cause."""
 
     ENGINE = "engine"
     REQUEST = "request"
@@ -45,10 +47,10 @@ class Boundary(StrEnum):
 
 
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An error at rest: in the store, in results, in HTTP replies.
+    """An error as data: in the store, in results, in HTTP replies.
 
-    `code` is the class name in snake case, `hint` says what to do next, `log_tail` is the end of the failing
-    program's own output (at most a few kB).
+    `code` names the class of the error, `hint` says what to do next, `field` is the path of the wrong field of a
+    request, and `log_tail` is the end of the failed program's output (at most a few kB).
     """
 
     boundary: Boundary
@@ -61,10 +63,10 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutriderError(Exception):
-    """Base of every error Outrider raises on purpose.
+    """Base of every error that Outrider raises on purpose.
 
-    `inside`: what failed did so in a sandbox, of a command or of the sandbox itself. Once an agent has been there, it
-    may be what the agent did (see sessions/grading.py).
+    `inside`: the failure happened inside a sandbox. If an agent has run there, it may have caused the failure (see
+    sessions/grading.py).
     """
 
     boundary: ClassVar[Boundary] = Boundary.SERVICE
@@ -92,10 +94,10 @@ class OutriderError(Exception):
         return ErrorRecord(
             boundary=self.boundary,
             code=self.code,
-            message=plain(self.message),
-            hint=plain(self.hint),
-            field=plain(self.field),
-            log_tail=plain(self.log_tail),
+            message=storable(self.message),
+            hint=storable(self.hint),
+            field=storable(self.field),
+            log_tail=storable(self.log_tail),
             retryable=self.retryable,
         )
 
@@ -201,36 +203,37 @@ class ServiceError(OutriderError):
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """The record of any exception; one we did not raise on purpose is a bug of ours and says so."""
+    """The record of any exception. One that is not an OutriderError is a bug in Outrider, and is recorded as one."""
     if isinstance(error, OutriderError):
         return error.record()
     return ErrorRecord(
         boundary=Boundary.SERVICE,
         code="internal_error",
-        message=plain(f"{type(error).__name__}: {error}"),
+        message=storable(f"{type(error).__name__}: {error}"),
         hint="this is a bug in Outrider: please report it with the service log",
         retryable=True,
     )
 
 
 @overload
-def plain(said: str) -> str: ...
+def storable(text: str) -> str: ...
 @overload
-def plain(said: str | None) -> str | None: ...
-def plain(said: object) -> str | None:
-    """What a program said, as it can be stored and sent: what UTF-8 has no bytes for is escaped, such as the halves of
-    characters that stand for the odd bytes of a file's name."""
-    return None if said is None else str(said).encode("utf-8", "backslashreplace").decode()
+def storable(text: str | None) -> str | None: ...
+def storable(text: object) -> str | None:
+    """Text that can be stored and sent: characters that UTF-8 cannot encode are escaped. Python uses such characters
+    (lone surrogates) for the undecodable bytes in file names and program output."""
+    return None if text is None else str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def error_from(record: ErrorRecord) -> OutriderError:
-    """The exception a record stands for: its own class where that still exists, else a ServiceError."""
-    kinds = {kind.code: kind for kind in _kinds(OutriderError) if "code" in vars(kind)}
+    """The exception that a record was made from; a ServiceError if no class has its code (another version wrote it)."""
+    # A subclass without a code of its own must not replace the class that it inherits the code from.
+    kinds = {kind.code: kind for kind in _subclasses(OutriderError) if "code" in vars(kind)}
     kind = kinds.get(record.code, ServiceError)
     return kind(record.message, hint=record.hint, field=record.field, log_tail=record.log_tail)
 
 
-def _kinds(kind: type[OutriderError]) -> Iterator[type[OutriderError]]:
+def _subclasses(kind: type[OutriderError]) -> Iterator[type[OutriderError]]:
     for child in kind.__subclasses__():
         yield child
-        yield from _kinds(child)
+        yield from _subclasses(child)

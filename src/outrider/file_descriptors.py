@@ -1,8 +1,8 @@
-"""Open files and connections: how many this process may have, and what part of them is whose.
+"""How many files and connections this process may have open, and how they are divided among their users.
 
-It knows no server and no sandbox. Invariant: what clients can take, those outside and those in sandboxes, leaves the
-rest for what only the service opens: its store, engines, sandboxes. So whoever opens all the connections that there
-are for him stops nobody else.
+It knows no server and no sandbox. Invariant: clients outside and clients in sandboxes together can use only part of the
+descriptors; the rest is left for what the service itself opens (store, engines, sandboxes). So a client that opens all
+the connections it can does not stop anybody else.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import resource
 import msgspec
 
 WANTED = 65_536
+"""Descriptors that a service takes if the hard limit allows so many."""
 LEAST = 4096
-"""With fewer, a full node has no connections to spare: a session holds half a dozen descriptors, and each of its model
-calls two more."""
+"""With fewer, a full node runs short of connections: a session holds about six descriptors, and each of its model calls
+two more."""
 SESSIONS = 8
-"""So many can each have all that one may, before the others have none."""
+"""How many sessions can use their maximum of connections at once before the others find none."""
 EACH_LEAST, EACH_MOST = 8, 256
+"""Bounds of the maximum of one session."""
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """Connections: of all sandboxes, through the socket that is theirs; of all others; and model calls that one
-    session may have under way at once."""
+    """Maximum connections of all `sandboxes` together (on the node's Unix socket) and of all other clients (`control`),
+    and maximum model calls of one `session` at once."""
 
     sandboxes: int
     control: int
@@ -30,7 +32,7 @@ class Shares(msgspec.Struct, frozen=True):
 
 
 def raise_limit() -> int:
-    """Take what the hard limit allows; the usual soft one is 1024. How many descriptors there are then."""
+    """Raise the soft limit, usually 1024, to WANTED or to the hard limit; the number of descriptors there are then."""
     soft, hard = (WANTED if limit == resource.RLIM_INFINITY else limit for limit in _limits())
     if soft < (wanted := min(hard, WANTED)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, _limits()[1]))
@@ -38,13 +40,14 @@ def raise_limit() -> int:
 
 
 def shares(descriptors: int) -> Shares:
+    """Divide descriptors: a quarter for sandboxes, an eighth for other clients, the rest for the service itself."""
     sandboxes = descriptors // 4
     session = min(EACH_MOST, max(EACH_LEAST, sandboxes // SESSIONS))
     return Shares(sandboxes=sandboxes, control=descriptors // 8, session=session)
 
 
 def available() -> int:
-    """Descriptors that a service started here would have."""
+    """How many descriptors a service started here would have."""
     hard = _limits()[1]
     return WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
 

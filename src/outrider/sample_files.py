@@ -1,7 +1,7 @@
-"""Training samples as files: JSON lines, and Parquet where pyarrow is installed; and the images that they show.
+"""Writes training samples to files, as JSON lines or (with pyarrow) as Parquet, and their images to a folder.
 
-It knows no service. Invariant: both formats hold the same rows, one a sample, with the fields of
-`trajectory.Sample`; a file appears whole or not at all.
+It knows no service. Invariants: both formats have the same rows, one for each sample, with the fields of
+`trajectory.Sample`; a file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXTENSIONS = {
     "image/heif": "heif",
     "image/svg+xml": "svg",
 }
-"""By media type; an image of another one is a `.bin`."""
+"""File extensions by media type; an image of any other type is a `.bin`."""
 
 
 class SampleFormat(StrEnum):
@@ -45,7 +45,7 @@ class SampleWriter(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """One JSON object on each line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -60,11 +60,12 @@ class JsonLines:
 
 
 class Parquet:
-    """One row group a call of `write`. Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of
-    int8, `logprobs` of float64. `metrics` and `labels` are JSON text, as readers disagree about Arrow maps; `images`
-    are a list of structs.
+    """Parquet with one row group for each call of `write`.
 
-    Raises InvalidField when pyarrow is not installed.
+    Token columns are large lists: `ids` and `versions` of int32, `loss_mask` of int8, `logprobs` of float64. `metrics`
+    and `labels` are JSON text, because readers treat Arrow maps differently; `images` is a list of structs.
+
+    Raises InvalidField if pyarrow is not installed.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -94,40 +95,40 @@ WRITERS: dict[SampleFormat, type[JsonLines] | type[Parquet]] = {
 
 @contextmanager
 def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
-    """A writer whose rows are in `path` once the block ends well; a block that fails changes nothing there.
+    """A writer of the file at `path`. The file appears, or is replaced, only when the block ends without an error.
 
-    Raises InvalidField when the file cannot be made.
+    Raises InvalidField if the file cannot be created.
     """
     with _whole_file(path) as file, closing(WRITERS[kind](file)) as writer:
         yield writer
 
 
 class ImageFolder:
-    """Image files named by their digests: DIGEST.png and so on, each digest once. The folder is made for the first."""
+    """A folder of image files named by their digests (DIGEST.png, ...). It is created with the first image."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def missing(self, digests: Iterable[str]) -> list[str]:
-        """Those that are not in the folder, each once."""
+        """The digests that are not in the folder, each once."""
         return [digest for digest in dict.fromkeys(digests) if next(self.path.glob(f"{digest}.*"), None) is None]
 
     def add(self, image: Image) -> None:
-        """Raises InvalidField when the file cannot be made."""
+        """Write an image. Raises InvalidField if the file cannot be created."""
         name = f"{image.digest}.{EXTENSIONS.get(image.media_type, 'bin')}"
         with _whole_file(self.path / name) as file:
             file.write(image.data)
 
 
 def stored_images(samples: Iterable[Sample]) -> list[str]:
-    """The digests of the images that samples show and the service keeps, each once."""
+    """The digests of the images in samples whose bytes the service has, each once. (It does not fetch image URLs.)"""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 
 
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is at `path` once the block ends well."""
+    """A file that appears at `path` when the block ends without an error: until then it has another name."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

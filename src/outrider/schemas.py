@@ -1,6 +1,6 @@
-"""What the control API answers: the shapes that the server writes and the client reads.
+"""The replies of the control API: msgspec structs that the server writes and the client reads.
 
-Times are seconds since the epoch, durations seconds. The request shapes are in spec.py.
+Times are seconds since the epoch, durations are seconds. The request bodies are in spec.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.trajectory import Sample, SessionResult, TokenMode, TurnTimings, V
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
-    """`waited_seconds` and `served` are totals since the start."""
+    """A lane (a bounded stage of sessions). `served` and `waited_seconds` are totals since the start."""
 
     name: str
     size: int
@@ -26,8 +26,8 @@ class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has for its sandboxes, and what of it is set aside for those that ask: processors' worth of time and
-    MiB of memory. `waiting` sessions ask for more than is left; `waited_seconds` and `served` are totals."""
+    """What a node has for its sandboxes, and how much of it is reserved (`..._set_aside`): processors' worth of time,
+    and MiB of memory. `waiting` sessions ask for more than is free; `served` and `waited_seconds` are totals."""
 
     cpus: float
     cpus_set_aside: float = 0.0
@@ -39,8 +39,8 @@ class ResourceStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Sandboxes that a node has made ahead: how many are `ready` now, how often one was `taken`, and how often none was
-    there to be taken."""
+    """Sandboxes that a node starts ahead of time: how many are `ready` now, how often a session has `taken` one, and
+    how often it found none (`misses`)."""
 
     ready: int = 0
     taken: int = 0
@@ -48,9 +48,11 @@ class WarmStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StallStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a node's event loop stood still for longer than 50 ms, for how long in all and at the longest, in
-    seconds. `held` is the longest that the loop's own thread was at work meanwhile; the rest is time in which others
-    had the interpreter or the processor."""
+    """How often a node's event loop was blocked for longer than 50 ms: `total` and `longest` seconds.
+
+    `held` is the longest processor time that the loop's own thread used during one; the rest of a stall is time in
+    which other threads or processes had the interpreter or the processor.
+    """
 
     count: int = 0
     total: float = 0.0
@@ -59,7 +61,7 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as the scheduler and the status page see it."""
+    """A node: how many sessions it runs, how many it can take, and its lanes and resources."""
 
     name: str
     sessions: int
@@ -71,10 +73,11 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as its pool sees it. Counts are of this pool's making: `in_flight` generations, `sessions`
-    that keep to it, `assigned_tokens` of their context, `generated_tokens` and `failures` since it was added.
+    """An engine as its pool sees it.
 
-    `suspect` is what it sent last that no engine may, None while it is trusted; `misbehaved` counts such replies.
+    The pool counts: generations `in_flight`, `sessions` that stay with the engine, `assigned_tokens` of their contexts,
+    and `generated_tokens` and `failures` since the engine was added. `suspect` describes the last invalid reply of an
+    engine that is not trusted, and is None for one that is; `misbehaved` counts invalid replies.
     """
 
     name: str
@@ -97,7 +100,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
-    """A session as it stands. `result` is there once it is done, `last_error` once an attempt has failed."""
+    """A session. `result` is set once it is done, `last_error` once an attempt has failed."""
 
     id: str
     group_id: str
@@ -112,8 +115,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """A group and its sessions in sample order. `cursor` is its place in the results once it is done;
-    `samples` are its training rows when they were asked for."""
+    """A group with its sessions in sample order. `cursor` is its place in the results once it is done; `samples` are
+    its training rows if they were asked for."""
 
     id: str
     state: GroupState
@@ -129,8 +132,8 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in a list: how many of its `n` sessions are `done`, how many of these with an error, and the mean reward
-    of those that have one."""
+    """A group in a list: how many of its `n` sessions are `done`, how many of these have an error, and the mean reward
+    of those with a reward."""
 
     id: str
     state: GroupState
@@ -153,7 +156,7 @@ class GroupList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Done groups in the order they finished. Ask again with `after=cursor` for what comes next."""
+    """Done groups in the order they finished. Ask again with `after=cursor` for the next ones."""
 
     groups: tuple[GroupView, ...]
     cursor: int
@@ -171,9 +174,10 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call, readable: `context` is the text of the ids this turn added to its prompt, `sampled` the
-    text of what the model said. `kind`, `label` and `depth` are those of the branch that it is for. `altered` and
-    `ignored` are the turn's (`trajectory.Turn`)."""
+    """One model call as text: `context` is what this turn added to the prompt, `sampled` is the model's output.
+
+    `kind`, `label` and `depth` describe the turn's branch; `altered` and `ignored` are those of `trajectory.Turn`.
+    """
 
     index: int
     parent: int | None
@@ -203,7 +207,7 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnList(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt's turns in the order they finished."""
+    """The turns of an attempt in the order they finished."""
 
     turns: tuple[TurnView, ...]
 
@@ -215,7 +219,7 @@ class SampleList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that an agent left and that was kept: its absolute path in the sandbox, its bytes, their SHA-256 (hex)."""
+    """A file of a sandbox that was kept: its absolute path there, its size in bytes, and their SHA-256 (hex)."""
 
     path: str
     size: int
@@ -223,14 +227,14 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A path, or a pattern of the task, that was not kept, and why."""
+    """A path or pattern that the task names as an artifact, but that was not kept, and why."""
 
     path: str
     reason: str
 
 
 class ArtifactList(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt of a session left of what its task wants kept; `attempt` is None when none has ended its run."""
+    """The artifacts of an attempt; `attempt` is None if no attempt of the session has ended its run."""
 
     session_id: str
     attempt: int | None
@@ -245,7 +249,7 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole service at a glance. `sessions` counts them by state."""
+    """The status of the service. `sessions` counts sessions by state."""
 
     version: str
     model: str

@@ -1,7 +1,7 @@
 """Work that runs to its end although its caller is cancelled: teardown, and steps that must not be left half done.
 
 It does not know what the work is. Invariants: when `shielded` returns or raises, the work has ended; and what
-`opened` has made is ended, whoever is cancelled.
+`opened_in_thread` has made is ended, whoever is cancelled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def shielded(work: Callable[[], Awaitable[T]]) -> T:
 
 
 @asynccontextmanager
-async def opened(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIterator[T]:
+async def opened_in_thread(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIterator[T]:
     """What `make` returns, until `end` is called with it: both may block, and run in threads. `end` is also called
     when the caller is cancelled while `make` runs."""
     async with AsyncExitStack() as held:

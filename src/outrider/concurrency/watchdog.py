@@ -1,7 +1,8 @@
-"""Sees when the event loop stands still: counts it, and logs where.
+"""Detects stalls of the event loop, counts them, and logs what the loop was doing.
 
-All sessions share one event loop, so whatever holds it stops them all. A timer that is late shows that it was held, or
-that the process got no processor; a thread looks at what the loop was doing meanwhile. It knows nothing of sessions.
+All sessions share one event loop, so whatever blocks it stops them all. A late timer shows that the loop was blocked,
+or that the process got no processor time; a thread samples the loop's stack meanwhile. It knows nothing of sessions.
+Invariant: a stall of STALL seconds or more is counted exactly once.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from outrider.schemas import StallStats
 log = logging.getLogger("outrider.concurrency.watchdog")
 
 PERIOD = 0.01
+"""Seconds between two runs of the timer."""
 STALL = 0.05
-"""Seconds. What is shorter is the ordinary work of many sessions."""
+"""Seconds. Shorter delays are the normal work of many sessions."""
 LOG_SECONDS = 10.0
-"""At most one line in so long."""
+"""Minimum time between two log lines."""
 FRAMES = 4
+"""Innermost frames of the loop's stack in a log line."""
 
 
 class Witness:
-    """What was seen of stalls since it was made: their seconds in all, and the longest."""
+    """Stalls since the witness was made: total seconds, and the longest."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -38,7 +41,7 @@ class Witness:
 
 
 class Watchdog:
-    """`async with Watchdog() as watchdog` on the event loop that is watched; `stalls` is what it has seen."""
+    """`async with Watchdog() as watchdog` on the event loop to be watched; `stalls` counts its stalls."""
 
     def __init__(self) -> None:
         self.stalls = StallStats()
@@ -52,8 +55,8 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def stood_still(self) -> float:
-        """For how many seconds in all the loop has stood still until now: a stall that has just ended counts, though
-        the timer has not run since."""
+        """Total seconds of all stalls until now, including one that has just ended, after which the timer has not run
+        yet."""
         now = time.monotonic() - self._seen - PERIOD
         return self.stalls.total + (now if now >= STALL else 0.0)
 
@@ -108,10 +111,10 @@ class Watchdog:
         if now - self._logged >= LOG_SECONDS:
             self._logged = now
             where = self._where or "in one call"
-            log.warning("the event loop stood still for %.2f s, %.2f s of them at work: %s", stood, held, where)
+            log.warning("the event loop was blocked for %.2f s, with %.2f s of processor time: %s", stood, held, where)
 
     def _sample(self) -> None:
-        """Note what the loop does once it has stood still for STALL."""
+        """Note the loop's stack once it has been blocked for STALL. Runs in a thread of its own."""
         while not self._ended.wait(STALL / 2):
             if not self._where and time.monotonic() - self._seen >= STALL:
                 frame = sys._current_frames().get(self._loop_thread)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.errors import ContextOverflow, OutriderError, Unauthorized, plain
+from outrider.errors import ContextOverflow, OutriderError, Unauthorized, storable
 
 _OPENAI_CODES = {ContextOverflow.code: "context_length_exceeded", Unauthorized.code: "invalid_api_key"}
 
 
 def error_text(error: OutriderError) -> str:
     """What went wrong, and what to do about it where that is known."""
-    return plain(error.message if error.hint is None else f"{error.message} ({error.hint})")
+    return storable(error.message if error.hint is None else f"{error.message} ({error.hint})")
 
 
 def openai_error(error: OutriderError) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def openai_error(error: OutriderError) -> dict[str, Any]:
         "error": {
             "message": text,
             "type": kind,
-            "param": plain(error.field) if error.field else None,
+            "param": storable(error.field) if error.field else None,
             # OpenAI's own code where there is one: clients look for it.
             "code": "rate_limit_exceeded" if status == 429 else _OPENAI_CODES.get(error.code, error.code),
         }

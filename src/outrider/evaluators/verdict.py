@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NoReturn
 
-from outrider.errors import plain
+from outrider.errors import storable
 from outrider.trajectory import Verdict
 
 FIELDS = frozenset({"reward", "metrics", "reason"})
@@ -54,8 +54,8 @@ def _verdict(reward: Any, metrics: Any, reason: Any) -> Verdict:
         raise ValueError(f"reason must be a text, not {type(reason).__name__}")
     return Verdict(
         reward=_finite(reward, "reward"),
-        metrics={plain(name): _finite(value, f"metric {name!r}") for name, value in metrics.items()},
-        reason=plain(reason[:MAX_REASON]) if reason is not None else None,
+        metrics={storable(name): _finite(value, f"metric {name!r}") for name, value in metrics.items()},
+        reason=storable(reason[:MAX_REASON]) if reason is not None else None,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from outrider.errors import RuntimeFailure, plain
+from outrider.errors import RuntimeFailure, storable
 from outrider.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
@@ -133,4 +133,4 @@ class ArtifactCollection:
         self._kept.append(Artifact(path=path, size=len(data), sha256=digest))
 
     def leave_out(self, path: str, reason: str) -> None:
-        self._left_out.append(LeftOut(path=plain(path), reason=plain(reason)))
+        self._left_out.append(LeftOut(path=storable(path), reason=storable(reason)))

@@ -23,7 +23,7 @@ from typing import Self, cast
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
-from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, plain
+from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
 from outrider.evaluators.base import Evaluator, Outcome
 from outrider.evaluators.verdict import read_verdict
 from outrider.plugins import plugin_code
@@ -206,7 +206,7 @@ class Grading:
                 raise failure from error
         except Exception as error:  # a plugin may raise anything
             raise failure from error
-        return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=plain(f"{EXCESS}: {failure.message}"))
+        return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=storable(f"{EXCESS}: {failure.message}"))
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:

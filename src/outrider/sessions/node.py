@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.concurrency.cancellation import opened
+from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import OutriderError, record_of
 from outrider.lifecycle import StopReason
@@ -69,7 +69,7 @@ class LocalNode:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as held:
-            self._folder = await held.enter_async_context(opened(NodeFolder.make, NodeFolder.remove))
+            self._folder = await held.enter_async_context(opened_in_thread(NodeFolder.make, NodeFolder.remove))
             host = await held.enter_async_context(Host(self._folder.path))
             await sweep(host)
             await held.enter_async_context(self._background)

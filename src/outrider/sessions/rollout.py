@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 
 from outrider.concurrency.watchdog import Watchdog, Witness
-from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, plain, record_of
+from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, record_of, storable
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ProgramExit
@@ -327,7 +327,7 @@ class Rollout:
         grade = await grading.grade(
             sandbox, outcome, failure=ended.failure, model_replied=self.conversation.replies > 0
         )
-        code, log_tail = ended.outcome.exit_code, plain(ended.outcome.log_tail)
+        code, log_tail = ended.outcome.exit_code, storable(ended.outcome.log_tail)
         return Ending(
             reason=StopReason.AGENT_EXCESS if grade.excess else ended.reason,
             verdict=grade.verdict,

@@ -15,7 +15,7 @@ import msgspec
 from outrider.dialects.base import Completion
 from outrider.dialects.errors import error_text
 from outrider.dialects.gemini.contents import arguments_on_wire, signature
-from outrider.errors import ContextOverflow, OutriderError, plain
+from outrider.errors import ContextOverflow, OutriderError, storable
 from outrider.messages import ToolCall
 from outrider.trajectory import FinishReason
 
@@ -98,7 +98,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
         message = f"The input token count exceeds the maximum number of tokens allowed: {message}"
     details: list[dict[str, Any]] = [{"@type": f"{TYPES}ErrorInfo", "reason": error.code.upper(), "domain": DOMAIN}]
     if error.field:
-        violation = {"field": plain(error.field), "description": plain(error.message)}
+        violation = {"field": storable(error.field), "description": storable(error.message)}
         details.append({"@type": f"{TYPES}BadRequest", "fieldViolations": [violation]})
     word = _STATUS.get(status, "INTERNAL" if status >= 500 else "INVALID_ARGUMENT")
     return {"error": {"code": status, "message": message, "status": word, "details": details}}

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.concurrency.cancellation import opened, shielded
+from outrider.concurrency.cancellation import opened_in_thread, shielded
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.tool_server.client import Done, ToolClient
 
@@ -36,7 +36,7 @@ async def download_archive(
             target.unlink(missing_ok=True)
 
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    async with opened(partial(os.open, target, flags, 0o600), finish) as fd:
+    async with opened_in_thread(partial(os.open, target, flags, 0o600), finish) as fd:
         download = ArchiveDownload(tools, fd)
         async with asyncio.TaskGroup() as group:
             call = group.create_task(download.call(method, {**args, "limit": limit}, limit))

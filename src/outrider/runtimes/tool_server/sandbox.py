@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from outrider.concurrency.cancellation import opened, shielded
+from outrider.concurrency.cancellation import opened_in_thread, shielded
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.pythons.ipython import WITHOUT_IPYTHON, ipython_command
 from outrider.runtimes.base import (
@@ -315,7 +315,7 @@ class ToolServerSandbox:
                 await self._upload_file(entry.path, place)
 
     async def _upload_file(self, path: Path, place: str) -> None:
-        async with opened(partial(open_plain, path), lambda plain: os.close(plain[0])) as (fd, mode):
+        async with opened_in_thread(partial(open_plain, path), lambda plain: os.close(plain[0])) as (fd, mode):
             offset = 0
             while data := await asyncio.to_thread(os.pread, fd, PIECE, offset):
                 await self._write(place, data, mode, append=offset > 0)
@@ -334,7 +334,7 @@ class ToolServerSandbox:
         roots = [[posixpath.normpath(self._paths.place(path)), self._paths.member(path)] for path in outermost]
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
         tools = self.server.tools
-        async with opened(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
+        async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
             offset, data = 0, b"-"
             while data:
                 data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
