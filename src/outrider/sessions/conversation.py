@@ -8,19 +8,27 @@ was given and what the store has are the same ids.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.offload import Steps
-from outrider.dialects.base import AskedSampling, Dialect, Memory, ModelRequest, WireCall
+from outrider.dialects.base import AskedSampling, Completion, Dialect, Memory, ModelRequest, WireCall
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.member import ServingEngine
-from outrider.errors import ContextOverflow, EngineError, EngineRejected, OutriderError, RequestError, ServiceError
+from outrider.errors import (
+    ContextOverflow,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    OutriderError,
+    RequestError,
+    ServiceError,
+)
 from outrider.lifecycle import StopReason
-from outrider.messages import images_in
+from outrider.messages import Message, ParsedMessages, ToolSpec, images_in
 from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, Capacity
 from outrider.sessions.calls.call import Call, ModelBackend, Step
 from outrider.sessions.calls.on_message_engine import CaptureCall, CaptureRecord
@@ -366,6 +374,38 @@ class Conversation:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
         self.failure = self.broken
         return self.broken
+
+
+class ConversationClient:
+    """`harnesses.base.ModelClient` for agents that run in this process: calls of a conversation, without HTTP.
+
+    Such a call is admitted, recorded and limited like one that comes through the gateway. It hides the conversation's
+    other methods from the agent.
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Message:
+        request = ModelRequest(
+            model=self._conversation.backend.model,
+            messages=ParsedMessages(tuple(messages)),
+            tools=tuple(tools),
+            tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
+            sampling=AskedSampling(max_tokens=max_tokens, stop=tuple(stop)),
+        )
+        async with aclosing(self._conversation.call(request, dialect="inprocess")) as batches:
+            async for steps in batches:
+                if isinstance(steps[-1], Completion):
+                    return steps[-1].reply
+        raise EngineUnavailable("the model call ended without a reply")
 
 
 def _parsing(

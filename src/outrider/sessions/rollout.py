@@ -31,9 +31,8 @@ from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Stopwatch
-from outrider.sessions.conversation import Conversation
+from outrider.sessions.conversation import Conversation, ConversationClient
 from outrider.sessions.grading import Grading, mark_inside_failures
-from outrider.sessions.model_client import ConversationClient
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.slots import Lanes
 from outrider.sessions.transcript import transcript
