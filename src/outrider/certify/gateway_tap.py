@@ -92,6 +92,7 @@ class ServedNode(Protocol):
 async def tapped(node: ServedNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:
     """Put a tap in front of a served node's gateway, for every sandbox that is started from then on."""
     socket = node.gateway_socket
+    # Sandboxes know the socket by its path, so the gateway's own moves aside.
     behind = socket.with_name(f"behind-{socket.name}")
     await asyncio.to_thread(socket.rename, behind)
     tap = GatewayTap(behind, words)

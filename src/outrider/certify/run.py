@@ -33,6 +33,7 @@ AT_ONCE = 2
 """Sessions that run at the same time."""
 
 TURNS = 24
+"""Model calls of one session: far more than any row needs, so that only a program that never ends reaches it."""
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):

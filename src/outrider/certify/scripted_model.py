@@ -33,6 +33,8 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 
 _CHUNK_TOKENS = 8
+"""Small, so that a reply is streamed in several chunks."""
+
 _MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(SUBAGENT_MARK)})([a-z-]+)")
 _AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
 _TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.DOTALL)

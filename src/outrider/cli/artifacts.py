@@ -11,9 +11,8 @@ import typer
 
 from outrider.cli.options import Json, Token, Url, client
 from outrider.cli.tables import table
-from outrider.cli.terminal import Terminal, printable, terminal_of
+from outrider.cli.terminal import printable, terminal_of
 from outrider.errors import InvalidField, ServiceError
-from outrider.schemas import ArtifactList
 
 
 class Fetched(msgspec.Struct, frozen=True):
@@ -59,7 +58,15 @@ def artifacts(
         raise InvalidField("--json needs a file to write to", field="output", hint="add -o FILE")
     with client(url, token) as service:
         if path is None:
-            _print_list(terminal, service.artifacts(session, attempt=attempt))
+            listed = service.artifacts(session, attempt=attempt)
+            if terminal.json:
+                terminal.write_json(listed)
+                return
+            rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
+            terminal.out.print(table(("bytes>", "sha256", "path"), rows))
+            if listed.left_out:
+                left_out = [(printable(each.path), printable(each.reason)) for each in listed.left_out]
+                terminal.out.print(table(("left out", "reason"), left_out))
             return
         data = service.artifact(session, path, attempt=attempt)
     if output is None:
@@ -74,14 +81,3 @@ def artifacts(
         terminal.write_json(Fetched(path, len(data), str(output)))
     else:
         terminal.note(f"{path}: {len(data):,} bytes in {output}")
-
-
-def _print_list(terminal: Terminal, listed: ArtifactList) -> None:
-    if terminal.json:
-        terminal.write_json(listed)
-        return
-    rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
-    terminal.out.print(table(("bytes>", "sha256", "path"), rows))
-    if listed.left_out:
-        left_out = [(printable(each.path), printable(each.reason)) for each in listed.left_out]
-        terminal.out.print(table(("left out", "reason"), left_out))

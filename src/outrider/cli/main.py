@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _failed(terminal, first)
     except UsageError as error:
-        # click raises one with no message when it has shown the help instead
+        # Without words click shows the help, and raises a UsageError with no message.
         if message := str(getattr(error, "format_message", error.__str__)()).removesuffix("."):
             context = getattr(error, "ctx", None)
             hint = f"{context.command_path if context else 'outrider'} --help"
@@ -63,10 +63,25 @@ def commands() -> typer.Typer:
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
-        pretty_exceptions_enable=False,
+        pretty_exceptions_enable=False,  # they may print local variables, and with these tokens
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_root)
+
+    @app.callback()
+    def root(
+        ctx: typer.Context,
+        show_version: Annotated[
+            bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        """Outrider serves agent rollouts to reinforcement-learning trainers.
+
+        Try `outrider demo` first: it needs no engine, no network and no root.
+        Then start a service with `outrider serve` and run a task with `outrider run`.
+        """
+        for unknown in unknown_variables():
+            terminal_of(ctx).note(f"warning: {unknown}")
+
     for command in (serve, run, status, cancel, show, artifacts, export, doctor, demo):
         app.command()(command)
     app.add_typer(engine_commands(), name="engines")
@@ -79,20 +94,6 @@ def _version(given: bool) -> None:
     if given:
         typer.echo(f"outrider {version('outrider')}")
         raise typer.Exit
-
-
-def _root(
-    ctx: typer.Context,
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
-    ] = False,
-) -> None:
-    """Outrider serves agent rollouts to reinforcement-learning trainers.
-
-    Try `outrider demo` first: it needs no engine, no network and no root.
-    """
-    for unknown in unknown_variables():
-        terminal_of(ctx).note(f"warning: {unknown}")
 
 
 def _failed(terminal: Terminal, error: OutriderError) -> int:

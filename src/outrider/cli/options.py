@@ -12,6 +12,7 @@ from outrider.config import environment
 
 
 def _json(ctx: typer.Context, given: bool) -> bool:
+    # The option is eager: it is read before all others, so that an error in these is written as JSON too.
     terminal_of(ctx).json = given
     return given
 

@@ -158,7 +158,10 @@ def serve(
             "warm_memory_mb": warm_memory_mb,
         },
     }
-    settings = _with_tokenizer(load_config(flags, file=config))
+    settings = load_config(flags, file=config)
+    if settings.model.tokenizer is None:  # then it is that of the first embedded engine
+        folder = next((each.model for each in settings.engines if each.kind == "embedded"), None)
+        settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     )
@@ -179,7 +182,7 @@ async def _serve(terminal: Terminal, config: Config) -> None:
             flags = "" if url == DEFAULT_URL else f" --url {url}"
             token = " --token TOKEN" if config.token else ""
             terminal.out.print(f"submit a task: outrider run TASK.toml -n 8{flags}{token}")
-            await asyncio.get_running_loop().create_future()
+            await asyncio.get_running_loop().create_future()  # until a signal cancels this task
     except asyncio.CancelledError:
         if not stopped():
             raise
@@ -196,6 +199,7 @@ def _cancel_on_signal() -> Callable[[], bool]:
 
     def stop(number: signal.Signals) -> None:
         came.append(number)
+        # From now on a signal has its default effect, so that a stop that hangs can be ended with a second Ctrl-C.
         for each in SIGNALS:
             loop.remove_signal_handler(each)
         task.cancel()
@@ -203,11 +207,3 @@ def _cancel_on_signal() -> Callable[[], bool]:
     for number in SIGNALS:
         loop.add_signal_handler(number, stop, number)
     return lambda: bool(came)
-
-
-def _with_tokenizer(config: Config) -> Config:
-    """The configuration with a tokenizer: where none is named, that of the first embedded engine."""
-    if config.model.tokenizer is not None:
-        return config
-    folder = next((engine.model for engine in config.engines if engine.kind == "embedded"), None)
-    return config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": folder})})

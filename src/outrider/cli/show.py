@@ -59,7 +59,7 @@ def show(
 def print_session(console: Console, session: SessionView, turns: Sequence[TurnView]) -> None:
     """Print a whole session: a heading, its turns, how it ended."""
     for line in _lines(session, turns):
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True)  # rich would break lines at the width, in the middle of what was sampled
 
 
 def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:

@@ -42,6 +42,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, show_edge=False
     )
     for name in columns:
+        # A row that wraps cannot be read by grep and cut.
         made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", no_wrap=True)
     for row in rows:
         made.add_row(*row)

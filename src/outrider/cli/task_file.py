@@ -80,7 +80,7 @@ def _write_file(source: Path, target: str, root: Path, field: str) -> Step:
         data = source.read_bytes()
     except OSError as error:
         raise InvalidField(f"cannot read {source}: {error.strerror}", field=field) from error
-    text = base64.b64encode(data).decode()
+    text = base64.b64encode(data).decode()  # a JSON text cannot hold arbitrary bytes
     if len(text) > MAX_INLINE_FILE:
         raise TooLarge(
             f"{source} has {len(data)} bytes, too many to send with the task",

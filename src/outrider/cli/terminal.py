@@ -52,6 +52,7 @@ class Terminal:
             self.write_json({"error": record})
 
     def _line(self, word: str, text: str, style: str) -> None:
+        # In one line, so that scripts can take the first line of standard error for the whole message.
         line = Text(f"{word}: ", style=style) + Text(printable(text).replace("\n", " "), style="default")
         self.err.print(line, soft_wrap=True)
 
@@ -71,4 +72,5 @@ def printable(text: str) -> str:
 
 def _console(stream: TextIO, *, stderr: bool = False) -> Console:
     width = None if stream.isatty() else WIDTH_OF_A_FILE
+    # Without markup: tasks and programs print text in [brackets], which rich would take for styles.
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)

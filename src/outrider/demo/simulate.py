@@ -51,6 +51,7 @@ class Simulator:
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not type-checked
     def run(self, episodes: Sequence[Episode]) -> list[Rollout]:
         """One rollout for each episode, in their order."""
+        # The trainer has changed the weights in place: prefixes cached under the old ones must not be reused.
         self._batch.update(None, self._batch.version + 1)
         rollouts = []
         for episode in episodes:

@@ -31,6 +31,8 @@ ZONES = (
 PHRASINGS = ("Where is {item}?", "Please find {item}.", "In which zone is {item}?")
 
 TURNS = 4
+"""Model calls of a session. Two are enough; the others let a policy recover from a wrong file."""
+
 MAX_TOKENS = 48
 
 

@@ -91,7 +91,7 @@ class Batch:
         self.version = version
         self._slots.weights_changed()
         for sequence in self.running:
-            if sequence.last == NONE:
+            if sequence.last == NONE:  # nothing sampled yet: computing it again costs only time
                 self._slots.clear(sequence.slot)
                 sequence.cached = 0
 

@@ -49,6 +49,7 @@ class ModelThread:
         self._sink = sink
         self._on_end = ended
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        # A daemon, because a step cannot be interrupted and must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"outrider-{name}", daemon=True)
         self._loop = asyncio.get_running_loop()
         self._calls: set[asyncio.Future[Any]] = set()
@@ -97,7 +98,7 @@ class ModelThread:
         if self._end is not None:
             raise EngineUnavailable(self._end.message)
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._calls.add(future)
+        self._calls.add(future)  # those that are open when the thread ends must fail
         future.add_done_callback(self._calls.discard)
         return future
 
@@ -116,7 +117,7 @@ class ModelThread:
     def _serve(self, batch: Batch) -> None:
         while True:
             while not batch.has_work or not self._inbox.empty():
-                command = self._inbox.get()
+                command = self._inbox.get()  # blocks while there is nothing to compute
                 if command is None:
                     return
                 command(batch)

@@ -114,6 +114,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 def _draw(logits: Tensor, greedy: Tensor, states: Sequence[SamplingState]) -> Tensor:
     """Inverse transform sampling in float64: one uniform number a row, whatever the size of the vocabulary."""
     temperatures = _column([state.params.temperature for state in states])
+    # Rows of temperature 0 take the greedy token below; the bound only keeps their division finite.
     weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
     if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
         weights = _truncate(weights, [state.params for state in states])

@@ -93,6 +93,7 @@ def apply_weights(model: Llama, state: StateDict) -> None:
             raise EngineRejected(f"weights lack {name}")
         if source.shape != target.shape:
             raise EngineRejected(f"{name} has shape {tuple(source.shape)}, the model {tuple(target.shape)}")
+        # One NaN would make every logit NaN, and no later request would show where it came from.
         if not bool(torch.isfinite(source).all()):
             raise EngineRejected(f"{name} holds values that are not finite")
     with torch.no_grad():
