@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.runtimes.base import Runtime, Witness
+from outrider.runtimes.base import Runtime, TellsCause
 from outrider.runtimes.kernel.cgroups import Group, host_kills
 from outrider.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, Part
 from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
@@ -31,7 +31,7 @@ async def ends(sandbox: Runtime, command: str) -> RuntimeFailure:
 
 
 async def blamed(sandbox: Runtime) -> bool:
-    assert isinstance(sandbox, Witness)
+    assert isinstance(sandbox, TellsCause)
     return await sandbox.broken_inside()
 
 

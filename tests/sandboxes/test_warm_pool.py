@@ -69,7 +69,7 @@ class Watched(MemoryRuntime):
         watcher.standing += 1
         watcher.most = max(watcher.most, watcher.standing)
 
-    async def current(self) -> bool:
+    async def image_is_current(self) -> bool:
         return self._image == _watcher.get().image
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
@@ -196,7 +196,7 @@ async def test_a_name_that_stands_for_another_image_now_is_not_given_what_was_ma
         given = await pool.take(spec(), ())
         assert seen.ledger.stopped.keys() >= {("warm-0", 1), ("warm-1", 1)}
         if given is not None:  # made meanwhile
-            assert await given.runtime.current()  # type: ignore[attr-defined]  # a Watched
+            assert await given.runtime.image_is_current()  # type: ignore[attr-defined]  # a Watched
             await given.stop()
         await until(lambda: pool.stats().ready == 2)
         await (await taken(pool, spec())).stop()

@@ -36,7 +36,7 @@ class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
 
     `mounts` are host folders to show read-only at the same path inside (the harness programs). `host` is what all
     sandboxes of the node share, open for as long as any of them runs. `layer` is what `save_layer` of another sandbox
-    of the same spec wrote, to start from; None for a new one. Only a `Layered` runtime is given any.
+    of the same spec wrote, to start from; None for a new one. Only a `SavesLayers` runtime is given any.
     """
 
     session_id: str
@@ -126,7 +126,7 @@ class RuntimeKind(Protocol):
     by class methods, and the `Runtime` that it creates.
 
     Two attributes are optional. `shows_mounts` is False for a kind in which programs cannot find what is in
-    `SandboxContext.mounts`; `saves_layers` is True for one whose sandboxes are `Layered`.
+    `SandboxContext.mounts`; `saves_layers` is True for one whose sandboxes are `SavesLayers`.
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:
@@ -220,8 +220,8 @@ class Runtime(Protocol):
 
 
 @runtime_checkable
-class Witness(Protocol):
-    """A runtime that can tell who broke a sandbox."""
+class TellsCause(Protocol):
+    """A runtime that can tell whether a sandbox was broken from inside."""
 
     async def broken_inside(self) -> bool:
         """Whether programs inside broke the sandbox. False for one that works, was not started or was stopped, where
@@ -230,15 +230,15 @@ class Witness(Protocol):
 
 
 @runtime_checkable
-class Aging(Protocol):
-    """A runtime whose image's name may come to stand for another image."""
+class TellsImage(Protocol):
+    """A runtime whose image may be replaced by another of the same name while the service runs."""
 
-    async def current(self) -> bool:
+    async def image_is_current(self) -> bool:
         """Whether a sandbox that is started now would have the same image. Raises RuntimeFailure."""
         ...
 
 
-class Layered(Protocol):
+class SavesLayers(Protocol):
     """A runtime that can carry everything that was written in a sandbox into another."""
 
     async def save_layer(self, target: Path) -> None:

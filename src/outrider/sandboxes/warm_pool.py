@@ -25,7 +25,7 @@ from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
 from outrider.errors import OutriderError, RequestError, RuntimeFailure
 from outrider.rootfs.store import ImageStore
-from outrider.runtimes.base import Aging
+from outrider.runtimes.base import TellsImage
 from outrider.runtimes.tool_server.uploads import entries
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.schemas import WarmStats
@@ -251,7 +251,7 @@ async def usable(sandbox: Sandbox) -> bool:
     runtime = sandbox.runtime
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            if isinstance(runtime, Aging) and not await runtime.current():
+            if isinstance(runtime, TellsImage) and not await runtime.image_is_current():
                 return False
             await runtime.read("/", limit=1)  # the cheapest call: it starts no process
     except IsADirectoryError:
@@ -292,7 +292,7 @@ def _state(path: Path) -> str:
 
 
 def _image_digest(image: str) -> str:
-    """Of the image by that name. "" for one that only a container engine knows: its runtime is then `Aging`."""
+    """Of the image by that name. "" for one that only a container engine knows: its runtime is then `TellsImage`."""
     try:
         return ImageStore().image(image).digest
     except RequestError:

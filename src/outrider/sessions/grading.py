@@ -27,7 +27,7 @@ from outrider.errors import EvaluatorError, HarnessError, OutriderError, Runtime
 from outrider.evaluators.base import Evaluator, Outcome
 from outrider.evaluators.verdict import read_verdict
 from outrider.plugins import plugin_code
-from outrider.runtimes.base import LOG_TAIL, Layered, NoShell, Runtime, Witness
+from outrider.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, TellsCause
 from outrider.sandboxes.node_folder import remove_tree
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sessions.attempt import Attempt
@@ -145,7 +145,7 @@ class Grading:
             # Alone: what the agent left running could change the files while they are archived.
             await runtime.snapshot(self._carry, self._archive, alone=True)
         else:  # "all": admission refuses that for other runtimes
-            await cast(Layered, runtime).save_layer(self._archive)
+            await cast(SavesLayers, runtime).save_layer(self._archive)
             self._layer = self._archive
 
     async def _verdict(self, outcome: Outcome) -> Verdict:
@@ -314,6 +314,6 @@ async def mark_inside_failures(runtime: Runtime) -> AsyncIterator[None]:
     try:
         yield
     except (RuntimeFailure, HarnessError, EvaluatorError) as failure:
-        if isinstance(runtime, Witness) and await runtime.broken_inside():
+        if isinstance(runtime, TellsCause) and await runtime.broken_inside():
             failure.inside = True
         raise

@@ -114,10 +114,10 @@ async def launch(kind: ContainerRuntime, spec: RuntimeSpec, context: SandboxCont
             # None: somebody else has removed the container, or the daemon is gone.
             return out_of_memory is not None and (out_of_memory or died_inside(tools, None))
 
-        async def is_current() -> bool:
+        async def image_is_current() -> bool:
             return (await daemon.image(image_name)).id == image.id
 
-        yield RunningServer(tools=tools, ended_inside=ended_inside, is_current=is_current)
+        yield RunningServer(tools=tools, ended_inside=ended_inside, image_is_current=image_is_current)
 
 
 def _plan(

@@ -87,8 +87,8 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
     """Fork a sandbox from the node's zygote. See tool_server/launch.py."""
     name = context.directory.name
     groups = await context.host.part(Cgroups)
-    # After the control groups: for version 2 all processes of our own group are moved out of the way first, and one
-    # that is just being started would be missed.
+    # After the control groups: on version 2 they move the processes of our own group out of the way, one by one, and a
+    # process that starts meanwhile would be missed.
     zygote = await context.host.part(Zygote)
     root, image_env = _root(spec, zygote)
     root, python = await _with_python(root)

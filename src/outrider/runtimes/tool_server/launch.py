@@ -51,7 +51,7 @@ class RunningServer:
 
     `group` is the sandbox's control group, None where a daemon keeps the limits. The functions are called while the
     sandbox is not stopped: `ended_inside` tells whether programs inside ended the tool server, whose connection is
-    gone; `stopped_inside`, whether they sent it a signal to stop, as it does not answer; `is_current`, whether a
+    gone; `stopped_inside`, whether they sent it a signal to stop, as it does not answer; `image_is_current`, whether a
     sandbox that is started now would have the same image. `layer_limit` is the maximum size in bytes of an archive of
     the writable layer, 0 where the runtime cannot save it.
     """
@@ -60,7 +60,7 @@ class RunningServer:
     group: Group | None = None
     ended_inside: Callable[[], Awaitable[bool]] = never
     stopped_inside: Callable[[], bool] = lambda: False
-    is_current: Callable[[], Awaitable[bool]] = always
+    image_is_current: Callable[[], Awaitable[bool]] = always
     layer_limit: int = 0
 
     def starved(self) -> bool:

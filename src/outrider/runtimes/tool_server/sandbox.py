@@ -169,7 +169,7 @@ class ToolServerSandbox:
             await self._launched.aclose()
 
     async def broken_inside(self) -> bool:
-        """See `Witness`."""
+        """See `TellsCause`."""
         if self._server is None:
             return False
         match self._server.tools.loss:
@@ -183,12 +183,12 @@ class ToolServerSandbox:
             case _:
                 return False
 
-    async def current(self) -> bool:
-        """See `Aging`."""
-        return await self.server.is_current()
+    async def image_is_current(self) -> bool:
+        """See `TellsImage`."""
+        return await self.server.image_is_current()
 
     async def save_layer(self, target: Path) -> None:
-        """See `Layered`. What runs inside is ended first. Only this user can read the file."""
+        """See `SavesLayers`. What runs inside is ended first. Only this user can read the file."""
         limit = self.server.layer_limit
         if limit == 0:
             raise RuntimeFailure(f"{self._spec.kind!r} sandboxes cannot save their writable layer")
