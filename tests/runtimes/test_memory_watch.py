@@ -237,5 +237,5 @@ print('fine')
 
 def test_sums_of_what_the_kernel_tells() -> None:
     text = b"Name:\tRssAnon: 5 kB\nRssAnon:\t     300 kB\nRssShmem:\t       4 kB\nVmPTE:\t      20 kB\n"
-    assert memory_watch.sum_of(text, memory_watch.OWN) == 320 << 10
-    assert memory_watch.sum_of(b"", memory_watch.OWN) == 0
+    assert memory_watch.sum_of_fields(text, memory_watch.OWN_FIELDS) == 320 << 10
+    assert memory_watch.sum_of_fields(b"", memory_watch.OWN_FIELDS) == 0

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import _socket
     from collections.abc import Callable
 
-BUFFER = 4 << 20
+BUFFER_BYTES = 4 << 20
 """Bytes read from one end and not yet taken by the other, at which reading pauses."""
-AGAIN_SECONDS = 0.01
+RETRY_SECONDS = 0.01
 CONNECT_TRIES = 200
 MAX_PAIRS = 256
 """Clients at once; each further one is closed. A client takes a descriptor of the node, too, which has some thousands
@@ -74,7 +74,7 @@ class Pair:
         try:
             if events & select.POLLOUT:
                 outward.push()
-            if events & POLL_READ and not inward.ended and len(inward.buffer) < BUFFER:
+            if events & POLL_READ and not inward.ended and len(inward.buffer) < BUFFER_BYTES:
                 inward.pull()
         except OSError:
             self._close()
@@ -90,7 +90,7 @@ class Pair:
         one, two = self.streams
         for inward, outward in ((one, two), (two, one)):
             fd = inward.source.fileno()
-            reads = not inward.ended and len(inward.buffer) < BUFFER
+            reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
             mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
             if self.masks.get(fd) != mask:
                 self.masks[fd] = mask
@@ -136,7 +136,7 @@ class Bridge:
             return
         except OSError:  # no descriptor is free, and `poll` would report the same client again at once
             self.loop.forget(self.listener.fileno())
-            self.loop.at(self, AGAIN_SECONDS, self._listen)
+            self.loop.at(self, RETRY_SECONDS, self._listen)
             return
         client = self.socket.socket(fileno=fd)
         self.clients += 1
@@ -168,7 +168,7 @@ class Bridge:
         except BlockingIOError:
             upstream.close()
             if tries:
-                self.loop.at(client, AGAIN_SECONDS, lambda: self._connect(client, tries - 1))
+                self.loop.at(client, RETRY_SECONDS, lambda: self._connect(client, tries - 1))
             else:
                 self._refuse(client)
         except OSError:

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from outrider.runtimes.guest.poll_loop import Loop
-from outrider.runtimes.guest.processes import descendants, processes, send_signal, slurp, threads
+from outrider.runtimes.guest.processes import descendants, processes, read_or_empty, send_signal, threads
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -22,12 +22,14 @@ else:
 
 RATE = 4 << 30
 """Bytes a second by which programs may grow: says how soon they can reach the limit, and so when to look again."""
-SOONEST, LATEST = 0.05, 1.0
+MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Bounds of the seconds between two looks."""
-SHARE = 20
-"""Looking takes at most 1/20 of the time: reading the maps of many processes takes long."""
-OWN = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
-DIVIDED = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
+REST_FACTOR = 20
+"""A pause is at least 20 times as long as the look before it: reading the maps of many processes takes long."""
+OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
+"""Lines of /proc/PID/status that add up to a process's memory, pages that it shares with forks in full."""
+DIVIDED_FIELDS = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
+"""Lines of /proc/PID/smaps_rollup that do so with shared pages divided among the processes that share them."""
 SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
 """What /proc/PID/maps calls memory that several processes share and that is no file."""
 
@@ -40,14 +42,14 @@ class ProcessMemory:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.status = status_of(pid)
-        self.own = sum_of(self.status, OWN)
-        self.mapped = sum_of(self.status, (b"VmSize",)) - sum_of(self.status, (b"VmData", b"VmStk"))
+        self.own = sum_of_fields(self.status, OWN_FIELDS)
+        self.mapped = sum_of_fields(self.status, (b"VmSize",)) - sum_of_fields(self.status, (b"VmData", b"VmStk"))
         self.areas: dict[bytes, int] = {}
 
     def find_areas(self) -> None:
         """Find shared memory by inode, each area up to the last byte that is mapped. A process whose maps nobody may
         read is counted as if all that it maps were such memory."""
-        maps = first_of(self.pid, "maps")
+        maps = read_of_process(self.pid, "maps")
         if not maps:
             self.areas = {b"%d" % self.pid: max(0, self.mapped)}
         for line in maps.splitlines():
@@ -59,9 +61,9 @@ class ProcessMemory:
 
     def divide(self) -> None:
         """Count a page that forks share as a fraction for each; in full, where the process may not be looked into."""
-        told = slurp(f"/proc/{self.pid}/smaps_rollup")
+        told = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
         if told:
-            self.own = sum_of(told, DIVIDED) + sum_of(self.status, (b"VmPTE",))
+            self.own = sum_of_fields(told, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))
 
     @property
     def all(self) -> int:
@@ -84,19 +86,19 @@ class MemoryWatch:
         found = [ProcessMemory(pid) for pid in descendants(processes(), {me}) - {me}]
         total = sum(one.own + max(0, one.mapped) for one in found)
         # Each step is more exact than what is known by then, and costs more: mostly none is needed.
-        for closer in (ProcessMemory.find_areas, ProcessMemory.divide):
+        for refine in (ProcessMemory.find_areas, ProcessMemory.divide):
             if total > self.limit:
                 for one in found:
-                    closer(one)
-                total = total_of(found)
+                    refine(one)
+                total = total_memory(found)
         if total > self.limit and self.exceeded:
             kill_largest(found, total - self.limit)
         self.exceeded = total > self.limit
-        wait = SOONEST if self.exceeded else min(LATEST, max(SOONEST, (self.limit - total) / RATE))
-        self.loop.at(self, max(wait, SHARE * (time.monotonic() - began)), self.look)
+        wait = MIN_PAUSE if self.exceeded else min(MAX_PAUSE, max(MIN_PAUSE, (self.limit - total) / RATE))
+        self.loop.at(self, max(wait, REST_FACTOR * (time.monotonic() - began)), self.look)
 
 
-def total_of(found: list[ProcessMemory]) -> int:
+def total_memory(found: list[ProcessMemory]) -> int:
     """Bytes of all processes, each shared area counted once."""
     areas: dict[bytes, int] = {}
     for one in found:
@@ -114,21 +116,21 @@ def kill_largest(found: list[ProcessMemory], excess: int) -> None:
 
 
 def status_of(pid: int) -> bytes:
-    return first_of(pid, "status", b"VmSize")
+    return read_of_process(pid, "status", b"VmSize")
 
 
-def first_of(pid: int, name: str, needed: bytes = b"") -> bytes:
+def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
     """A file of /proc/PID. Where the process's first thread has ended, its file is empty or lacks `needed`, and that of
     another thread is read."""
-    told = slurp(f"/proc/{pid}/{name}")
+    told = read_or_empty(f"/proc/{pid}/{name}")
     for thread in () if told and needed in told else threads(pid):
-        told = slurp(f"/proc/{pid}/task/{thread}/{name}")
+        told = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
         if told and needed in told:
             break
     return told
 
 
-def sum_of(text: bytes, names: tuple[bytes, ...]) -> int:
+def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:
     """The sum of some of the lines `Name:  123 kB`, in bytes."""
     lines = (line.partition(b":") for line in text.splitlines())
     return sum(int(value.split()[0]) for name, _, value in lines if name in names) << 10

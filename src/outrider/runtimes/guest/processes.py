@@ -37,14 +37,14 @@ def processes() -> dict[int, Process]:
     found = {}
     for name in posix.listdir("/proc"):
         if name.isdigit():
-            stat = slurp("/proc/" + name + "/stat")
+            stat = read_or_empty("/proc/" + name + "/stat")
             if stat:
                 # Behind the last parenthesis: a program's name may have any character.
                 found[int(name)] = Process(int(name), stat.rpartition(b")")[2].split())
     return found
 
 
-def slurp(path: str) -> bytes:
+def read_or_empty(path: str) -> bytes:
     """A file's content; b"" if it cannot be read. A process may end while it is looked at."""
     try:
         with open(path, "rb", buffering=0) as file:
@@ -63,9 +63,9 @@ def threads(pid: int) -> list[str]:
 
 def environment_of(pid: int) -> bytes:
     """The environment that a process was started with. A first thread that has ended shows none, others do."""
-    found = slurp(f"/proc/{pid}/environ")
+    found = read_or_empty(f"/proc/{pid}/environ")
     for thread in () if found else threads(pid):
-        found = found or slurp(f"/proc/{pid}/task/{thread}/environ")
+        found = found or read_or_empty(f"/proc/{pid}/task/{thread}/environ")
     return found
 
 
@@ -84,7 +84,7 @@ def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
     return {pid for pid in found if pid in table and not table[pid].zombie}
 
 
-def adopted(table: dict[int, Process], mark: bytes) -> set[int]:
+def adopted_orphans(table: dict[int, Process], mark: bytes) -> set[int]:
     """Orphans that were reparented to this server and have `mark` in their environment: daemons leave their session and
     their parent, but keep their environment."""
     me = posix.getpid()
@@ -106,7 +106,7 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
     victims: set[int] = set()
     for attempt in range(LOOKS):
         table = processes()
-        start = roots | (adopted(table, mark) if mark else set())
+        start = roots | (adopted_orphans(table, mark) if mark else set())
         victims = descendants(table, start) - {posix.getpid()}
         if not victims:
             break
@@ -121,7 +121,7 @@ def exit_code(status: int) -> int:
     return 128 + posix.WTERMSIG(status) if posix.WIFSIGNALED(status) else posix.WEXITSTATUS(status)
 
 
-def sacrifice() -> None:
+def offer_to_oom_killer() -> None:
     """Have the kernel kill this process and its children before the tool server when memory runs out."""
     try:
         fd = posix.open("/proc/self/oom_score_adj", posix.O_WRONLY)
@@ -140,7 +140,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
     code = 127
     try:
         posix.setsid()
-        sacrifice()
+        offer_to_oom_killer()
         _signal.set_wakeup_fd(-1)  # the fork must not wake the server's loop
         for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
             # Python and this server ignore or catch these, and an ignored signal stays ignored in the program.

@@ -26,7 +26,7 @@ from outrider.runtimes.guest.filesystem.restore import Restore
 from outrider.runtimes.guest.memory_watch import MemoryWatch
 from outrider.runtimes.guest.msgpack import Unpacker
 from outrider.runtimes.guest.poll_loop import Loop
-from outrider.runtimes.guest.processes import kill_tree, slurp
+from outrider.runtimes.guest.processes import kill_tree, read_or_empty
 from outrider.runtimes.guest.shells.shell import Shell
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Server:
 
     def do_environ(self, call: int, args: dict[str, Any]) -> None:
         """The environment that this process was started with: the image's variables are in it."""
-        self.calls.reply(call, {"data": slurp("/proc/self/environ")})
+        self.calls.reply(call, {"data": read_or_empty("/proc/self/environ")})
 
     def do_write(self, call: int, args: dict[str, Any]) -> None:
         write_file(args["path"], args["data"], args["mode"], args["append"])
@@ -153,7 +153,7 @@ class Server:
 
     def do_snapshot(self, call: int, args: dict[str, Any]) -> None:
         if args["alone"]:
-            end_all()
+            kill_all_below()
         ChildReply(
             self.calls,
             call,
@@ -166,7 +166,7 @@ class Server:
         """All other processes are ended first, so that nothing changes while it is saved."""
         if self.save_layers is None:
             raise ValueError("this sandbox has no layer of its own")
-        end_all()
+        kill_all_below()
         ChildReply(self.calls, call, self.save_layers, limit=args["limit"], failed="snapshot failed")
 
     def do_glob(self, call: int, args: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ class Server:
         self.calls.reply(call, {"left": len(kill_tree({posix.getpid()}))})
 
 
-def end_all() -> None:
+def kill_all_below() -> None:
     """Kill everything below this process. Raises OSError when something stays alive."""
     left = kill_tree({posix.getpid()})
     if left:

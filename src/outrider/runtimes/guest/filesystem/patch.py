@@ -425,14 +425,14 @@ def put_in_place(folder: str, changes: dict[str, Entry | None]) -> None:
             if entry is not None:
                 made_folders += missing_folders(folder, path)
                 make_folders(folder_of(folder + "/" + path))
-                fresh.append(beside(folder, path, "new", token, number))
+                fresh.append(temporary_name(folder, path, "new", token, number))
                 write_entry(fresh[-1], entry, folder + "/" + path)
         for number, path in enumerate(changes):
             if exists(folder + "/" + path):
-                move(folder + "/" + path, beside(folder, path, "old", token, number), renames)
+                move(folder + "/" + path, temporary_name(folder, path, "old", token, number), renames)
         for number, (path, entry) in enumerate(changes.items()):
             if entry is not None:
-                move(beside(folder, path, "new", token, number), folder + "/" + path, renames)
+                move(temporary_name(folder, path, "new", token, number), folder + "/" + path, renames)
     except OSError:
         for source, target in reversed(renames):
             posix.rename(target, source)
@@ -444,7 +444,7 @@ def put_in_place(folder: str, changes: dict[str, Entry | None]) -> None:
                 posix.rmdir(path)
         raise
     for number, (path, entry) in enumerate(changes.items()):
-        aside = beside(folder, path, "old", token, number)
+        aside = temporary_name(folder, path, "old", token, number)
         if exists(aside):
             posix.unlink(aside)
         if entry is None:
@@ -461,7 +461,7 @@ def missing_folders(folder: str, path: str) -> list[str]:
     return missing
 
 
-def beside(folder: str, path: str, kind: str, token: str, number: int) -> str:
+def temporary_name(folder: str, path: str, kind: str, token: str, number: int) -> str:
     """A temporary name in a file's folder: a rename within a folder never crosses file systems."""
     return f"{folder_of(folder + '/' + path)}/.{kind}-{token}-{number}"
 

@@ -138,17 +138,17 @@ def walk(descent: Descent, above: str) -> Iterator[tuple[str, str]]:
 class Packer:
     """Adds trees to an archive.
 
-    `mend(member, folder, name)` may change a member before it is added. A file larger than what is left of `limit`
+    `adjust(member, folder, name)` may change a member before it is added. A file larger than what is left of `limit`
     bytes raises EFBIG before any of it is read: a sparse file takes no room on the disk, but its full size in an
     archive.
     """
 
     def __init__(
-        self, archive: tarfile.TarFile, mend: Callable[[tarfile.TarInfo, int, str], object], limit: int = 1 << 62
+        self, archive: tarfile.TarFile, adjust: Callable[[tarfile.TarInfo, int, str], object], limit: int = 1 << 62
     ) -> None:
         self.archive = archive
         self.left = limit
-        self.mend = mend
+        self.adjust = adjust
         self.linked: dict[tuple[int, int], str] = {}
         """The archive's names of files that have several names, by inode: the next name becomes a hard link."""
 
@@ -195,7 +195,7 @@ class Packer:
             member.devmajor, member.devminor = posix.major(status.st_rdev), posix.minor(status.st_rdev)
         elif kind == REGULAR and identity(status) in self.linked:
             member.type, member.linkname = b"1", self.linked[identity(status)]
-        self.mend(member, folder, name)
+        self.adjust(member, folder, name)
         return True
 
     def add_file(self, member: tarfile.TarInfo, fd: int) -> None:

@@ -24,7 +24,7 @@ def enter(arguments: list[str]) -> None:
     options = dict(argument.split("=", 1) for argument in arguments)
     memory = int(options["memory"])
     by_apptainer = "files" in options
-    ipc = bound_apptainer(options, memory) if by_apptainer else not memory
+    ipc = limit_apptainer(options, memory) if by_apptainer else not memory
     for name, value in options.items():
         if name.startswith("RLIMIT_"):
             resource.setrlimit(getattr(resource, name), (int(value), int(value)))
@@ -34,7 +34,7 @@ def enter(arguments: list[str]) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
-def bound_apptainer(options: dict[str, str], memory: int) -> bool:
+def limit_apptainer(options: dict[str, str], memory: int) -> bool:
     """Bound the file systems, replace /proc, and bring the loopback up. Returns whether System V's shared memory is
     bounded and may be left to programs."""
     from outrider.runtimes.guest.isolation import isolate  # other engines' bundles do not hold it
@@ -43,8 +43,8 @@ def bound_apptainer(options: dict[str, str], memory: int) -> bool:
         size = f"size={options['bytes']},nr_inodes={options['files']}"
         syscalls.mount("none", target, "tmpfs", MS_REMOUNT | flags, size)
     syscalls.unshare(syscalls.NEWCGROUP)
-    isolate.make_proc(syscalls.new_mount("proc", isolate.PROC))
-    ipc = memory == 0 or isolate.bound_ipc(memory)
-    isolate.guard_proc()
+    isolate.make_proc(syscalls.new_mount("proc", isolate.PROC_MOUNT))
+    ipc = memory == 0 or isolate.limit_ipc(memory)
+    isolate.protect_proc()
     syscalls.raise_loopback()
     return ipc

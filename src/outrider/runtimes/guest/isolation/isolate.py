@@ -35,15 +35,15 @@ DEVICE_LINKS = {
 USER_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 18})
 """Capabilities of root in a sandbox of several users, valid for those users only: chown, dac_override, fowner, fsetid,
 kill, setgid, setuid, setpcap, net_bind_service, sys_chroot."""
-GUARDED = ("bus", "fs", "irq", "sys", "sysrq-trigger")
+READ_ONLY_IN_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger")
 """Below /proc, read-only in the sandbox: the kernel checks only the owner of these files. Where the node runs as the
 host's root, so do the sandbox's programs, which could write to them without any capability."""
-HIDDEN = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
+COVERED_IN_PROC = ("acpi", "kcore", "keys", "latency_stats", "sched_debug", "scsi", "timer_list")
 """Below /proc, covered: they tell of the host. Container engines cover them, too."""
-PLAIN = syscalls.MS_NOSUID | syscalls.MS_NODEV
-SHOWN = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
-PROC = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
-PTS = "newinstance,ptmxmode=0666,mode=620,max=128"
+PLAIN_MOUNT = syscalls.MS_NOSUID | syscalls.MS_NODEV
+SHOWN_MOUNT = syscalls.ATTR_RDONLY | syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV
+PROC_MOUNT = syscalls.ATTR_NOSUID | syscalls.ATTR_NODEV | syscalls.ATTR_NOEXEC
+PTS_OPTIONS = "newinstance,ptmxmode=0666,mode=620,max=128"
 """`max`: the host has some thousands of terminals for all sandboxes together."""
 IPC_BYTES = 64 << 20
 IPC_COUNTS = {"shmmni": "256", "sem": "250 32000 32 128", "msgmni": "16"}
@@ -52,7 +52,7 @@ INOTIFY_MAX = 32
 """The kernel counts these for the user outside, who may have some 128 for all sandboxes together."""
 
 
-def identify(plan: Plan) -> None:
+def become_root(plan: Plan) -> None:
     """Become root of the user namespace. A process may map one user by itself, the one that it is outside; more users,
     the zygote has mapped already."""
     if len(plan["uids"]) == 1:
@@ -76,10 +76,10 @@ def enter(plan: Plan) -> list[int]:
     for group in plan["cgroups"]:
         write(group, "0")
     syscalls.unshare(UNSHARED)
-    identify(plan)
+    become_root(plan)
     uppers = change_root(plan)
-    ipc = not plan["memory"] or bound_ipc(plan["memory"])
-    guard_proc()
+    ipc = not plan["memory"] or limit_ipc(plan["memory"])
+    protect_proc()
     syscalls.set_host_name(b"sandbox")
     syscalls.raise_loopback()
     for name, value in plan["rlimits"].items():
@@ -99,10 +99,10 @@ def change_root(plan: Plan) -> list[int]:
     """
     base = plan["base"]
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here shall reach the host
-    shown = [(syscalls.clone_tree(source, SHOWN), target) for source, target in plan["shown"]]
+    shown = [(syscalls.clone_tree(source, SHOWN_MOUNT), target) for source, target in plan["shown"]]
     devices = [(syscalls.clone_tree(f"/dev/{name}"), f"/dev/{name}") for name in DEVICES]
     saved = os.open(plan["saved"], os.O_RDONLY) if plan["saved"] else -1
-    syscalls.mount("none", base, "tmpfs", PLAIN, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
+    syscalls.mount("none", base, "tmpfs", PLAIN_MOUNT, f"mode=755,size={plan['bytes']},nr_inodes={plan['files']}")
     os.mkdir(f"{base}/root")
     os.mkdir(f"{base}/shm")
     os.chmod(f"{base}/shm", 0o1777)
@@ -115,13 +115,13 @@ def change_root(plan: Plan) -> list[int]:
 
         restore_layers(saved, [f"{base}/upper{number}" for number in range(len(plan["layers"]))])
     uppers = [mount_layer(base, number, lower, target) for number, (lower, target) in enumerate(plan["layers"])]
-    proc = syscalls.new_mount("proc", PROC)  # now: the kernel allows it only where a /proc is visible
+    proc = syscalls.new_mount("proc", PROC_MOUNT)  # now: the kernel allows it only where a /proc is visible
     os.chdir(f"{base}/root")
     syscalls.pivot_root(".", ".")  # stacks the old root over the new one, at the same place
     syscalls.detach(".")
     os.chdir("/")
     for tree, target in shown:
-        show(tree, target)
+        attach_at(tree, target)
     make_dev(devices)
     make_proc(proc)  # last: through the links of /proc, paths lead to the descriptors held here
     # A plan could name `/` itself as a target: paths would then see another root than the one confined here.
@@ -140,7 +140,7 @@ def mount_layer(base: str, number: int, lower: str, target: str) -> int:
     held = os.open(lower, os.O_PATH | os.O_DIRECTORY)
     os.chmod(f"upper{number}", os.stat(held).st_mode & 0o7777)  # the merged folder has the upper one's mode
     where = f"lowerdir=/proc/self/fd/{held},upperdir=upper{number},workdir=work{number},userxattr"
-    syscalls.mount("overlay", f"root{target}", "overlay", PLAIN, where)
+    syscalls.mount("overlay", f"root{target}", "overlay", PLAIN_MOUNT, where)
     os.close(held)
     return os.open(f"upper{number}", os.O_RDONLY | os.O_DIRECTORY)
 
@@ -152,7 +152,7 @@ def make_proc(proc: int) -> None:
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
 
 
-def bound_ipc(memory: int) -> bool:
+def limit_ipc(memory: int) -> bool:
     """Limit System V's shared memory, semaphores and messages to a small part of `memory`. They belong to no process,
     so that counting processes does not see them, but databases need a few pages. Returns False where the kernel lets
     only the host's root set the limits (before Linux 6.0)."""
@@ -165,14 +165,14 @@ def bound_ipc(memory: int) -> bool:
     return True
 
 
-def guard_proc() -> None:
+def protect_proc() -> None:
     """Make the kernel's switches in /proc read-only, and cover what tells of the host."""
-    for name in GUARDED:
+    for name in READ_ONLY_IN_PROC:
         if os.path.exists(f"/proc/{name}"):
             syscalls.attach(syscalls.clone_tree(f"/proc/{name}", syscalls.ATTR_RDONLY), f"/proc/{name}")
-    for name in HIDDEN:
+    for name in COVERED_IN_PROC:
         if os.path.isdir(f"/proc/{name}"):
-            syscalls.mount("none", f"/proc/{name}", "tmpfs", PLAIN | syscalls.MS_RDONLY, "size=0")
+            syscalls.mount("none", f"/proc/{name}", "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
         elif os.path.exists(f"/proc/{name}"):
             syscalls.attach(syscalls.clone_tree("/dev/null"), f"/proc/{name}")
 
@@ -181,9 +181,9 @@ def make_dev(devices: list[tuple[int, str]]) -> None:
     make_root_folder("/dev")
     syscalls.mount("none", "/dev", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, "mode=755,size=64k,nr_inodes=64")
     for tree, target in devices:
-        show(tree, target)
+        attach_at(tree, target)
     os.mkdir("/dev/pts")
-    syscalls.mount("none", "/dev/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, PTS)
+    syscalls.mount("none", "/dev/pts", "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, PTS_OPTIONS)
     for name, aim in DEVICE_LINKS.items():
         os.symlink(aim, f"/dev/{name}")
 
@@ -195,7 +195,7 @@ def make_root_folder(folder: str) -> None:
         raise OSError(errno.ENOTDIR, f"{folder} of the sandbox's root is not a folder")
 
 
-def show(tree: int, target: str) -> None:
+def attach_at(tree: int, target: str) -> None:
     """Attach mounts at a path, which is made if it is missing."""
     if stat.S_ISDIR(os.fstat(tree).st_mode):
         make_folders(target)

@@ -63,20 +63,22 @@ class Zygote:
         if len(plan["uids"]) == 1:
             return self._clone(plan, connection, log)
         # The child waits on this pipe: only we, outside of its user namespace, can give it several users.
-        told, tell = os.pipe()
+        mapped_reader, mapped_writer = os.pipe()
         try:
-            pid = self._clone(plan, connection, log, told, tell)
+            pid = self._clone(plan, connection, log, mapped_reader, mapped_writer)
             give_users(pid, plan)
-            os.write(tell, b"x")
+            os.write(mapped_writer, b"x")
         finally:
-            os.close(told)
-            os.close(tell)
+            os.close(mapped_reader)
+            os.close(mapped_writer)
         return pid
 
-    def _clone(self, plan: dict[str, Any], connection: int, log: int, told: int = -1, tell: int = -1) -> int:
+    def _clone(
+        self, plan: dict[str, Any], connection: int, log: int, mapped_reader: int = -1, mapped_writer: int = -1
+    ) -> int:
         pid = syscalls.clone(syscalls.NEWUSER | syscalls.NEWPID)
         if pid == 0:
-            become_sandbox(plan, connection, log, told, tell)
+            become_sandbox(plan, connection, log, mapped_reader, mapped_writer)
         self.loop.exits[pid] = lambda code: None
         return pid
 
@@ -109,7 +111,7 @@ def give_users(pid: int, plan: dict[str, Any]) -> None:
             raise OSError(f"{' '.join(words)} failed")
 
 
-def become_sandbox(plan: dict[str, Any], connection: int, log: int, told: int, tell: int) -> None:
+def become_sandbox(plan: dict[str, Any], connection: int, log: int, mapped_reader: int, mapped_writer: int) -> None:
     """In the child, the first process of its pid namespace: confine it, and serve as its tool server. Never returns."""
     code = FAILED
     try:
@@ -118,9 +120,9 @@ def become_sandbox(plan: dict[str, Any], connection: int, log: int, told: int, t
         null = os.open("/dev/null", os.O_RDWR)
         for source, target in ((null, 0), (null, 1), (log, 2)):
             os.dup2(source, target)
-        if told >= 0:
-            os.close(tell)
-            if not os.read(told, 1):
+        if mapped_reader >= 0:
+            os.close(mapped_writer)
+            if not os.read(mapped_reader, 1):
                 raise OSError("the sandbox was given no users")
         close_others({0, 1, 2, connection})
         signal.set_wakeup_fd(-1)
