@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from outrider.tokens.rendering.renderer import FamilyRenderer
+from outrider.tokens.rendering.renderer import Renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.tokenizer import make_tokenizer
 
@@ -20,5 +20,5 @@ def small_tokenizer() -> Tokenizer:
 
 
 @cache
-def family_renderer(family: str = "qwen3") -> FamilyRenderer:
-    return FamilyRenderer(small_tokenizer(), family)
+def family_renderer(family: str = "qwen3") -> Renderer:
+    return Renderer(small_tokenizer(), family)

@@ -17,7 +17,7 @@ import msgspec
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
 from outrider.tokens.branches.classify import lineages
-from outrider.tokens.rendering.renderer import FamilyRenderer, History
+from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.samples import POLICY, Policy, build_samples, count_session
 from outrider.tokens.tree.nodes import PromptNode
@@ -58,7 +58,7 @@ class Rollout:
     """`given[i]` are the ids that the engine was given for turn `i`, `gave[i]` those that it sampled, and `logprobs[i]`
     their log-probabilities."""
 
-    def __init__(self, renderer: FamilyRenderer, history: History = "recorded") -> None:
+    def __init__(self, renderer: Renderer, history: History = "recorded") -> None:
         self.renderer = renderer
         self.tree = TokenTree(renderer, history)
         self.history: History = history

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
 from outrider.tokens.rendering.chat_template import ChatTemplate
-from outrider.tokens.rendering.renderer import FamilyRenderer
+from outrider.tokens.rendering.renderer import Renderer
 from outrider.tokens.tree.tree import Joined
 from outrider.trajectory import ForkCause, JoinKind
 from support.steps import run_inline
@@ -163,7 +163,7 @@ def test_without_a_reply_among_it_a_history_is_no_sign_of_a_conversation() -> No
 def test_a_template_that_shows_tools_among_the_messages_is_rendered_whole() -> None:
     """The renderer cannot tell where its tools end, so nothing is spliced; it is the same conversation all the same."""
     source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ tools }}{% endfor %}"
-    renderer = FamilyRenderer(small_tokenizer(), "qwen3", template=ChatTemplate(source, special={}))
+    renderer = Renderer(small_tokenizer(), "qwen3", template=ChatTemplate(source, special={}))
     assert renderer.render_split([TRIAGE, QUESTION], TOOLS) is None
     rollout = Rollout(renderer)
     reply = rollout.answer(rollout.join([TRIAGE, QUESTION], TOOLS), spelled("Yes."), tools=TOOLS)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from time import thread_time
 
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, ToolSpec
-from outrider.tokens.rendering.renderer import FamilyRenderer, History
+from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.tree.tree import TokenTree
 from support.steps import run_inline
 
@@ -21,7 +21,7 @@ WORD = " hello"
 WORD_TOKENS = len(small_tokenizer().encode(WORD * 1000)) / 1000
 
 
-class Watched(FamilyRenderer):
+class Watched(Renderer):
     """Counts the prompt ids that each bridge was shown."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Sent(ParsedMessages):
 class Talk:
     """A conversation of tool calls in which every message was new once."""
 
-    def __init__(self, renderer: FamilyRenderer) -> None:
+    def __init__(self, renderer: Renderer) -> None:
         self.tree = TokenTree(renderer, "recorded")
         self.sent = [Message(role=Role.USER, content="Read the file.")]
 

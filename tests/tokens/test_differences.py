@@ -14,7 +14,7 @@ import renderers as library
 
 from outrider.dialects.chat import ChatDialect
 from outrider.messages import Image, Message, Role, ToolCall, WireMessages, image_from_bytes
-from outrider.tokens.rendering.renderer import FamilyRenderer
+from outrider.tokens.rendering.renderer import Renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.tree.canonical import ALL_PRINTED, DIFFERENCES, PRINTED_FIELDS, Effect, message_key
 from outrider.tokens.tree.tree import TokenTree
@@ -146,7 +146,7 @@ def read(messages: list[Wire]) -> WireMessages:
     return ChatDialect().parse(CALL, json.dumps({"model": "m", "messages": messages}).encode(), {}).messages
 
 
-def keeps(renderer: FamilyRenderer, recorded: list[Wire], sent: list[Wire]) -> bool:
+def keeps(renderer: Renderer, recorded: list[Wire], sent: list[Wire]) -> bool:
     """Whether a client that was told `recorded` and sends `sent` goes on from every recorded id."""
     tree = TokenTree(renderer, "recorded")
     old = read(recorded)
@@ -160,8 +160,8 @@ def keeps(renderer: FamilyRenderer, recorded: list[Wire], sent: list[Wire]) -> b
 
 
 @cache
-def renderer_showing(*, everything: bool, family: str = "qwen3") -> FamilyRenderer:
-    renderer = FamilyRenderer(small_tokenizer(), family)
+def renderer_showing(*, everything: bool, family: str = "qwen3") -> Renderer:
+    renderer = Renderer(small_tokenizer(), family)
     if everything:
         renderer.printed = ALL_PRINTED
     return renderer
@@ -215,7 +215,7 @@ def tokenizer_of_all() -> Tokenizer:
 
 @pytest.mark.parametrize("family", PRINTED_FIELDS)
 def test_what_a_family_does_not_show_changes_no_id(family: str) -> None:
-    renderer = FamilyRenderer(tokenizer_of_all(), family)
+    renderer = Renderer(tokenizer_of_all(), family)
     shown = PRINTED_FIELDS[family]
     changes = [
         (shown.call_ids, renamed_calls),
@@ -233,7 +233,7 @@ def test_what_a_family_does_not_show_changes_no_id(family: str) -> None:
             assert rendered(renderer, change(wire_history())) == whole
 
 
-def rendered(renderer: FamilyRenderer, messages: list[Wire]) -> list[int]:
+def rendered(renderer: Renderer, messages: list[Wire]) -> list[int]:
     wire = read(messages)
     return renderer.render([wire.parse(index) for index in range(len(wire))], TOOLS)
 
@@ -241,6 +241,6 @@ def rendered(renderer: FamilyRenderer, messages: list[Wire]) -> list[int]:
 def test_outer_white_space_is_printed_where_the_table_says_so() -> None:
     """The one column in which the families differ: those that print it do."""
     for family in ("qwen3", "qwen3.5"):
-        renderer = FamilyRenderer(tokenizer_of_all(), family)
+        renderer = Renderer(tokenizer_of_all(), family)
         spaced = rendered(renderer, setting(USER, content=" Read the files.\n")(wire_history()))
         assert (spaced != rendered(renderer, wire_history())) is PRINTED_FIELDS[family].outer_space

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.rendering import renderer as renderers
-from outrider.tokens.rendering.renderer import FamilyRenderer, PlaceholderTokenizer
+from outrider.tokens.rendering.renderer import PlaceholderTokenizer, Renderer
 from outrider.tokens.rendering.tokenizer import SHORT_TEXT
 
 from .renderers import FAMILIES, family_renderer, small_tokenizer
@@ -36,9 +36,9 @@ systems = st.none() | st.builds(Message, role=st.just(Role.SYSTEM), content=long
 
 
 @cache
-def plain_family(family: str) -> FamilyRenderer:
+def plain_family(family: str) -> Renderer:
     """The same renderer without the layout step."""
-    made = FamilyRenderer(small_tokenizer(), family)
+    made = Renderer(small_tokenizer(), family)
     made._placeholders = None
     made._recorded_family = renderers._create(small_tokenizer(), family, retention="all")
     made._template_family = renderers._create(small_tokenizer(), family, retention=None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outrider.errors import InvalidField, RequestError
 from outrider.messages import Message, Role, ToolCall, image_from_bytes
 from outrider.tokens.rendering.chat_template import ChatTemplate
-from outrider.tokens.rendering.renderer import WINDOW_FAMILIES, FamilyRenderer, History, make_renderer
+from outrider.tokens.rendering.renderer import WINDOW_FAMILIES, History, Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.tokenizer import write_tokenizer
 
@@ -131,7 +131,7 @@ def test_a_template_that_refuses_late_system_messages_is_given_a_users() -> None
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
         "[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
-    renderer = FamilyRenderer(small_tokenizer(), "qwen3", template=ChatTemplate(source, special={}))
+    renderer = Renderer(small_tokenizer(), "qwen3", template=ChatTemplate(source, special={}))
     late = Message(role=Role.SYSTEM, content="y")
     prompt = renderer.render([Message(role=Role.USER, content="x"), late], ())
     assert small_tokenizer().decode(prompt) == "[user]x[user]y"

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from outrider.errors import RequestError
 from outrider.messages import Message, ParsedMessages, Role
 from outrider.tokens.rendering.chat_template import ChatTemplate, conversation_dicts, new_message_dicts
-from outrider.tokens.rendering.renderer import FamilyRenderer, ThinkingSwitch
+from outrider.tokens.rendering.renderer import Renderer, ThinkingSwitch
 from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import ForkCause, JoinKind
@@ -106,13 +106,13 @@ def test_whether_a_prompt_thinks_is_read_from_its_end(family: str) -> None:
 
 def test_a_template_of_the_models_own_is_not_switched() -> None:
     template = ChatTemplate("{{ messages[0].content }}", special={})
-    renderer = FamilyRenderer(small_tokenizer(), "qwen3", template=template)
+    renderer = Renderer(small_tokenizer(), "qwen3", template=template)
     assert not renderer.switches_thinking
     assert renderer.thinking_switch(False) is None
 
 
 def test_a_prompt_with_another_end_is_refused() -> None:
-    class Odd(FamilyRenderer):
+    class Odd(Renderer):
         def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
             return ThinkingSwitch(False, [1, 1, 1], [2])
 

@@ -20,7 +20,7 @@ from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
 from outrider.testing.scripted_engine import ScriptedEngine
-from outrider.tokens.rendering.renderer import FamilyRenderer, History, make_renderer
+from outrider.tokens.rendering.renderer import History, Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Ids, Turn, pack_ids, pack_logprobs
 from support.fuzz.script import replies
@@ -73,7 +73,7 @@ class Ground:
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(write_tokenizer(folder))
-        self.renderer: FamilyRenderer = make_renderer(Tokenizer.load(folder), "qwen3")
+        self.renderer: Renderer = make_renderer(Tokenizer.load(folder), "qwen3")
 
 
 class Stage:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from outrider.errors import InvalidField, RequestError
 from outrider.messages import Message, Role, ToolCall, ToolSpec
 from outrider.tokens.rendering.chat_template import ChatTemplate, conversation_dicts, new_message_dicts
 from outrider.tokens.rendering.tokenizer import SHORT_TEXT, Tokenizer
-from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS, PrintedFields
+from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 
 History = Literal["recorded", "template"]
 """Whether earlier turns keep their recorded ids, or lose their reasoning where the chat template drops it."""
@@ -103,77 +103,13 @@ class SplitPrompt(msgspec.Struct, frozen=True):
     history: list[int]
 
 
-class Renderer(Protocol):
-    """One model family's rules. Ids are plain lists, all methods are pure, and a `prompt` may be given as the tail that
-    begins at `tail_start`.
+class Renderer:
+    """One model family's rules, from the `renderers` package. `template` replaces the family's rendering of whole
+    prompts, for models that were fine-tuned on a template of their own.
 
-    `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation that the family
-    cannot express.
-    """
-
-    family: str
-    tokenizer: Tokenizer
-    stop_ids: tuple[int, ...]
-    markup: Markup | None
-    printed: PrintedFields
-
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """The whole prompt, ending where the model is to speak."""
-        ...
-
-    def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
-        """The same prompt, cut before the first message that is not a system message; None where that cannot be
-        done."""
-        ...
-
-    def bridge(
-        self,
-        prompt: Sequence[int],
-        output: Sequence[int],
-        new: Sequence[Message],
-        tools: Sequence[ToolSpec],
-        history: History,
-    ) -> list[int] | None:
-        """The ids to append to prompt + output so that they show `new`, which has no assistant message; None when that
-        cannot be proved."""
-        ...
-
-    def bridge_rewritten(
-        self,
-        prompt: Sequence[int],
-        output: Sequence[int],
-        messages: Sequence[Message],
-        covered: int,
-        tools: Sequence[ToolSpec],
-        history: History,
-    ) -> list[int] | None:
-        """The same for `messages[covered:]` with assistant messages among them, where prompt + output show
-        `messages[:covered]`."""
-        ...
-
-    def tail_start(self, prompt: Sequence[int]) -> int:
-        """Where the part of a prompt begins that bridging and parsing need to see."""
-        ...
-
-    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt itself opens the model's reasoning."""
-        ...
-
-    @property
-    def switches_thinking(self) -> bool:
-        """Whether the end of a prompt can turn thinking on and off."""
-        ...
-
-    def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """How a prompt has to end for this; None for the usual end, also where thinking cannot be switched."""
-        ...
-
-    def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls: ...
-
-
-class FamilyRenderer:
-    """`Renderer` over the `renderers` package. `template` replaces the family's rendering of whole prompts, for models
-    that were fine-tuned on a template of their own.
+    Ids are plain lists. `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` may be given the tail of a prompt
+    that begins at `tail_start`. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a
+    conversation that the family cannot express. All methods are pure and may be called from any thread.
 
     Where the family or the template refuses a system message behind others, such a message is shown as a user's, and
     several at the beginning as one, whether they are rendered or bridged.
@@ -220,6 +156,7 @@ class FamilyRenderer:
         return self._placeholders.fill(parts)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        """The whole prompt, ending where the model is to speak."""
         dicts = conversation_dicts(messages, late_system=self._late_system)
         with self._refusals():
             if self._template is not None:
@@ -228,6 +165,8 @@ class FamilyRenderer:
             return self._fill(ids)[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
+        """The same prompt, cut before the first message that is not a system message; None where that cannot be
+        done."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
@@ -252,6 +191,8 @@ class FamilyRenderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
+        """The ids to append to prompt + output so that they show `new`, which has no assistant message; None when that
+        cannot be proved."""
         if not new or any(message.role is Role.ASSISTANT for message in new):
             return None
         family = self._recorded_family if history == "recorded" else self._template_family
@@ -273,8 +214,12 @@ class FamilyRenderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """The library bridges no assistant messages. So the messages before the first one are bridged, and the rest is
-        taken from a rendering of the whole conversation, if the two agree about the messages they share."""
+        """The same for `messages[covered:]` with assistant messages among them, where prompt + output show
+        `messages[:covered]`.
+
+        The library bridges no assistant messages. So the messages before the first one are bridged, and the rest is
+        taken from a rendering of the whole conversation, if the two agree about the messages they share.
+        """
         new = messages[covered:]
         before_reply = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))
         asks = any(message.role in (Role.USER, Role.SYSTEM) for message in new)
@@ -302,6 +247,7 @@ class FamilyRenderer:
         return [*bridged[: len(bridged) - len(opener)], *added]
 
     def tail_start(self, prompt: Sequence[int]) -> int:
+        """Where the part of a prompt begins that bridging and parsing need to see."""
         if self.family not in WINDOW_FAMILIES:
             return 0
         for index in range(len(prompt) - 1, -1, -1):
@@ -310,6 +256,7 @@ class FamilyRenderer:
         return 0
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt itself opens the model's reasoning."""
         if self.markup is None:
             return False
         return self.tokenizer.decode(prompt[-self._opener_length :]).rstrip().endswith(self.markup.think_open)
@@ -321,9 +268,11 @@ class FamilyRenderer:
 
     @property
     def switches_thinking(self) -> bool:
+        """Whether the end of a prompt can turn thinking on and off."""
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
+        """How a prompt has to end for this; None for the usual end, also where thinking cannot be switched."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 
@@ -341,6 +290,7 @@ class FamilyRenderer:
         }
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
+        """The calls in a turn's output. What the parser cannot read at all is one malformed call."""
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
         except (ValueError, TypeError, KeyError, RecursionError):  # such as a number of 5,000 digits, or 2,000 "["
@@ -428,7 +378,7 @@ class PlaceholderTokenizer:
         return filled
 
 
-def make_renderer(tokenizer: Tokenizer, name: str | None) -> FamilyRenderer:
+def make_renderer(tokenizer: Tokenizer, name: str | None) -> Renderer:
     """The renderer called `name`: a family, or `template:FAMILY`, which renders the first prompt by the folder's own
     chat_template.jinja and everything after it by the family. None takes the family from the `renderers` package's
     table of model names. Raises InvalidField when there is none, or the tokenizer is not of that family.
@@ -447,7 +397,7 @@ def make_renderer(tokenizer: Tokenizer, name: str | None) -> FamilyRenderer:
     if name.startswith("template:"):
         name = name.removeprefix("template:")
         template = ChatTemplate.load(folder)
-    return FamilyRenderer(tokenizer, name, template=template)
+    return Renderer(tokenizer, name, template=template)
 
 
 def _create(
