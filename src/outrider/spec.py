@@ -1,7 +1,7 @@
-"""What a user may ask for: the body of `POST /v1/groups`, checked whole before anything is stored.
+"""Request bodies: the spec of a group with its task, and of an engine.
 
-Every model refuses unknown fields, wrong types, NaN and absurd sizes, and names the field. Nothing here looks
-at the file system or imports plugins: `service/admission.py` checks what only this machine can know.
+Invariant: every model refuses unknown fields, wrong types, NaN and absurd sizes, and names the field. Nothing here
+reads the file system or imports plugins: `service/admission.py` checks what depends on the machine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from outrider.concurrency.base64_pieces import decode_base64
 
 MAX_TEXT = 1 << 20
 MEBIBYTE = 1 << 20
-"""Bytes in the unit of all fields that end in `_mb`."""
+"""Bytes of one unit in fields that end in `_mb`."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
 
 
 def without_nul(value: str) -> str:
-    """Text that a program or the file system can be given."""
+    """Text that can be passed to a program or used as a path."""
     if "\0" in value:
         raise ValueError("must not contain NUL")
     return value
@@ -45,16 +45,16 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):
-    """Base of all specs: strict, frozen, closed."""
+    """Base of all specs: types are not converted, instances are frozen, unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Sampling(Spec):
-    """What the task fixes about sampling. A field left out is the harness's to choose, then the default's.
+    """The sampling that a task fixes. For a field that is left out, the harness's request counts, then the default.
 
-    `max_tokens` bounds one turn; it is clamped to what the model's context leaves. `thinking` switches the model's
-    reasoning on or off, where its chat template can.
+    `max_tokens` limits one turn; it is lowered to what fits into the model's context. `thinking` switches the model's
+    reasoning on or off, if its chat template supports that.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -70,10 +70,10 @@ class Sampling(Spec):
 
 
 class Limits(Spec):
-    """Bounds of one session. Waiting for a lane is charged to none of them.
+    """Limits of one session. Time spent waiting for a lane does not count.
 
-    session_seconds: preparing plus running. agent_seconds: running alone; when it ends the outcome is still
-    graded. turns: model calls. response_tokens: sampled tokens over all turns.
+    session_seconds: preparing and running. agent_seconds: running alone; when it is over, the outcome is still graded.
+    turns: model calls. response_tokens: sampled tokens over all turns.
     """
 
     session_seconds: Seconds = 3600
@@ -83,8 +83,10 @@ class Limits(Spec):
 
 
 class Run(Spec):
-    """Prepare step: a shell command in the sandbox, with `env` besides the sandbox's own. A non-zero exit, or the end
-    of its `seconds`, fails the session's attempt, after so many `attempts` of its own."""
+    """Prepare step: a shell command in the sandbox, with `env` added to the sandbox's environment.
+
+    It fails with a non-zero exit code or after `seconds`. If all of its `attempts` fail, the session's attempt fails.
+    """
 
     run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
     seconds: Seconds = 300
@@ -113,7 +115,7 @@ class Upload(Spec):
 
 
 class Write(Spec):
-    """Prepare step: a file given inline."""
+    """Prepare step: a file whose content is in the request."""
 
     write: Annotated[str, StringConstraints(max_length=MAX_INLINE_FILE)]
     to: Name
@@ -140,7 +142,7 @@ class Write(Spec):
 
 
 def checked_target(value: str) -> str:
-    """A path in the sandbox: absolute, or relative to the working directory, without `..`."""
+    """A path in the sandbox: absolute or relative to the working directory. Raises ValueError for `..` and NUL."""
     if "\0" in value or ".." in PurePosixPath(value).parts:
         raise ValueError("must not contain '..' or NUL")
     return value
@@ -154,16 +156,16 @@ SandboxPath = Annotated[str, StringConstraints(min_length=1, max_length=4096), A
 
 
 PROGRAMS_MB = 4096
-"""What the programs of a task that does not say may have beside its files: agents in Node take half a GiB to two, a
-compiler or a test suite beside them as much."""
+"""MiB for the programs of a task that sets no memory_mb, in addition to its files. Agents in Node.js take half a GiB to
+two, and a compiler or test suite as much again."""
 
 
 class Resources(Spec):
-    """What a sandbox may use at most; cpus and memory are also set aside for it on its node.
+    """Maximum resources of a sandbox. Cpus and memory are also reserved for it on its node.
 
-    cpus: processors' worth of time. memory_mb: MiB of memory, written files included where they live in memory; without
-    it the bound is PROGRAMS_MB above disk_mb, and nothing is set aside. disk_mb: MiB of files it may write. pids:
-    processes and threads at once.
+    cpus: processors' worth of time. memory_mb: MiB of memory, including written files if they are kept in memory; if it
+    is left out, the limit is disk_mb + PROGRAMS_MB, and nothing is reserved. disk_mb: MiB of files that it may write.
+    pids: processes and threads at once.
     """
 
     cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
@@ -173,13 +175,12 @@ class Resources(Spec):
 
     @property
     def most_memory_mb(self) -> int:
-        """What the sandbox is held to. A task that does not say what it needs is bounded too, so that one agent cannot
-        take the whole node."""
+        """The memory limit in MiB. Without memory_mb there is one, too: one agent must not use up the whole node."""
         return self.disk_mb + PROGRAMS_MB if self.memory_mb is None else self.memory_mb
 
 
 class Mount(Spec):
-    """A folder or file of the host, shown read-only at `target` (default: at the same path)."""
+    """A folder or file of the host, mounted read-only at `target` (default: the same path)."""
 
     source: AbsolutePath
     target: AbsolutePath | None = None
@@ -195,10 +196,12 @@ class Mount(Spec):
 
 
 class RuntimeSpec(Spec):
-    """The sandbox. Its root is an `image` of the node by name, or a folder on it, `rootfs` (default: the host's own
-    system folders, read-only). `rootfs` and `mounts` are checked against what the operator allows. `users` is how many
-    user and group ids there are inside, from 0 up. At the age of `lifetime_seconds` a sandbox ends by itself, whatever
-    becomes of its node."""
+    """The sandbox.
+
+    Its root is an `image` of the node, by name, or a folder on the node, `rootfs` (default: the host's system folders,
+    read-only). `rootfs` and `mounts` must be allowed by the operator. `users`: the number of user and group ids inside,
+    from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node has died.
+    """
 
     kind: Name = "namespace"
     rootfs: AbsolutePath | None = None
@@ -219,18 +222,18 @@ class RuntimeSpec(Spec):
 
 
 NonzeroExit = Literal["error", "grade"]
-"""What it means when an agent program exits with another code than 0 after its model has said something: that the
-attempt failed, or that its work is graded as it is. To fail is to be tried again: what a model does that its program
-cannot stand would be missing from the data."""
+"""What happens if an agent program exits with a code other than 0 after its model has replied: the attempt fails and is
+repeated ("error"), or its work is graded as it is ("grade"). With "error", model behaviour that crashes the program
+disappears from the data."""
 
 
 class HarnessSpec(Spec):
     """The agent: a `preset` by name, a `command` to run in the sandbox, or an in-process `agent`.
 
-    In `command`, the values of `env` and the texts of `files` the words {base_url}, {api_key}, {model} and
-    {instruction} are filled in. `files` of a command are written before it starts, by their paths: absolute, or
-    relative to the sandbox's HOME. `venv` is a virtual environment of the host that a command runs in.
-    `nonzero_exit`: what the preset says when it is left out, and "grade" for a command.
+    The placeholders {base_url}, {api_key}, {model} and {instruction} are filled in in `command`, the values of `env`
+    and the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written
+    before it starts. `venv` is a virtual environment of the host that a command runs in. `nonzero_exit` defaults to the
+    preset's own, and to "grade" for a command.
     """
 
     preset: Name | None = None
@@ -253,11 +256,12 @@ class HarnessSpec(Spec):
 
 
 class EvaluatorSpec(Spec):
-    """What grades the outcome: `command` runs `run` in the sandbox, `callable` calls `path`.
+    """The evaluator: kind `command` runs `run` in the sandbox, kind `callable` calls the function at `path`.
 
-    command: the reward is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else
-    1.0 for exit code 0 and 0.0 for exit code 1; any other exit code is an error. `carry` names what of the agent's
-    sandbox is graded in a new one: paths, or all that was written anywhere. None: it is graded where it is.
+    The reward of a command is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else 1.0
+    for exit code 0 and 0.0 for exit code 1; any other exit code is an error. With `carry` the outcome is graded in a
+    new sandbox that has only these paths of the agent's sandbox, or everything that was written there ("all"). Without
+    it, the outcome is graded in the agent's sandbox.
     """
 
     kind: Name = "command"
@@ -280,10 +284,10 @@ Policy = Literal["train", "mask", "drop"]
 
 
 class Branches(Spec):
-    """What is done with the branches of each kind (`trajectory.BranchKind`).
+    """What happens to the branches of each kind (`trajectory.BranchKind`).
 
-    train: its own tokens train, with the session's reward. mask: its row is delivered, with no token to train on and no
-    reward. drop: it has no row.
+    train: a row whose own sampled tokens train with the session's reward. mask: a row without tokens to train on and
+    without reward. drop: no row.
     """
 
     main: Policy = "train"
@@ -295,11 +299,11 @@ class Branches(Spec):
 
 
 class TaskSpec(Spec):
-    """What to do, with everything needed to do it.
+    """A task: everything that one session needs.
 
-    `history`: "recorded" keeps the sampled ids of earlier turns whatever the chat template would do with their
-    reasoning; "template" follows the template, by an explicit fork. `artifacts`: patterns of files in the sandbox that
-    are kept when the agent has ended, well or not.
+    `history`: "recorded" keeps the sampled ids of earlier turns even if the chat template would remove their reasoning;
+    "template" follows the template, by an explicit fork. `artifacts`: patterns of files in the sandbox that are kept
+    when the agent has ended, whether it succeeded or failed.
     """
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -323,9 +327,9 @@ class TaskSpec(Spec):
 
 
 class GroupSpec(Spec):
-    """`n` sessions of one task: the unit of submission, priority, cancellation and delivery.
+    """`n` sessions of one task, which are submitted, prioritised, cancelled and delivered together.
 
-    Submitting the same `idempotency_key` again returns the first group; with another body it is a conflict.
+    If the same `idempotency_key` is submitted again, the first group is returned; with another body it is a conflict.
     """
 
     task: TaskSpec
@@ -340,12 +344,12 @@ class GroupSpec(Spec):
         try:
             (value.host or "" if value else "").encode("idna")
         except UnicodeError as error:
-            raise ValueError("names no host that could be looked up") from error
+            raise ValueError("has no host name that can be looked up") from error
         return value
 
 
 class EngineSpec(Spec):
-    """An inference backend to attach. `url` for servers; `options` are the kind's own."""
+    """An inference engine to attach. `url` is for servers; `options` depend on the kind."""
 
     kind: Name
     name: Name | None = None

@@ -1,0 +1,38 @@
+"""Errors survive their records, and their codes tell them apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.errors import Boundary, OutriderError, ServiceError, error_from, record_of
+from outrider.sessions.calls.token_allowance import LimitReached
+
+
+def every_error(kind: type[OutriderError] = OutriderError) -> list[type[OutriderError]]:
+    """Without those that go by the code of a more general one outside of their process."""
+    found = [child for direct in kind.__subclasses__() for child in (direct, *every_error(direct))]
+    return [child for child in found if "code" in vars(child)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in every_error() if kind is not LimitReached])
+def test_an_error_survives_its_record(kind: type[OutriderError]) -> None:
+    error = kind("what happened", hint="what to do", field="task.x", log_tail="the end")
+    again = error_from(error.record())
+    assert type(again) is kind
+    assert again.record() == error.record()
+
+
+def test_codes_tell_errors_apart() -> None:
+    codes = [kind.code for kind in every_error()]
+    assert len(codes) == len(set(codes))
+
+
+def test_a_record_from_a_newer_version_is_still_an_error() -> None:
+    record = ServiceError("x").record()
+    assert type(error_from(type(record)(boundary=Boundary.ENGINE, code="from_the_future", message="x"))) is ServiceError
+
+
+def test_a_bug_is_recorded_as_one() -> None:
+    record = record_of(ZeroDivisionError("division by zero"))
+    assert (record.code, record.retryable) == ("internal_error", True)
+    assert "ZeroDivisionError" in record.message
