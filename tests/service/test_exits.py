@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,23 @@ async def test_an_in_process_agent_has_no_exit_code(world: MakeWorld) -> None:
         with pytest.raises(InvalidField) as refused:
             await w.service.submit(group(harness={"agent": "tools", "nonzero_exit": "grade"}))
         assert refused.value.field == "task.harness.nonzero_exit"
+
+
+@pytest.mark.parametrize("do", [("ask",), ("ask", "crash")], ids=["well", "failed"])
+async def test_what_a_session_held_is_freed_without_the_garbage_collector(
+    world: MakeWorld, do: tuple[str, ...]
+) -> None:
+    """Its token tree can have many megabytes, and passes of the collector are rare."""
+    async with world() as w:
+        view = await w.submit("wait here", *do, max_attempts=1)
+        await w.stage.arrived["here"].wait()
+        (conversation,) = w.service.node._conversations.values()
+        tree = weakref.ref(conversation.tree)
+        del conversation
+        gc.disable()
+        try:
+            w.stage.open["here"].set()
+            await w.done(view.id)
+            assert tree() is None
+        finally:
+            gc.enable()

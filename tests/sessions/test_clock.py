@@ -1,4 +1,4 @@
-"""A budget runs only while it is being spent, and says itself whether it ran out."""
+"""A budget runs only while it is being spent, and says itself whether it ran out; a cutoff ends its own block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from outrider.sessions.clock import Budget, Stopwatch
+from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 
 
 def never() -> float:
@@ -53,6 +53,18 @@ async def test_somebody_elses_timeout_is_not_the_budgets() -> None:
         async with budget.spend():
             raise TimeoutError
     assert not budget.exhausted
+
+
+async def test_a_cutoff_ends_its_block_and_nothing_before_or_after_it() -> None:
+    cutoff = Cutoff()
+    cutoff.cut()
+    async with cutoff.block():
+        await asyncio.sleep(0)
+    cutoff.cut()
+    asyncio.get_running_loop().call_soon(cutoff.cut)
+    with pytest.raises(TimeoutError):
+        async with cutoff.block():
+            await asyncio.Event().wait()
 
 
 def test_a_stopwatch_books_everything_between_laps() -> None:

@@ -1,4 +1,4 @@
-"""A session's own time: budgets, which limit how long it works, and a stopwatch, which says how long each stage took.
+"""A session's own time: budgets limit how long it works, a cutoff ends its run, a stopwatch says how long stages took.
 
 It knows no stage. Invariant: time in which the event loop stood still, and time outside a `spend` block, such as a wait
 for a slot, is charged to no budget.
@@ -54,6 +54,25 @@ class Budget:
             timer.cancel()
             charge()
             self.exhausted = self.exhausted or timeout.expired()
+
+
+class Cutoff:
+    """`async with cutoff.block():` raises TimeoutError inside when `cut` is called; outside, `cut` does nothing."""
+
+    def __init__(self) -> None:
+        self._timeout: asyncio.Timeout | None = None
+
+    def cut(self) -> None:
+        if self._timeout is not None:
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def block(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(None) as self._timeout:
+                yield
+        finally:
+            self._timeout = None
 
 
 class Stopwatch:

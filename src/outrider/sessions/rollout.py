@@ -30,7 +30,7 @@ from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
-from outrider.sessions.clock import Budget, Stopwatch
+from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation, ConversationClient
 from outrider.sessions.grading import Grading, mark_inside_failures
 from outrider.sessions.resources import NodeResources, required
@@ -91,7 +91,7 @@ class Rollout:
         self._node = node
         self._budget = Budget(attempt.task.limits.session_seconds, node.watchdog.stood_still)
         self._stopwatch = Stopwatch()
-        self._run_timeout: asyncio.Timeout | None = None
+        self._at_limit = Cutoff()
         self.conversation = Conversation(
             node.model,
             session_key=attempt.name,
@@ -100,7 +100,8 @@ class Rollout:
             sampling=attempt.task.sampling,
             history=attempt.task.history,
             record=lambda turn: node.store.add_turn(attempt.session.id, attempt.session.attempt, turn),
-            on_limit=self._end_run,
+            # No reference to this rollout: in a cycle, a token tree of megabytes would wait for the garbage collector.
+            on_limit=self._at_limit.cut,
         )
 
     async def run(self) -> SessionResult:
@@ -225,7 +226,7 @@ class Rollout:
         """
         clock = Budget(self._task.limits.agent_seconds, self._node.watchdog.stood_still)
         try:
-            async with self._budget.spend(), clock.spend(), asyncio.timeout(None) as self._run_timeout:
+            async with self._budget.spend(), clock.spend(), self._at_limit.block():
                 outcome = await harness.run(context)
         except TimeoutError:
             if clock.exhausted:
@@ -252,11 +253,6 @@ class Rollout:
                 log_tail=outcome.log_tail,
             )
         return AgentRun(reason=StopReason.COMPLETED, outcome=outcome)
-
-    def _end_run(self) -> None:
-        """The session's turns or tokens are used up."""
-        if self._run_timeout is not None:
-            self._run_timeout.reschedule(asyncio.get_running_loop().time())
 
     def _ended_by_model(self, log_tail: str | None) -> StopReason | None:
         """The limit or the model call that ended the run before the harness did, if one did.
