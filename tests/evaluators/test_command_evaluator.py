@@ -62,8 +62,8 @@ async def test_a_json_verdict(grade: Any) -> None:
         ('echo why; false > "$OUTRIDER_VERDICT"', "the verdict is empty"),
         ('echo why; : > "$OUTRIDER_VERDICT"; exit 1', "the verdict is empty"),
         ('echo why; truncate -s 7 "$OUTRIDER_VERDICT"', "the verdict is empty"),
-        ('echo why; rm -f "$OUTRIDER_VERDICT"', "took away the file for the verdict"),
-        ('echo why; rm -f "$OUTRIDER_VERDICT"; exit 1', "took away the file for the verdict"),
+        ('echo why; rm -f "$OUTRIDER_VERDICT"', "removed the file for the verdict"),
+        ('echo why; rm -f "$OUTRIDER_VERDICT"; exit 1', "removed the file for the verdict"),
         ('echo why; head -c 2000000 /dev/zero > "$OUTRIDER_VERDICT"', "larger than"),
     ],
 )

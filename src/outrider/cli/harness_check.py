@@ -58,7 +58,7 @@ def find_subject(
     if sum(each is not None for each in (preset, command, task)) != 1:
         raise InvalidField("give a preset, a --command or a --task, and only one of them", field="command")
     if venv is not None and command is None:
-        raise InvalidField("is for a --command; a task says it itself", field="venv")
+        raise InvalidField("is for a --command; a task names its environment itself", field="venv")
     sandbox: RuntimeSpec | None = None
     if task is not None:
         spec = load_group(task, n=1, priority=0).task

@@ -69,7 +69,9 @@ async def _create_file(runtime: Runtime, path: str) -> None:
         await runtime.write(path, UNWRITTEN)
     except RuntimeFailure as error:
         await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises where the whole sandbox is broken
-        raise EvaluatorError(f"there is no file for the verdict: {error}", hint=FULL, inside=error.inside) from error
+        raise EvaluatorError(
+            f"the file for the verdict cannot be created: {error}", hint=FULL, inside=error.inside
+        ) from error
 
 
 async def _read_file(runtime: Runtime, path: str, result: ExecResult) -> bytes | None:
@@ -78,7 +80,7 @@ async def _read_file(runtime: Runtime, path: str, result: ExecResult) -> bytes |
         written = await runtime.read(path, limit=MAX_VERDICT)
         return None if written == UNWRITTEN else written
     except FileNotFoundError as error:
-        raise _failure("the evaluator took away the file for the verdict", result) from error
+        raise _failure("the evaluator removed the file for the verdict", result) from error
     except (IsADirectoryError, RuntimeFailure) as error:
         raise _failure(f"the verdict cannot be read: {error}", result) from error
 

@@ -50,14 +50,18 @@ class CallableEvaluator:
             raise
         except Exception as error:  # the user's code may raise anything
             if limit.expired():
-                raise EvaluatorError(f"{self._path} did not end within {self._seconds:g} s") from error
+                message = f"{self._path} did not end within {self._seconds:g} s"
+                raise EvaluatorError(message, hint="make it faster, or raise task.evaluator.seconds") from error
             tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
             message = f"{self._path} raised {type(error).__name__}: {error}"
             raise EvaluatorError(message, log_tail=tail) from error
         try:
             return read_verdict(value)
         except ValueError as error:
-            raise EvaluatorError(f"{self._path} returned no verdict: {error}") from error
+            raise EvaluatorError(
+                f"{self._path} returned no verdict: {error}",
+                hint="return a finite number, a mapping with 'reward', or a Verdict",
+            ) from error
 
     async def _call(self, outcome: Outcome) -> Any:
         function = self._function
