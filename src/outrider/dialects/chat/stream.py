@@ -69,14 +69,25 @@ class ChatStream:
     def delta(self, delta: Delta, pieces: tuple[bytes, ...] = ()) -> bytes:
         if self._ended:
             return b""
-        if self._logprobs or self._token_ids:
-            return self._chunk_with_tokens(delta, pieces)
-        written = b""
+        if not (self._logprobs or self._token_ids):
+            written = b""
+            if delta.reasoning:
+                written = self._reasoning_head + sse.one_line(_encode(delta.reasoning)) + self._content_tail
+            if delta.text:
+                written += self._content_head + sse.one_line(_encode(delta.text)) + self._content_tail
+            return written
+        # One chunk with the step's tokens, also when they bring no text yet.
+        fields: dict[str, Any] = {}
         if delta.reasoning:
-            written = self._reasoning_head + sse.one_line(_encode(delta.reasoning)) + self._content_tail
+            fields["reasoning_content"] = delta.reasoning
         if delta.text:
-            written += self._content_head + sse.one_line(_encode(delta.text)) + self._content_tail
-        return written
+            fields["content"] = delta.text
+        if not fields and not delta.ids:
+            return b""
+        logprobs = None
+        if self._logprobs and delta.logprobs:
+            logprobs = {"content": logprob_entries(delta.ids, delta.logprobs, pieces)}
+        return self._chunk(fields, logprobs=logprobs, ids=delta.ids if self._token_ids else None)
 
     def close(self, completion: Completion) -> bytes:
         if self._ended:
@@ -100,20 +111,6 @@ class ChatStream:
 
     def ping(self) -> bytes:
         return b"" if self._ended else sse.PING
-
-    def _chunk_with_tokens(self, delta: Delta, pieces: tuple[bytes, ...]) -> bytes:
-        """One chunk with the step's tokens, also when they bring no text yet."""
-        fields: dict[str, Any] = {}
-        if delta.reasoning:
-            fields["reasoning_content"] = delta.reasoning
-        if delta.text:
-            fields["content"] = delta.text
-        if not fields and not delta.ids:
-            return b""
-        logprobs = None
-        if self._logprobs and delta.logprobs:
-            logprobs = {"content": logprob_entries(delta.ids, delta.logprobs, pieces)}
-        return self._chunk(fields, logprobs=logprobs, ids=delta.ids if self._token_ids else None)
 
     def _chunk(
         self,

@@ -190,7 +190,14 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
     answer = part.function_response
     assert answer is not None
     at = f"{where}.functionResponse"
-    read: list[Part] = [Text(_answer_text(answer, at))]
+    read: list[Part] = []
+    if not is_absent(answer.response):
+        value: Any = decode(_OBJECT, answer.response, f"{at}.response")
+        name = answer.name
+        keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == name)]
+        if len(keys) == 1 and keys[0] in _TEXT_KEYS:  # a client that has only text (module heading)
+            value = value[keys[0]]
+        read.append(Text(value if isinstance(value, str) else msgspec.json.encode(value).decode()))
     for index, item in enumerate(items(answer.parts, f"{at}.parts")):
         inner = f"{at}.parts[{index}]"
         image = _image(_part(item, inner), inner)
@@ -198,17 +205,6 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
             refuse(inner, "has neither inlineData nor fileData")
         read.append(image)
     return message_of_parts(Role.TOOL, read, tool_call_id=call_id, name=answer.name)
-
-
-def _answer_text(answer: FunctionResponse, where: str) -> str:
-    """What the model reads of a tool's answer (module heading)."""
-    if is_absent(answer.response):
-        return ""
-    value: Any = decode(_OBJECT, answer.response, f"{where}.response")
-    keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == answer.name)]
-    if len(keys) == 1 and keys[0] in _TEXT_KEYS:
-        value = value[keys[0]]
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def check_model_parts(parts: Sequence[WirePart], where: str) -> None:

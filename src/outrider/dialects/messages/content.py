@@ -26,7 +26,7 @@ from msgspec import Raw
 from outrider.dialects.json import decode, is_absent, quoted, refuse
 from outrider.dialects.parts import image_from_base64, joined_text, message_of_parts
 from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
-from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_url
+from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_url
 
 TOOL_ERROR = "[tool error]"
 """Ends what the model reads of a tool result with `is_error`."""
@@ -289,25 +289,25 @@ def _part(at: _PlacedBlock) -> Part:
         case "text":
             return Text(_string(block.text, f"{where}.text"))
         case "image":
-            return _image(_source(block, where), f"{where}.source")
+            source, at_source = _source(block, where), f"{where}.source"
+            if source.type == "base64":
+                if source.media_type not in _IMAGE_TYPES:
+                    refuse(f"{at_source}.media_type", f"must be one of {', '.join(sorted(_IMAGE_TYPES))}")
+                return image_from_base64(source.media_type, source.data or "", f"{at_source}.data")
+            if source.type != "url":
+                refuse(
+                    f"{at_source}.type",
+                    f"a source of type {quoted(source.type)} is not supported; supported: base64, url",
+                )
+            if source.url is None or not source.url.startswith(("http://", "https://")):
+                refuse(f"{at_source}.url", "must be an http or https address")
+            return image_from_url(source.url)
         case "document":
             return Text(_document(block, where))
         case "tool_reference":  # a tool that the client's own search found; all of them are offered anyway
             return Text(_string(block.tool_name, f"{where}.tool_name"))
         case _:
             return _refuse_block(at, "the model reads text, images and documents of text")
-
-
-def _image(source: _Source, where: str) -> Image:
-    if source.type == "base64":
-        if source.media_type not in _IMAGE_TYPES:
-            refuse(f"{where}.media_type", f"must be one of {', '.join(sorted(_IMAGE_TYPES))}")
-        return image_from_base64(source.media_type, source.data or "", f"{where}.data")
-    if source.type == "url":
-        if source.url is None or not source.url.startswith(("http://", "https://")):
-            refuse(f"{where}.url", "must be an http or https address")
-        return image_from_url(source.url)
-    return refuse(f"{where}.type", f"a source of type {quoted(source.type)} is not supported; supported: base64, url")
 
 
 def _document(block: Block, where: str) -> str:
