@@ -111,9 +111,10 @@ async def _conversation(corpus: Corpus, endpoint: ModelBackend, *, calls: int, n
         body = dialogue.ask(corpus.tokens(MESSAGE_TOKENS), corpus.tokens(MESSAGE_TOKENS))
         request = dialect.parse(CALL, body, {})
         async with aclosing(conversation.call(request, dialect=dialect.name)) as steps:
-            async for step in steps:
-                if isinstance(step, Completion):
-                    dialogue.answer(dialect.reply(request, step))
+            async for batch in steps:
+                for step in batch:
+                    if isinstance(step, Completion):
+                        dialogue.answer(dialect.reply(request, step))
     return conversation
 
 

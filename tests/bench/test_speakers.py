@@ -47,7 +47,7 @@ async def test_a_talk_goes_on_where_it_was(speaker: Speaker, corpus: Corpus) -> 
             assert not request.stream
             assert request.sampling.max_tokens == REPLY_TOKENS
             async with aclosing(calls.call(request, dialect=dialect.name)) as steps:
-                done = [step async for step in steps if isinstance(step, Completion)]
+                done = [step async for batch in steps for step in batch if isinstance(step, Completion)]
             told.append(talk.answer(dialect.reply(request, done[0])))
 
     assert [turn.join for turn in turns] == [JoinKind.ROOT, JoinKind.APPEND, JoinKind.APPEND]
