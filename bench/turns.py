@@ -28,7 +28,7 @@ from bench.processes import World, a_round_trip, world
 from outrider.api.gateway import Gateway
 from outrider.dialects.base import WireCall
 from outrider.dialects.chat import ChatDialect
-from outrider.engines.adapters.id_text import body_with_ids, ids_json
+from outrider.engines.adapters.ids_json import body_with_ids, ids_json
 from outrider.http_server import DISCONNECT, Disconnect
 from outrider.spec import EngineSpec
 

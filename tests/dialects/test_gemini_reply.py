@@ -21,7 +21,7 @@ from outrider.errors import (
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta, ToolCall
 from outrider.sessions.calls.token_allowance import LimitReached
-from outrider.sessions.conversation import Ended
+from outrider.sessions.conversation import RunEnded
 from outrider.trajectory import FinishReason
 from support.gemini import ARRAY, DIALECT, EVENTS, chunks, completed, read, said, stream, text, user
 
@@ -113,7 +113,7 @@ ERRORS: list[tuple[OutriderError, int, str]] = [
     (RequestError("x"), 400, "INVALID_ARGUMENT"),
     (Unauthorized("x"), 401, "UNAUTHENTICATED"),
     (NotFound("x"), 404, "NOT_FOUND"),
-    (Ended("x"), 410, "FAILED_PRECONDITION"),
+    (RunEnded("x"), 410, "FAILED_PRECONDITION"),
     (TooLarge("x"), 413, "INVALID_ARGUMENT"),
     (LimitReached(StopReason.MAX_TURNS), 429, "RESOURCE_EXHAUSTED"),
     (ServiceError("x"), 500, "INTERNAL"),

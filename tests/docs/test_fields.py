@@ -28,7 +28,7 @@ from outrider.harnesses.tool_agent import ToolOptions
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import names
 from outrider.sessions.calls.token_allowance import LimitReached
-from outrider.sessions.conversation import Ended
+from outrider.sessions.conversation import RunEnded
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.store.rows import EventKind
 from outrider.testing.scripted_engine import Reply, ScriptOptions
@@ -174,7 +174,7 @@ def every_error(kind: type[OutriderError] = OutriderError) -> list[type[Outrider
 
 def test_failure_has_every_error_with_its_status() -> None:
     errors = {error.code: error for error in every_error() if error.__module__.startswith("outrider.")}
-    assert {LimitReached.code, Ended.code} < errors.keys()
+    assert {LimitReached.code, RunEnded.code} < errors.keys()
     fields, codes = *page("docs/failure.md").tables("Field"), *page("docs/failure.md").tables("Code")
     assert written(fields) == struct_fields(ErrorRecord)
     assert {code(row[0]): row[1:4] for row in codes.rows} == {

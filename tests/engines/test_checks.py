@@ -58,7 +58,7 @@ def tool_call(arguments: str) -> Message:
 @pytest.mark.parametrize(
     ("chunk", "reason"),
     [
-        (good(ids=[1] * 6, logprobs=[-1.0] * 6), "6 tokens where 5 were asked for"),
+        (good(ids=[1] * 6, logprobs=[-1.0] * 6), "6 tokens where at most 5 were asked for"),
         (good(ids=[1, 100]), "1 log-probabilities for 2"),
         (good(ids=[], logprobs=[-1.0]), "1 log-probabilities for 0"),
         (good(ids=[99, 100], logprobs=[-1.0, -1.0]), "the id 100"),
@@ -119,7 +119,7 @@ def test_the_tokens_of_all_chunks_count_and_nothing_follows_the_end() -> None:
 @pytest.mark.parametrize(
     ("chunk", "reason"),
     [
-        (told(output_ids=[3] * 6, logprobs=[-0.5] * 6), "6 tokens where 5"),
+        (told(output_ids=[3] * 6, logprobs=[-0.5] * 6), "6 tokens where at most 5"),
         (told(output_ids=[100]), "the id 100"),
         (told(logprobs=None), "0 log-probabilities for 1"),
         (told(logprobs=[1.0]), "log-probability 1.0"),

@@ -16,7 +16,7 @@ from outrider.errors import RequestError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend
-from outrider.sessions.calls.on_message_engine import CaptureRecord
+from outrider.sessions.calls.on_message_engine import CapturedTurns
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, Sampling
 from outrider.tokens.rendering.renderer import make_renderer
@@ -166,7 +166,7 @@ async def test_an_engine_that_renders_is_told_of_thinking_and_given_tools_beside
 
 
 def test_of_several_earlier_turns_the_longest_that_fits_is_the_parent() -> None:
-    record = CaptureRecord()
+    record = CapturedTurns()
     record.place([1], [2], shown=[b""] * 2)
     record.place([1, 2, 3], [4], shown=[b""] * 4)
     placed = record.place([1, 2, 3, 4, 5], [6], shown=[b""] * 6)

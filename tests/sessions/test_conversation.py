@@ -14,7 +14,7 @@ from outrider.engines.base import Chunk, GenerateRequest
 from outrider.errors import ContextOverflow, EngineMisbehaved, EngineUnavailable, RequestError, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.sessions.calls.token_allowance import LimitReached
-from outrider.sessions.conversation import Ended
+from outrider.sessions.conversation import RunEnded
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
 from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
@@ -181,7 +181,7 @@ async def test_closing_cuts_off_what_is_in_flight_and_refuses_what_comes_later(t
             await world.conversation.close()
         assert hanging.cancelled()
         assert [turn.finish for turn in world.turns] == [FinishReason.ABORT]
-        with pytest.raises(Ended):
+        with pytest.raises(RunEnded):
             await world.ask(USER)
 
 
@@ -226,7 +226,7 @@ async def test_an_image_is_not_counted_where_the_model_is_given_text_only(tmp_pa
         with pytest.raises(RequestError, match="text only"):
             await world.conversation.count(chat_request(picture(b"one")))
         await world.conversation.close()
-        with pytest.raises(Ended):
+        with pytest.raises(RunEnded):
             await world.conversation.count(chat_request(picture(b"one")))
         assert world.conversation.backend.pool.status()[0].sessions == 0
 
@@ -251,5 +251,5 @@ async def test_a_turn_that_cannot_be_stored_ends_the_record(tmp_path: Path) -> N
             await world.ask(USER)
         assert isinstance(world.conversation.failure, ServiceError)
         world.store_failure = None
-        with pytest.raises(Ended):
+        with pytest.raises(RunEnded):
             await world.ask(USER)

@@ -27,7 +27,7 @@ from outrider.sessions.calls.body_limits import (
     Intake,
     TooMuchAtOnce,
     TooSlow,
-    counted_values,
+    count_values,
 )
 from support.steps import run_inline
 
@@ -66,7 +66,7 @@ def test_values_are_counted_outside_of_strings(seed: int) -> None:
     rng = random.Random(seed)
     value = [nested(rng) for _ in range(10)]
     body = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
-    assert run_inline(counted_values(body, rng.choice([1, 2, 3, 7, 1 << 20]))) == values_in(value)
+    assert run_inline(count_values(body, rng.choice([1, 2, 3, 7, 1 << 20]))) == values_in(value)
 
 
 def test_a_size_that_cannot_fit_is_an_overflow_and_one_that_is_not_read_is_too_large() -> None:

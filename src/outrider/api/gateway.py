@@ -23,17 +23,17 @@ from outrider.http_server import Receive, Scope, Send, while_connected
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Body, TooMuchAtOnce
 from outrider.sessions.calls.call import Step
-from outrider.sessions.conversation import Conversation, Ended
+from outrider.sessions.conversation import Conversation, RunEnded
 
 PREFIX = "/s/"
 JSON = b"application/json"
 PING_SECONDS = 10.0
-"""A streamed reply that is silent for this long gets a sign of life."""
+"""A streamed reply that is silent for this long is pinged: clients give up silent streams."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
 class Sessions(Protocol):
-    """Whoever knows which conversation a credential belongs to."""
+    """Finds the conversation that a session key belongs to."""
 
     def conversation(self, key: str) -> Conversation | None: ...
 
@@ -50,7 +50,7 @@ class Gateway:
         self._fallback = dialect_of_unknown_routes()
 
     def serves(self, scope: Scope) -> bool:
-        """Whether a call is for the gateway, be it to refuse it."""
+        """Whether a call is for the gateway, if only to be refused."""
         if scope["path"].startswith(PREFIX):
             return True
         try:
@@ -84,7 +84,8 @@ class Gateway:
             await reply.failed(dialect, error)
 
     def _route(self, call: WireCall) -> _Routed | None:
-        """Who answers a call, and with what. Raises _Refused for a route that its dialect does not serve."""
+        """The dialect of a call and what the call asks for; None where no dialect knows the route. Raises _Refused for
+        a route that its dialect does not serve."""
         for dialect in self._dialects:
             try:
                 action = dialect.action(call)
@@ -141,7 +142,7 @@ class Gateway:
             if request.stream:
                 writer = dialect.stream(request)
                 token_bytes = conversation.backend.renderer.tokenizer.token_bytes if request.logprobs else None
-                await _kept_alive(_stream(batches, writer, token_bytes, reply), reply, writer)
+                await _with_pings(_stream(batches, writer, token_bytes, reply), reply, writer)
             else:
                 async for steps in batches:
                     if isinstance(steps[-1], Completion):
@@ -154,7 +155,7 @@ class _Routed(msgspec.Struct, frozen=True):
 
 
 class _Refused(Exception):
-    """A refusal on its way to the caller, with the dialect to tell it in."""
+    """A refusal, with the dialect in which the client is told."""
 
     def __init__(self, dialect: Dialect, error: OutriderError) -> None:
         super().__init__(error.message)
@@ -273,18 +274,18 @@ class _RequestBody:
 
 
 async def _cut_off(reply: _ClientReply) -> None:
-    """The run is over while its call is in flight: the call was cancelled, its connection was not. Raises Ended
-    where nothing has been answered yet."""
+    """Answer a call that was cancelled because its session's run is over; its client is still connected. Raises
+    RunEnded where nothing was sent yet."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()
     if not reply.begun:
-        raise Ended("this session's run is over")
+        raise RunEnded("this session's run is over")
     await reply.end(b"")
 
 
-async def _kept_alive(work: Awaitable[None], reply: _ClientReply, writer: StreamWriter) -> None:
-    """Do the work; a streamed reply that is silent for long meanwhile gets signs of life."""
+async def _with_pings(work: Awaitable[None], reply: _ClientReply, writer: StreamWriter) -> None:
+    """Do the work, and ping the client whenever the streamed reply was silent for PING_SECONDS."""
 
     async def ping() -> None:
         while True:
@@ -303,5 +304,5 @@ async def _kept_alive(work: Awaitable[None], reply: _ClientReply, writer: Stream
                 timer.cancel()
                 for task in pinging:
                     task.cancel()
-    except BaseExceptionGroup as failures:  # of the group's making: `work` fails as if it ran alone
+    except BaseExceptionGroup as failures:  # the group wraps the errors of `work`, which callers expect as they are
         raise failures.exceptions[0] from None

@@ -1,7 +1,7 @@
-"""The engine seam: token ids in, token ids and log-probabilities out, as they are sampled.
+"""The protocols of inference engines: token ids in, token ids and log-probabilities out, as they are sampled.
 
-It knows no conversation and no wire dialect of a client. Invariant of every stream: the chunks' ids and
-log-probabilities have equal length, and exactly one chunk, the last, has a `finish`.
+It knows no conversation and no dialect of a client. Invariant of every stream: the chunks' ids and log-probabilities
+have equal length, and exactly one chunk, the last, has a `finish`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ PauseMode = Literal["finish", "abort", "keep"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample one turn, complete: an engine adds no default of its own. top_k -1 means off.
+    """How to sample one turn. It is complete: an engine adds no default of its own. top_k -1 means off.
 
-    `stop` strings are matched on the decoded output; generation ends with the token that completes the match,
-    which is part of the output ids. `stop_token_ids` end it likewise, but not among the first `min_tokens`, in which
-    they are not sampled. The repetition penalty looks at prompt and output, the other two at the output;
-    `logit_bias` is added to the logits by token id. A `constraint` is given to `TakesConstraints` only.
+    `stop` strings are matched on the decoded output; generation ends with the token that completes the match, which is
+    part of the output ids. `stop_token_ids` end it likewise, and are not sampled among the first `min_tokens`. The
+    repetition penalty looks at prompt and output, the other two at the output; `logit_bias` is added to the logits by
+    token id. A `constraint` is given to engines with `TakesConstraints` only.
     """
 
     max_tokens: int
@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def altered(self) -> bool:
-        """Whether tokens are drawn from another distribution than temperature and truncation make of the logits."""
+        """Whether anything but temperature and truncation changes the distribution that tokens are drawn from."""
         return (
             self.min_tokens > 0
             or self.repetition_penalty != 1
@@ -76,12 +76,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int | None = None
     prompt_ids: list[int] | None = None  # the engine's own echo of the prompt, where it gives one
-    prompt_tokens: int | None = None  # how many it says the prompt had; with the last chunk
+    prompt_tokens: int | None = None  # the engine's count of the prompt's tokens; with the last chunk
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation by an engine that only takes messages (capture and text mode). `thinking` says whether the model
-    is to think; None leaves it to the engine's template."""
+    """One generation by an engine that only takes messages (capture and text mode). `thinking` switches the model's
+    reasoning on or off; None leaves it to the engine's template."""
 
     request_id: str
     session_key: str
@@ -106,7 +106,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of itself. `model` is its served name or path; None where it does not say."""
+    """An engine's report about itself. `model` is its served name or path; None where it is not reported."""
 
     ok: bool
     detail: str = ""
@@ -119,8 +119,8 @@ class Engine(Protocol):
     """An inference backend that takes token ids.
 
     `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between
-    chunks; closing the generator aborts the generation upstream. What it gives is not believed: the pool checks it
-    (`pool.reply_checks`). `health` never raises. `start` and `close` are called once, by whoever made it.
+    chunks; closing the generator aborts the generation upstream. The pool checks every chunk (`pool.reply_checks`).
+    `health` never raises. `start` and `close` are called once, by the owner of the engine.
     """
 
     name: str
@@ -150,9 +150,9 @@ class ChatEngine(Protocol):
 
 @runtime_checkable
 class TokenizesText(Protocol):
-    """An engine that can say how its own tokenizer reads a text, special tokens included.
+    """An engine that can tokenise a text with its own tokenizer, special tokens included.
 
-    The ids, or None where the server has no such route. Raises EngineUnavailable.
+    `token_check` returns the ids, or None where the server has no such route. It raises EngineUnavailable.
     """
 
     async def token_check(self, text: str) -> list[int] | None: ...
@@ -160,20 +160,20 @@ class TokenizesText(Protocol):
 
 @runtime_checkable
 class SetsVersion(Protocol):
-    """An engine whose policy version can be told to it once its weights have changed."""
+    """An engine that is told its policy version after its weights have changed."""
 
     async def set_version(self, version: int) -> None: ...
 
 
 @runtime_checkable
 class TakesConstraints(Protocol):
-    """An engine that holds a reply to a form of one of these kinds; one without this attribute takes none."""
+    """An engine that can constrain a reply, by these kinds of constraints; one without this attribute takes none."""
 
     constraints: frozenset[ConstraintKind]
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What every engine class is constructed with: `Kind(EngineOptions)`. `tokenizer` is the model's folder."""
+    """The argument of every engine class: `Kind(EngineOptions)`. `tokenizer` is the model's folder."""
 
     name: str
     url: str | None = None

@@ -1,7 +1,7 @@
-"""An engine that says what it is told to: the fake that ships, for tests, dry runs and benchmarks.
+"""An engine that replies by a script: the fake that ships, for tests, dry runs and benchmarks.
 
 It samples nothing. It keeps the whole contract of an engine (stops, limits, overflow, pausing, aborting,
-versions) and adds what a test needs: failures and stalls at a chosen token, and a record of what it was asked.
+versions) and adds what a test needs: failures and stalls at a chosen token, and a record of its requests.
 Invariant: token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
 """
 
@@ -23,7 +23,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 TAIL_TOKENS = 1024
-"""How much of the prompt's end a rule's `when` is looked for in."""
+"""Tokens at the prompt's end in which a rule's `when` is searched."""
 
 REMEMBERED_REQUESTS = 1024
 
@@ -70,7 +70,7 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """A whole generation: what it gives, how it ends (`failure` instead of `finish`), where it stalls."""
+    """A whole generation: its tokens, how it ends (`failure` instead of `finish`), where it stalls."""
 
     ids: list[int]
     finish: FinishReason | None
@@ -89,7 +89,7 @@ class ScriptedEngine:
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # a script is what its author made it
+    constraints = frozenset(ConstraintKind)  # none is enforced: the author of a script sees to it
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)

@@ -19,28 +19,28 @@ import msgspec
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of
-from outrider.engines.adapters.replies import (
+from outrider.engines.adapters.server_api import (
     LOGPROB_KINDS,
-    altering,
     checked_logprobs,
     decode,
     finish_of,
+    penalties_and_bias,
     served_model,
     structured_outputs,
 )
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
-from outrider.engines.pool.reply_checks import most_characters, too_long
+from outrider.engines.pool.reply_checks import max_characters, too_long
 from outrider.errors import EngineError, EngineUnavailable
 from outrider.messages import Message, Part, Role, Text, ToolCall, images_in
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
 LARGE_IMAGE = 256 << 10
-"""Bytes. A request with a larger one is written in a thread."""
+"""Bytes. A request with a larger image is encoded in a thread: base64 and JSON of it would hold up the event loop."""
 _OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
-_OPENAI_FORMS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA})
+_OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA})
 
 
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ class OpenAIEngine:
         own = read_options(OpenAIOptions, options.options)
         self.name = options.name
         self.mode = TokenMode.CAPTURE if own.ids else TokenMode.TEXT
-        self.constraints = frozenset(ConstraintKind) if own.ids else _OPENAI_FORMS
+        self.constraints = frozenset(ConstraintKind) if own.ids else _OPENAI_CONSTRAINTS
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode] if own.ids else LogprobKind.NONE
         self._model = options.model
         self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
@@ -117,7 +117,7 @@ class OpenAIEngine:
         await self._http.close()
 
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
-        reply = _Reply(self.name, request, self._version, capture=self.mode is TokenMode.CAPTURE)
+        reply = _ChatReader(self.name, request, self._version, capture=self.mode is TokenMode.CAPTURE)
         try:
             model = self._model or await self._first_model()
             if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
@@ -173,10 +173,10 @@ class OpenAIEngine:
             body["stop"] = list(sampling.stop)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        altered = altering(sampling)
+        altered = penalties_and_bias(sampling)
         body |= altered if capture else {name: altered[name] for name in _OPENAI_ALTERS if name in altered}
         if sampling.constraint is not None:
-            body |= _form(sampling.constraint)
+            body |= _constraint(sampling.constraint)
         if capture and request.thinking is not None:
             body["chat_template_kwargs"] = {"enable_thinking": request.thinking}
         if capture:
@@ -191,8 +191,8 @@ class OpenAIEngine:
         return body
 
 
-class _Reply:
-    """One streamed reply, read event by event and assembled; `last` gives the whole of it."""
+class _ChatReader:
+    """Reads one streamed reply event by event and assembles it; `last` gives the whole reply."""
 
     def __init__(self, engine: str, request: ChatRequest, version: int, *, capture: bool) -> None:
         self._engine = engine
@@ -268,10 +268,10 @@ class _Reply:
         return ChatChunk(text=text, reasoning=reasoning)
 
     def _bound(self, choice: _Choice) -> None:
-        """Ids and tool calls are kept until the end, and a reply that has none must not fill the memory."""
+        """Ids and tool calls are kept until the reply's end: a reply without end must not fill the memory."""
         written = sum(len(call.function.arguments or "") + 1 for call in choice.delta.tool_calls or [])
         self._size += written + len(choice.token_ids or [])
-        if self._size > most_characters(self._sampling):
+        if self._size > max_characters(self._sampling):
             raise too_long(self._engine, self._sampling)
 
 
@@ -292,8 +292,8 @@ class _PartialCall:
         return ToolCall(self._id or fallback_id, self._name, "".join(self._arguments))
 
 
-def _form(constraint: Constraint) -> dict[str, Any]:
-    """OpenAI's own words for JSON, vLLM's for what that API does not have."""
+def _constraint(constraint: Constraint) -> dict[str, Any]:
+    """OpenAI's own fields for JSON, vLLM's for constraints that OpenAI's API does not have."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"response_format": {"type": "json_object"}}
@@ -305,7 +305,7 @@ def _form(constraint: Constraint) -> dict[str, Any]:
 
 
 def _written(message: Message, *, reasoning: bool) -> dict[str, Any]:
-    """A message in OpenAI's words; reasoning is not one of them, but servers that report ids read it."""
+    """A message in OpenAI's format. Reasoning is no field of it, but servers that report ids read it."""
     content = [_part(part) for part in message.parts] if message.parts else message.content
     written: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:

@@ -1,6 +1,6 @@
-"""An engine's own options and its address, checked once when the engine is constructed.
+"""Checks an engine's own options and its URL when the engine is constructed.
 
-It knows no engine. Invariant: a misspelt option is an InvalidField that names it, never ignored.
+It knows no engine. Invariant: a misspelt option is an InvalidField that names it, and is never ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every engine server may need: a bearer token for it."""
+    """The option of all engine servers: a bearer token."""
 
     api_key: str | None = None
 

@@ -1,4 +1,4 @@
-"""Policy versions as engines write them: text labels, and spans of a reply that carry one each.
+"""Policy versions as engines write them: text labels, and the spans of a reply with a label each.
 
 It knows no route. Invariant: the spans of a reply tile its output tokens, without gap or overlap.
 """
@@ -14,7 +14,7 @@ from outrider.trajectory import VersionSpan
 
 MAX_DIGITS = 10
 UNLABELLED = "default"
-"""What both vLLM and SGLang call weights that nobody has labelled: our version 0, unless we were told another."""
+"""The label of weights that nobody has labelled, in vLLM and SGLang: our version 0, unless we were told another."""
 
 
 class LabelSpan(msgspec.Struct, frozen=True):

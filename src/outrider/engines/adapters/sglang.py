@@ -1,7 +1,7 @@
 """An SGLang server as an engine: token ids in and out through `/generate`.
 
-Written from SGLang's sources and documentation (0.5.23) and tested against a fake made from the same; it has
-never met a real server. Streams may be cumulative (the default) or incremental: each event tells by its count.
+It was written from SGLang's sources and documentation (0.5.23) and tested against a fake made from the same, never
+against a real server. Streams may be cumulative (the default) or incremental: the counts of each event show which.
 It knows no conversation. Invariant: an id is only passed on with the log-probability given for that very id.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from outrider.constraint import Constraint, ConstraintKind
-from outrider.engines.adapters.id_text import body_with_ids
+from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
-from outrider.engines.adapters.replies import bias_by_text, checked_logprobs, decode_batch, finish_of, served_model
+from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_model
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.connections import Buffer
@@ -260,8 +260,8 @@ def request_name(request: GenerateRequest, attempt: int) -> str:
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
 
 
-def _altering(sampling: SamplingParams) -> dict[str, Any]:
-    """Penalties and bias, those that ask for something."""
+def _penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
+    """The penalties and the bias that are not neutral."""
     params: dict[str, Any] = {}
     if sampling.repetition_penalty != 1:
         params["repetition_penalty"] = sampling.repetition_penalty
@@ -269,7 +269,7 @@ def _altering(sampling: SamplingParams) -> dict[str, Any]:
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
         ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
-        ("logit_bias", bias_by_text(sampling)),
+        ("logit_bias", bias_json(sampling)),
     ):
         if value:
             params[name] = value
@@ -290,7 +290,7 @@ def _constraint(constraint: Constraint) -> dict[str, str]:
 
 def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
     sampling = request.sampling
-    # A key the server does not know here is a 400, so only documented ones.
+    # The server answers 400 to a key that it does not know here, so only documented ones are sent.
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -302,7 +302,7 @@ def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
-        **_altering(sampling),
+        **_penalties_and_bias(sampling),
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed

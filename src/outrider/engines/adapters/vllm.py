@@ -1,7 +1,7 @@
 """A vLLM server as an engine: token ids in and out through `/inference/v1/generate`.
 
 Servers without that route (before 0.11, or started without `--enable-scale-out`), and those whose route does not
-stream (before 0.20), are driven through `/v1/completions` with ids, which the first request finds out. Both
+stream (before 0.20), are asked at `/v1/completions` with ids; the first request finds out which. Both
 log-probability shapes of the generate route are read (text ids up to 0.31, integer ids since). It knows no
 conversation. Structured output needs a server of 0.11 or later.
 Invariant: an id is only ever passed on together with the log-probability the server gave for that very id.
@@ -17,17 +17,17 @@ from typing import Any, Literal
 import msgspec
 
 from outrider.constraint import ConstraintKind
-from outrider.engines.adapters.id_text import body_with_ids
+from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
-from outrider.engines.adapters.replies import (
+from outrider.engines.adapters.server_api import (
     LOGPROB_KINDS,
     MISSING_LOGPROB,
     ModelCard,
-    altering,
     checked_logprobs,
     decode_batch,
     finish_of,
+    penalties_and_bias,
     served_model,
     structured_outputs,
 )
@@ -46,7 +46,7 @@ DEV_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 to allow pausing and weight u
 
 
 class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
-    """`logprobs_mode` is what the server was started with (`--logprobs-mode`): it cannot be asked."""
+    """`logprobs_mode` is the server's `--logprobs-mode`, which no route reports."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
@@ -213,7 +213,7 @@ class VLLMEngine:
 
 
 class _NotStreamed(EngineUnavailable):
-    """An answer came to its proper end without one event: it was no stream."""
+    """An answer ended properly without one event: it was no stream."""
 
 
 def _lacks_route(error: Exception) -> bool:
@@ -339,7 +339,7 @@ def _sampling(request: GenerateRequest) -> dict[str, Any]:
         "logprobs": 0,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
-        **altering(sampling),
+        **penalties_and_bias(sampling),
     }
     if sampling.seed is not None:
         fields["seed"] = sampling.seed

@@ -1,4 +1,4 @@
-"""The HTTP client for engine servers: connections, server-sent events, and what refusals mean.
+"""The HTTP client for engine servers: connections, server-sent events, and the meaning of refusals.
 
-It knows no server's protocol.
+Nothing here knows the protocol of a server.
 """

@@ -1,6 +1,6 @@
-"""One HTTP client for every engine server: JSON in, JSON or server-sent events out, with patience.
+"""The HTTP client for every engine server: it sends JSON, reads JSON or server-sent events, and tries again.
 
-It knows no engine's protocol. Invariant: nothing is sent twice once a first event of its answer was seen.
+It knows no engine's protocol. Invariant: no request is sent again once the first event of its answer was read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DONE = b"[DONE]"
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a request is tried in all, and the waits between. A server's Retry-After is honoured up to the
-    longest wait."""
+    """How often a request is tried in all, and the waits between. A server's Retry-After is obeyed up to the longest
+    wait."""
 
     attempts: int = 4
     backoff: Backoff = Backoff(first=0.2, longest=10.0)

@@ -1,7 +1,7 @@
-"""What an engine server's refusals mean: statuses and error bodies translated to our errors, in one table.
+"""Translates an engine server's statuses and error bodies to our errors.
 
-It knows no route and no connection. Context overflow is told by the status and the numbers in play, because
-every engine, route and version words it differently.
+It knows no route and no connection. Context overflow is recognised by the status and by the numbers in the message,
+because every engine, route and version words it differently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"\d{2,}")
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request's size, in tokens: its prompt, its room for output, the model's context."""
+    """A request's size in tokens, as far as it is known: its prompt, its maximum output, the model's context."""
 
     prompt: int | None = None
     output: int = 0
@@ -70,7 +70,7 @@ def failure_of_event(error: Any) -> StatusFailure:
 
 
 def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> EngineError:
-    """The table: overflow by numbers first, then transient statuses, then refusals."""
+    """The error for a failure: overflow by its numbers first, then transient statuses, then refusals."""
     message, code = _message(failure.body)
     said = f"engine {engine!r} answered {failure.status or 'an error'}: {message}"
     if code == "context_length_exceeded" or _overflows(failure.status, message, sizes):
@@ -95,7 +95,7 @@ def _overflows(status: int, message: str, sizes: Sizes) -> bool:
 
 
 def _message(body: bytes) -> tuple[str, str | None]:
-    """The words of an error body and its symbolic code, from any of the shapes that engines use."""
+    """The message of an error body and its symbolic code, from any of the shapes that engines use."""
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -1,7 +1,7 @@
-"""Server-sent events read incrementally: bytes in as they arrive, `data:` payloads out.
+"""Reads server-sent events incrementally: it is fed bytes as they arrive and returns `data:` payloads.
 
-It knows no JSON and no engine. Event names, ids and comments are dropped: no engine we read uses them.
-Invariant: the payloads do not depend on how the bytes were cut.
+It knows no JSON and no engine. Event names, ids and comments are dropped: no engine we read uses them. Invariant: the
+payloads do not depend on where the bytes were cut.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Member:
         self.failures = 0
         self.suspect: str | None = None
         self.misbehaved = 0
-        self.strikes = 0
+        self.failed_probes = 0
         self.version = health.version
         self.probe: asyncio.Task[None] | None = None
         self.trial: asyncio.Task[None] | None = None

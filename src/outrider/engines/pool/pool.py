@@ -240,16 +240,16 @@ class EnginePool:
                             if isinstance(chunk, ChatChunk) and chunk.output_ids is None:
                                 reply.serving = _as_text(reply.serving)
                         yield chunk
-                member.strikes = 0
+                member.failed_probes = 0
                 return
             except EngineUnavailable as error:
-                self._fail(member, error)
+                self._mark_failed(member, error)
                 failed += 1
                 give_up_at = give_up_at or clock() + self._patience
                 if begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
                     raise
             except EngineMisbehaved as error:
-                self._suspect(member, error, request)
+                self._mark_suspect(member, error, request)
                 failed += 1
                 if begun or failed > FAILOVERS or not self._affinity.trusts(takes_tokens):
                     raise
@@ -257,7 +257,7 @@ class EnginePool:
                 raise
             except Exception as error:  # an engine may be anybody's code
                 mistake = _mistake(member.engine, error)
-                self._suspect(member, mistake, request)
+                self._mark_suspect(member, mistake, request)
                 raise mistake from error
             finally:
                 member.leave(generated)
@@ -307,7 +307,7 @@ class EnginePool:
         self._notify()
         return member.status()
 
-    def _fail(self, member: Member, error: EngineError) -> None:
+    def _mark_failed(self, member: Member, error: EngineError) -> None:
         """Give the engine no more work, and see when it is back."""
         member.failures += 1
         member.detail = error.message
@@ -319,8 +319,8 @@ class EnginePool:
 
     async def _probe(self, member: Member) -> None:
         while not member.ok:
-            await asyncio.sleep(self._probing.wait(member.strikes))
-            member.strikes += 1
+            await asyncio.sleep(self._probing.wait(member.failed_probes))
+            member.failed_probes += 1
             try:
                 member.health = await self._vet(member.engine)
             except EngineError as error:
@@ -330,7 +330,7 @@ class EnginePool:
         self._affinity.refresh(member)
         self._notify()
 
-    def _suspect(self, member: Member, error: EngineMisbehaved, request: AnyRequest) -> None:
+    def _mark_suspect(self, member: Member, error: EngineMisbehaved, request: AnyRequest) -> None:
         """Give the engine no new session while there is a better one, and see whether it can be trusted again. The
         session it misbehaved to may move."""
         self._affinity.leave(request.session_key, member)
@@ -340,9 +340,9 @@ class EnginePool:
         member.suspect = error.message
         self._affinity.refresh(member)
         if member.trial is None and not member.removed:
-            member.trial = self._tasks.create_task(self._try(member, request), name=f"trial {member.name}")
+            member.trial = self._tasks.create_task(self._run_trials(member, request), name=f"trial {member.name}")
 
-    async def _try(self, member: Member, request: AnyRequest) -> None:
+    async def _run_trials(self, member: Member, request: AnyRequest) -> None:
         """Trust a suspect engine again when it is healthy and has answered the request that it failed, with few tokens,
         well so many times in a row, and has not misbehaved to a session meanwhile."""
         good = failed = 0

@@ -1,7 +1,7 @@
-"""Replies held against what was asked: nothing that an engine sends is passed on before it could be true.
+"""Checks each chunk of a reply against its request before anything of the chunk is passed on.
 
-Engines are other people's programs, and what they send is stored, trained on and shown to clients. It knows no engine
-and no conversation. Invariant: no part of a chunk that cannot be true is passed on.
+Engines are other people's programs, and what they send is stored, trained on and shown to clients. The module knows no
+engine and no conversation. Invariant: no part of a chunk that cannot be true is passed on.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ sum over all tokens. Where a token is nearly certain these are equal but for the
 The number is recorded as it came."""
 
 LOWEST = -9999.0
-"""What vLLM writes for a log-probability that it does not have, for -inf and for NaN; no such token is sampled."""
+"""vLLM writes this number for a log-probability that it does not have, for -inf and for NaN. No sampled token can have
+it."""
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest count or version that is believed; sample files have no room for a larger version."""
+"""The largest count or version that is accepted; sample files store versions as int32."""
 
 CHARACTERS_PER_TOKEN = 1024
+"""More than any token has: the longest of known tokenizers have 128 characters."""
 FREE_CHARACTERS = 64 << 10
+"""Characters that any reply may have beyond that."""
 
 
-def most_characters(sampling: SamplingParams) -> int:
-    """How long the text of a reply may get: more than tokenizers make of so many tokens, whose longest have 128."""
+def max_characters(sampling: SamplingParams) -> int:
+    """Maximum characters of a reply's text."""
     return FREE_CHARACTERS + CHARACTERS_PER_TOKEN * sampling.max_tokens
 
 
 class TokenCheck:
-    """The check of one reply of token ids, chunk by chunk."""
+    """Checks one reply of token ids, chunk by chunk."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
@@ -44,7 +47,7 @@ class TokenCheck:
         self._finished = False
 
     def take(self, chunk: Chunk) -> int:
-        """How many tokens the next chunk brings. Raises EngineMisbehaved for one that cannot be true."""
+        """The number of tokens of the next chunk. Raises EngineMisbehaved for a chunk that cannot be true."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         new = len(chunk.ids)
@@ -75,7 +78,7 @@ class TokenCheck:
 
 
 class ChatCheck:
-    """The check of one reply of text, chunk by chunk, and of the ids that the last one may report."""
+    """Checks one reply of text, chunk by chunk, and the ids that its last chunk may report."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
@@ -85,7 +88,7 @@ class ChatCheck:
         self._finished = False
 
     def take(self, chunk: ChatChunk) -> int:
-        """How many tokens the chunk tells of, which only the last one does. Raises EngineMisbehaved as `TokenCheck`."""
+        """The number of tokens of the reply, with the last chunk; 0 before. Raises EngineMisbehaved as `TokenCheck`."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         self._characters += len(chunk.text) + len(chunk.reasoning)
@@ -94,7 +97,7 @@ class ChatCheck:
             self._characters = written + max(
                 self._characters, len(chunk.reply.content) + len(chunk.reply.reasoning or "")
             )
-        if self._characters > most_characters(self._sampling):
+        if self._characters > max_characters(self._sampling):
             raise too_long(self._engine, self._sampling)
         if chunk.finish is None:
             return 0
@@ -117,20 +120,20 @@ class ChatCheck:
 
 
 def check_health(engine: str, health: EngineHealth) -> None:
-    """What an engine says of itself. Raises EngineMisbehaved for numbers that cannot be."""
+    """Check an engine's report about itself. Raises EngineMisbehaved for impossible numbers."""
     _check_count(engine, "its version", health.version)
     if health.context_tokens is not None and not 0 < health.context_tokens <= MAX_COUNT:
         raise EngineMisbehaved(f"engine {engine!r} says that its model's context is {health.context_tokens} tokens")
 
 
 def too_long(engine: str, sampling: SamplingParams) -> EngineMisbehaved:
-    """The error of a reply with more text than `most_characters`."""
+    """The error for a reply with more text than `max_characters`."""
     return EngineMisbehaved(f"engine {engine!r} sent more text than {sampling.max_tokens} tokens can have")
 
 
 def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbehaved:
     return EngineMisbehaved(
-        f"engine {engine!r} gave {tokens} tokens where {sampling.max_tokens} were asked for at the most"
+        f"engine {engine!r} gave {tokens} tokens where at most {sampling.max_tokens} were asked for"
     )
 
 
@@ -147,7 +150,7 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # One number that is too low makes the sum too low, and a NaN compares as false: looking at each is seldom needed.
+    # Two passes in C instead of a loop: one number that is too low makes the sum too low, and a NaN compares as false.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:
@@ -160,7 +163,7 @@ def _check_prompt(engine: str, ids: list[int]) -> None:
 
 
 def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -> None:
-    """That they tile the output, where there are any, and can be recorded."""
+    """Check that the spans, if there are any, tile the output, and that their versions can be recorded."""
     if not versions:
         return
     edge = 0

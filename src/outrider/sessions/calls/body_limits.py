@@ -1,8 +1,8 @@
-"""What a model call's body may come to, judged while it arrives: from its size and its marks, before anything is read.
+"""Limits on the body of a model call. It is refused by its size and its number of JSON values, before it is parsed.
 
-A body that cannot fit the model's context costs a count of its bytes and nothing more. It knows no dialect: JSON's
-separators are the same in all of them. Invariant: the bytes that are held for calls are bounded for each session and
-over all of them; a call counts from its first byte to its end.
+A body that cannot fit the model's context costs no more than a count of its bytes. The module knows no dialect: JSON's
+separators are the same in all of them. Invariant: the bytes held for calls are bounded for each session and over all
+sessions; a call counts from its first byte to its end.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ MAX_IN_SESSION = 64 << 20
 MAX_IN_ALL = 256 << 20
 """The same over all sessions, of bodies that are LARGE."""
 LARGE = 1 << 20
-"""Bytes up to which a body is read whatever it holds: decoding the worst takes 25 ms."""
+"""Bytes up to which a body is parsed whatever it holds: the worst takes 25 ms."""
 BODY_SECONDS = 120.0
-"""Time for a body to arrive. It comes from the same machine."""
+"""Time for a body to arrive. Agents run on the same machine."""
 
 BYTES_PER_TOKEN = 64
 """A text with more bytes than this times the context does not fit: few tokens are so long."""
 FREE_SIZE = 1 << 20
-"""Bytes that are allowed beside, since not all are shown to the model."""
+"""Bytes allowed beyond that, since the model is not shown all of a body."""
 VALUES_PER_TOKEN = 4
 """The same for JSON values: every message, tool, part and field that is shown to the model takes a token or more."""
 FREE_VALUES = 4096
-"""Values that are allowed beside, since some are not shown."""
+"""Values allowed beyond that, since the model is not shown some of them."""
 MAX_VALUES = 1 << 17
-"""JSON values of any body: to decode so many takes 15 ms, during which the interpreter does nothing else."""
+"""JSON values of any body: decoding so many takes 15 ms, during which the interpreter does nothing else."""
 MAX_TOOLS = 4096
 """Tools of a request. The providers take 128, and a chat template needs 0.1 ms for each."""
 MAX_ESCAPES = 1 << 21
-"""Escaped characters of any body: 25 ms of decoding, too."""
+"""Escaped characters of any body: decoding so many takes 25 ms."""
 _PIECE = 1 << 20
 _SEPARATORS = b"{[,"
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
 class TooMuchAtOnce(RequestError):
-    """The calls that have not ended are too many, or their bodies have more bytes together than are held at once."""
+    """Too many calls have not ended, or their bodies have more bytes together than are held at once."""
 
     code = "too_much_at_once"
     http_status = 429
@@ -64,9 +64,9 @@ class TooSlow(RequestError):
 
 
 class Intake:
-    """The LARGE bodies of all sessions; `seconds` is the time for any body to arrive. Where there is no room for one
-    more, the one that has been arriving for the longest is given up, so that nobody can take all the room by sending
-    slowly."""
+    """The LARGE bodies of all sessions; `seconds` is the time for any body to arrive. Where one more would exceed the
+    limit, the one that has been arriving for the longest is given up: otherwise a client could use up the limit by
+    sending slowly."""
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
         self.size = 0
@@ -74,7 +74,7 @@ class Intake:
         self._arriving: dict[Body, None] = {}
 
     def add(self, body: Body, size: int) -> None:
-        """That so many more bytes of a body are held. Raises TooMuchAtOnce."""
+        """Count `size` more bytes of a body as held. Raises TooMuchAtOnce."""
         self.size += size
         self._arriving.setdefault(body)
         while self.size > MAX_IN_ALL and self._arriving:
@@ -158,7 +158,7 @@ class Body:
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a body may come to. `context` is in tokens, None where no engine says it."""
+    """The limits of one body. `context` is in tokens, None where no engine reports it."""
 
     context: int | None
     images: bool
@@ -192,7 +192,7 @@ class Capacity(msgspec.Struct, frozen=True):
             raise self._overflow(messages)
 
     def checking(self, body: bytes) -> Steps[None]:
-        """Judge a LARGE body by its marks. Raises ContextOverflow or TooLarge."""
+        """Check a LARGE body by its separators and escapes. Raises ContextOverflow or TooLarge."""
         separators = escapes = 0
         for start in range(0, len(body), _PIECE):
             yield _PIECE
@@ -201,8 +201,8 @@ class Capacity(msgspec.Struct, frozen=True):
             separators += len(piece) - len(piece.translate(None, _SEPARATORS))
         if escapes > MAX_ESCAPES:
             raise TooLarge(f"the request body has more than {MAX_ESCAPES} escaped characters")
-        # Those in texts were counted, too, because that is quicker. Mostly there are few enough all the same.
-        if separators > self.values and (values := (yield from counted_values(body))) > self.values:
+        # The quick count includes separators inside texts. Mostly it is small enough, and the exact one is not needed.
+        if separators > self.values and (values := (yield from count_values(body))) > self.values:
             raise self._overflow(values // VALUES_PER_TOKEN)
 
     def _overflow(self, tokens: int) -> ContextOverflow:
@@ -210,9 +210,9 @@ class Capacity(msgspec.Struct, frozen=True):
         return ContextOverflow(f"the prompt has at least {tokens} tokens{limit}")
 
 
-def counted_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
-    """How many objects, lists and commas a JSON text has outside of its strings; of bytes that are no JSON, any
-    number."""
+def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
+    """The number of objects, lists and commas of a JSON text outside of its strings. For bytes that are no JSON the
+    result has no meaning."""
     total = 0
     inside = False
     backslashes = 0

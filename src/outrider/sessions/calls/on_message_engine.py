@@ -33,7 +33,7 @@ from outrider.trajectory import (
 )
 
 
-class CaptureCall:
+class MessageCall:
     """A call on an engine that is given messages and reports the ids it used, or none at all.
 
     The prompt joins the session's record by its ids: where it does not extend the previous turn's, the turn
@@ -43,7 +43,7 @@ class CaptureCall:
     def __init__(
         self,
         backend: ModelBackend,
-        record: CaptureRecord,
+        record: CapturedTurns,
         request: ModelRequest,
         messages: tuple[Message, ...],
         sampling: SamplingParams,
@@ -170,8 +170,8 @@ class CaptureCall:
         )
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a captured turn stands in its session's record."""
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a captured turn among its session's turns."""
 
     index: int
     parent: int | None
@@ -184,30 +184,30 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     forked_from: int | None = None
 
 
-class Beginning(msgspec.Struct, frozen=True):
-    """Digests of what a conversation keeps while it grows: its tools, the system messages at its beginning, and the
-    first message behind them."""
+class ConversationStart(msgspec.Struct, frozen=True):
+    """Digests of the parts of a conversation that stay the same while it grows: its tools, its first system messages,
+    and the first message behind them."""
 
     tools: bytes = b""
     system: bytes = b""
     first: bytes = b""
 
 
-NOTHING = Beginning()
+NOTHING = ConversationStart()
 
 
-class CaptureRecord:
-    """The ids of a session's captured turns: a prompt that begins with all of an earlier turn's extends it, if it also
-    shows the same images up to there. Ids alone do not tell: those of two images of one size are the same."""
+class CapturedTurns:
+    """The ids of a session's captured turns. A prompt that begins with all ids of an earlier turn extends it, if it
+    also shows the same images up to there: two different images of one size have the same ids."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
         self._messages: list[int] = []
         self._images: list[bytes] = []
-        self._conversations: dict[Beginning, int] = {}
+        self._conversations: dict[ConversationStart, int] = {}
         self._newest: dict[int, int] = {}
-        self._openings: list[Beginning] = []
-        self._replies: dict[tuple[bytes, bytes], dict[Beginning, int]] = {}
+        self._openings: list[ConversationStart] = []
+        self._replies: dict[tuple[bytes, bytes], dict[ConversationStart, int]] = {}
 
     def place(
         self,
@@ -215,13 +215,13 @@ class CaptureRecord:
         output: list[int],
         *,
         shown: Sequence[bytes],
-        opening: Beginning = NOTHING,
+        opening: ConversationStart = NOTHING,
         messages: Sequence[Message] = (),
         reply: Message | None = None,
-    ) -> Placed:
-        """`shown[n]` tells the images in the request's first `n` messages apart from others. Requests with the same
-        `opening` belong to one conversation. One that quotes the `reply` of another such, and has its first message, is
-        that conversation's, which goes on with other tools or another system prompt."""
+    ) -> Placement:
+        """`shown[n]` is a digest of the images in the request's first `n` messages. Requests with the same `opening`
+        belong to one conversation. A request that quotes the `reply` of another conversation, and has the same first
+        message, continues that one with other tools or another system prompt."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
@@ -239,7 +239,7 @@ class CaptureRecord:
         if reply is not None and (reply.content or reply.tool_calls):
             self._replies.setdefault((opening.first, message_key(reply).body), {})[opening] = index
         if elsewhere is not None:
-            return Placed(
+            return Placement(
                 index=index,
                 parent=parent,
                 join=JoinKind.FORK,
@@ -251,7 +251,7 @@ class CaptureRecord:
                 forked_from=elsewhere,
             )
         if parent is not None:
-            return Placed(
+            return Placement(
                 index=index,
                 parent=parent,
                 join=JoinKind.APPEND,
@@ -263,7 +263,7 @@ class CaptureRecord:
         known = unpack_ids(b"" if before is None else self._ends[before])
         forked = before is not None and bool(prompt)
         cause = ForkCause.HISTORY_REWRITTEN if fitting else ForkCause.CAPTURE_DRIFT
-        return Placed(
+        return Placement(
             index=index,
             parent=None,
             join=JoinKind.FORK if forked else JoinKind.ROOT,
@@ -275,9 +275,8 @@ class CaptureRecord:
             forked_from=before,
         )
 
-    def _quoted(self, messages: Sequence[Message], opening: Beginning) -> int | None:
-        """The turn whose reply is the last that the messages quote, if only one with other tools or another system
-        prompt said that."""
+    def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
+        """The turn whose reply the messages quote last, if no turn with this `opening` gave the same reply."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:
                 said = self._replies.get((opening.first, message_key(message).body))
@@ -285,14 +284,14 @@ class CaptureRecord:
                     return None if opening in said else max(said.values())
         return None
 
-    def _change(self, before: int, opening: Beginning) -> ForkCause:
+    def _change(self, before: int, opening: ConversationStart) -> ForkCause:
         old = self._openings[before]
         if old.system == opening.system:
             return ForkCause.TOOLS_CHANGED
         return ForkCause.SYSTEM_CHANGED if old.tools == opening.tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
 
     def _prefixes(self, prompt: bytes) -> list[int]:
-        """The turns whose ids the prompt goes on from."""
+        """The turns whose ids the prompt begins with."""
         return [
             index for index, ids in enumerate(self._ends) if ids and len(ids) < len(prompt) and prompt.startswith(ids)
         ]
@@ -303,7 +302,7 @@ class CaptureRecord:
 
 
 def _image_paths(messages: Sequence[Message]) -> list[bytes]:
-    """For every number of messages, from none to all, what stands for the images in so many."""
+    """For every number of messages, from none to all, a digest of the images in so many."""
     paths = [b""]
     for message in messages:
         path = paths[-1]
@@ -313,7 +312,7 @@ def _image_paths(messages: Sequence[Message]) -> list[bytes]:
     return paths
 
 
-def _opening(messages: Sequence[Message], tools_raw: bytes) -> Beginning:
+def _opening(messages: Sequence[Message], tools_raw: bytes) -> ConversationStart:
     system, first = b"", b""
     for message in messages:
         body = message_key(message).body
@@ -321,4 +320,4 @@ def _opening(messages: Sequence[Message], tools_raw: bytes) -> Beginning:
             first = body
             break
         system = extend(system, body)
-    return Beginning(digest(tools_raw), system, first)
+    return ConversationStart(digest(tools_raw), system, first)

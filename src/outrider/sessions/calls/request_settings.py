@@ -72,14 +72,15 @@ def derived_seed(seed: int, *numbers: int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
 
 
-def rests_on_the_client(asked: AskedSampling) -> bool:
-    """Whether an engine may have refused something that no task can choose, such as a schema that does not compile: an
-    agent must not be able to make its session fail as if its engine had."""
+def client_may_be_at_fault(asked: AskedSampling) -> bool:
+    """Whether an engine may have refused the request for a setting that only the client can choose, such as a schema
+    that does not compile. Such a refusal is the client's error: an agent must not make its session fail as if its
+    engine had."""
     return asked.constraint is not None or bool(asked.logit_bias) or bool(asked.stop_token_ids)
 
 
-def check_form(request: ModelRequest, assigned: ServingEngine) -> None:
-    """Raises RequestError for a form that a reply cannot be held to."""
+def check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
+    """Raises RequestError for a constraint that the engine cannot keep, or not beside tools."""
     constraint = request.sampling.constraint
     if constraint is None:
         return
@@ -95,10 +96,11 @@ def check_form(request: ModelRequest, assigned: ServingEngine) -> None:
         )
 
 
-def in_openais_words(
+def for_openai_api(
     sampling: SamplingParams, thinking: bool | None, client: AskedSampling
 ) -> tuple[SamplingParams, tuple[str, ...]]:
-    """What a server of OpenAI's own API can be told, and what of the rest was asked for."""
+    """The sampling without what a server of OpenAI's own API does not know, and the names of what was left out although
+    it was asked for."""
     neutral = SamplingParams(max_tokens=sampling.max_tokens)
     unknown = ("top_k", "min_p", "repetition_penalty", "min_tokens")
     asked = [name for name in unknown if getattr(sampling, name) != getattr(neutral, name)]

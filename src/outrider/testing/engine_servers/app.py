@@ -17,7 +17,7 @@ import uvicorn
 from outrider.engines.base import Engine
 from outrider.errors import EngineError
 from outrider.http_server import Application, Receive, Scope, Send, server_settings
-from outrider.testing.engine_servers.asgi import Call, Served, ServeSettings
+from outrider.testing.engine_servers.asgi import HttpCall, Served, ServeSettings
 from outrider.testing.engine_servers.sglang import ServedSGLang
 from outrider.testing.engine_servers.vllm import ServedVLLM
 
@@ -42,12 +42,12 @@ def engine_app(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _answer(served, Call(scope, receive, send))
+            await _answer(served, HttpCall(scope, receive, send))
 
     return app
 
 
-async def _answer(served: Served, call: Call) -> None:
+async def _answer(served: Served, call: HttpCall) -> None:
     route = served.routes.get((call.method, call.path))
     if route is None:
         await call.answer(404, served.error_body("Not Found", 404))

@@ -1,6 +1,6 @@
-"""The little of HTTP that serving an engine needs, straight on ASGI: one call, one answer or one event stream.
+"""The part of HTTP that serving an engine needs, on plain ASGI: one call, one answer or one event stream.
 
-It knows no protocol of an engine. Invariant: when the client leaves, the work done for it is cancelled.
+It knows no engine's protocol. Invariant: when the client leaves, the work for it is cancelled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     incremental: bool = False
 
 
-class Call:
+class HttpCall:
     """One HTTP request and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,22 +96,22 @@ class Call:
         await while_connected(self._scope, work)
 
 
-Routes = dict[tuple[str, str], Callable[[Call], Awaitable[None]]]
+Routes = dict[tuple[str, str], Callable[[HttpCall], Awaitable[None]]]
 """Handlers by (method, path)."""
 
 ErrorBody = Callable[[str, int], Any]
 """A message and a status in a protocol's own error shape."""
 
 
-def held_to(engine: Engine, constraint: Constraint | None) -> Constraint | None:
-    """The form that a reply is asked to have. Raises EngineRejected where the engine cannot hold it to that."""
+def checked_constraint(engine: Engine, constraint: Constraint | None) -> Constraint | None:
+    """The constraint of a request. Raises EngineRejected where the engine cannot keep it."""
     if constraint is None or (isinstance(engine, TakesConstraints) and constraint.kind in engine.constraints):
         return constraint
     raise EngineRejected(f"this engine cannot hold a reply to a {constraint.kind.value}")
 
 
 class Served(Protocol):
-    """One engine in the words of one protocol."""
+    """One engine behind one server's protocol."""
 
     routes: Routes
 
@@ -119,7 +119,7 @@ class Served(Protocol):
 
 
 class CommonRoutes:
-    """The routes that both protocols have alike."""
+    """The routes that are the same in both protocols."""
 
     def __init__(self, engine: Engine, settings: ServeSettings, error_body: ErrorBody) -> None:
         self._engine = engine
@@ -133,16 +133,16 @@ class CommonRoutes:
             ("POST", "/tokenize"): self._tokenize,
         }
 
-    async def _health(self, call: Call) -> None:
+    async def _health(self, call: HttpCall) -> None:
         await call.answer(200 if (await self._engine.health()).ok else 503)
 
-    async def _models(self, call: Call) -> None:
+    async def _models(self, call: HttpCall) -> None:
         health = await self._engine.health()
         name = self._settings.model
         card = {"id": name, "object": "model", "root": name, "max_model_len": health.context_tokens}
         await call.answer(200, {"object": "list", "data": [card]})
 
-    async def _tokenize(self, call: Call) -> None:
+    async def _tokenize(self, call: HttpCall) -> None:
         body = await call.read(_TOKENIZE)
         if self._settings.tokenizer is None:
             await call.answer(404, self._error_body("this server has no tokenizer", 404))

@@ -1,7 +1,7 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
-Written from the documentation and sources of SGLang 0.5.23; never compared with a real server. Unknown keys in
-`sampling_params` are refused as there, and a stream's errors are events of the stream.
+It was written from the documentation and sources of SGLang 0.5.23 and never compared with a real server. As there,
+unknown keys in `sampling_params` are refused, and a stream's errors are events of the stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of, version_of
 from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, SamplingParams, SetsVersion
 from outrider.errors import EngineError, EngineRejected
-from outrider.testing.engine_servers.asgi import Call, CommonRoutes, Routes, ServeSettings, held_to
+from outrider.testing.engine_servers.asgi import CommonRoutes, HttpCall, Routes, ServeSettings, checked_constraint
 from outrider.tokens.rendering.tokenizer import TextStream
 from outrider.trajectory import FinishReason
 
@@ -83,7 +83,7 @@ _NEW_VERSION = msgspec.json.Decoder(_NewVersion)
 
 
 class ServedSGLang:
-    """The routes of one engine in SGLang's words."""
+    """SGLang's routes for one engine."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         self.engine = engine
@@ -100,7 +100,7 @@ class ServedSGLang:
         kind = "BadRequestError" if status < 500 else "InternalServerError"
         return {"error": {"message": message, "type": kind, "code": status, "retryable": status >= 500}}
 
-    async def _generate(self, call: Call) -> None:
+    async def _generate(self, call: HttpCall) -> None:
         body = await call.read(_GENERATE)
         if not body.input_ids or min(body.input_ids) < 0:
             raise EngineRejected("input_ids must hold at least one token id, none of them negative")
@@ -124,14 +124,14 @@ class ServedSGLang:
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 logit_bias=sampling.logit_bias or {},
-                constraint=held_to(self.engine, sampling.constraint()),
+                constraint=checked_constraint(self.engine, sampling.constraint()),
             ),
         )
         version = (await self.engine.health()).version
-        reply = _Reply(request, version, self.settings, logprobs=body.return_logprob, stream=body.stream)
+        reply = _SGLangWriter(request, version, self.settings, logprobs=body.return_logprob, stream=body.stream)
         await call.while_connected(self._respond(call, request, reply, stream=body.stream))
 
-    async def _respond(self, call: Call, request: GenerateRequest, reply: _Reply, *, stream: bool) -> None:
+    async def _respond(self, call: HttpCall, request: GenerateRequest, reply: _SGLangWriter, *, stream: bool) -> None:
         content: dict[str, Any] = {}
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -150,22 +150,22 @@ class ServedSGLang:
             await call.event(body)
         await call.end()
 
-    async def _model_info(self, call: Call) -> None:
+    async def _model_info(self, call: HttpCall) -> None:
         label = label_of((await self.engine.health()).version)
         await call.answer(200, {"model_path": self.settings.model, "is_generation": True, "weight_version": label})
 
-    async def _pause(self, call: Call) -> None:
+    async def _pause(self, call: HttpCall) -> None:
         mode = (await call.read(_PAUSE)).mode
         if mode not in PAUSE_MODES:
             raise EngineRejected(f"unknown pause mode {mode!r}")
         await self.engine.pause(PAUSE_MODES[mode])
         await call.answer(200, {"status": "ok"})
 
-    async def _continue(self, call: Call) -> None:
+    async def _continue(self, call: HttpCall) -> None:
         await self.engine.resume()
         await call.answer(200, {"status": "ok"})
 
-    async def _update_weight_version(self, call: Call) -> None:
+    async def _update_weight_version(self, call: HttpCall) -> None:
         body = await call.read(_NEW_VERSION)
         if not isinstance(self.engine, SetsVersion):
             raise EngineRejected("this engine's version cannot be set")
@@ -176,7 +176,7 @@ class ServedSGLang:
         await call.answer(200, {"success": True, "new_version": body.new_version})
 
 
-class _Reply:
+class _SGLangWriter:
     """One reply in the making; cumulative unless the server streams incrementally."""
 
     def __init__(

@@ -16,7 +16,7 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of, version_of
 from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, SamplingParams, SetsVersion
 from outrider.errors import EngineError, EngineRejected
-from outrider.testing.engine_servers.asgi import Call, CommonRoutes, Routes, ServeSettings, held_to
+from outrider.testing.engine_servers.asgi import CommonRoutes, HttpCall, Routes, ServeSettings, checked_constraint
 from outrider.tokens.rendering.tokenizer import TextStream
 
 PAUSE_MODES: dict[str, PauseMode] = {"wait": "finish", "abort": "abort", "keep": "keep"}
@@ -91,7 +91,7 @@ _NEW_VERSION = msgspec.json.Decoder(_NewVersion)
 
 
 class ServedVLLM:
-    """The routes of one engine in vLLM's words."""
+    """vLLM's routes for one engine."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         self.engine = engine
@@ -109,24 +109,24 @@ class ServedVLLM:
         kind = ERROR_TYPES.get(status, "InternalServerError")
         return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
-    async def _generate(self, call: Call) -> None:
+    async def _generate(self, call: HttpCall) -> None:
         if not self.settings.generate_route:
             message = "This route is disabled. Start the server with --enable-scale-out to enable it."
             await call.answer(403, self.error_body(message, 403))
             return
         body = await call.read(_GENERATE)
         request = await self._request(call, body.token_ids, body.sampling_params, body.request_id, None)
-        reply = _Reply(request, _TokenChoices(body.request_id, self.settings))
+        reply = _VLLMWriter(request, _TokenChoices(body.request_id, self.settings))
         await call.while_connected(self._respond(call, request, reply, stream=body.stream))
 
-    async def _complete(self, call: Call) -> None:
+    async def _complete(self, call: HttpCall) -> None:
         body = await call.read(_COMPLETION)
         request = await self._request(call, body.prompt, body, body.request_id, COMPLETION_TOKENS)
-        reply = _Reply(request, _CompletionChoices(body, self.settings))
+        reply = _VLLMWriter(request, _CompletionChoices(body, self.settings))
         await call.while_connected(self._respond(call, request, reply, stream=body.stream))
 
     async def _request(
-        self, call: Call, prompt: list[int], sampling: _Sampling, request_id: str, max_tokens: int | None
+        self, call: HttpCall, prompt: list[int], sampling: _Sampling, request_id: str, max_tokens: int | None
     ) -> GenerateRequest:
         if not prompt or min(prompt) < 0:
             raise EngineRejected("the prompt must hold at least one token id, none of them negative")
@@ -153,11 +153,11 @@ class ServedVLLM:
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 logit_bias=sampling.logit_bias or {},
-                constraint=held_to(self.engine, form.constraint() if form is not None else None),
+                constraint=checked_constraint(self.engine, form.constraint() if form is not None else None),
             ),
         )
 
-    async def _respond(self, call: Call, request: GenerateRequest, reply: _Reply, *, stream: bool) -> None:
+    async def _respond(self, call: HttpCall, request: GenerateRequest, reply: _VLLMWriter, *, stream: bool) -> None:
         collected: list[Chunk] = []
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -178,21 +178,21 @@ class ServedVLLM:
             await call.event(body)
         await call.end()
 
-    async def _pause(self, call: Call) -> None:
+    async def _pause(self, call: HttpCall) -> None:
         mode = parse_qs(call.query).get("mode", ["abort"])[0]
         if mode not in PAUSE_MODES:
             raise EngineRejected(f"unknown pause mode {mode!r}")
         await self.engine.pause(PAUSE_MODES[mode])
         await call.answer(200, {"status": "paused"})
 
-    async def _resume(self, call: Call) -> None:
+    async def _resume(self, call: HttpCall) -> None:
         await self.engine.resume()
         await call.answer(200, {"status": "resumed"})
 
-    async def _weight_info(self, call: Call) -> None:
+    async def _weight_info(self, call: HttpCall) -> None:
         await call.answer(200, {"weight_version": label_of((await self.engine.health()).version)})
 
-    async def _update_weight_version(self, call: Call) -> None:
+    async def _update_weight_version(self, call: HttpCall) -> None:
         label = (await call.read(_NEW_VERSION)).new_version
         if not isinstance(self.engine, SetsVersion):
             raise EngineRejected("this engine's version cannot be set")
@@ -207,8 +207,8 @@ class _Choices(Protocol):
     def choice(self, chunk: Chunk) -> dict[str, Any]: ...
 
 
-class _Reply:
-    """One reply in the making, as events or in one piece, written by its route's `_Choices`."""
+class _VLLMWriter:
+    """Writes one reply as events or in one piece, in the format of its route's `_Choices`."""
 
     def __init__(self, request: GenerateRequest, choices: _Choices) -> None:
         self._choices = choices

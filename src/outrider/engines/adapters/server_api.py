@@ -1,6 +1,6 @@
-"""What the engine servers' answers have in common: finish reasons, log-probabilities, the list of models.
+"""What the APIs of engine servers have in common: finish reasons, log-probabilities, penalties, the list of models.
 
-It knows no route and no connection. Invariant: a log-probability that an engine does not really have never
+It knows no route and no connection. Invariant: a placeholder for a log-probability that an engine does not have never
 leaves this module as a number.
 """
 
@@ -19,10 +19,10 @@ from outrider.trajectory import FinishReason, LogprobKind
 T = TypeVar("T")
 
 MISSING_LOGPROB = -9999.0
-"""What vLLM writes for -inf, NaN and values it does not have."""
+"""vLLM writes this number for -inf, NaN and values that it does not have."""
 
 LOGPROB_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.SAMPLING}
-"""What vLLM's `--logprobs-mode` makes of its log-probabilities."""
+"""The kinds of log-probabilities by vLLM's `--logprobs-mode`."""
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -73,7 +73,7 @@ def decode_batch(
 
 
 def finish_of(reason: str, engine: str) -> FinishReason:
-    """Raises EngineMisbehaved for a reason that is none of a generation's proper ends (such as `error`)."""
+    """Raises EngineMisbehaved for a reason that is no proper end of a generation, such as `error`."""
     if (finish := FINISH_REASONS.get(reason)) is None:
         raise EngineMisbehaved(f"engine {engine!r} ended a generation with {reason!r}")
     return finish
@@ -103,28 +103,28 @@ def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
     raise EngineRejected(f"engine {engine!r} does not serve {wanted!r}", hint=f"it serves {served}")
 
 
-def altering(sampling: SamplingParams) -> dict[str, Any]:
-    """The penalties and the bias in vLLM's words, which the completions and chat routes of others share. The repetition
-    penalty is always among them: a model's generation_config.json may have another."""
+def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
+    """The penalties and the bias by vLLM's names, which the completions and chat routes of others share. The repetition
+    penalty is always sent: without it the server would take the one of the model's generation_config.json."""
     fields: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
         ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
-        ("logit_bias", bias_by_text(sampling)),
+        ("logit_bias", bias_json(sampling)),
     ):
         if value:
             fields[name] = value
     return fields
 
 
-def bias_by_text(sampling: SamplingParams) -> dict[str, float]:
-    """The bias with ids as JSON has keys."""
+def bias_json(sampling: SamplingParams) -> dict[str, float]:
+    """The bias with ids as text, since JSON's keys are texts."""
     return {str(token): bias for token, bias in sampling.logit_bias.items()}
 
 
 def structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """A constraint in vLLM's words."""
+    """A constraint as vLLM's `structured_outputs`."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"json_object": True}

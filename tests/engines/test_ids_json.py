@@ -6,7 +6,7 @@ import numpy as np
 import orjson
 import pytest
 
-from outrider.engines.adapters.id_text import SHORT, TABLED, body_with_ids
+from outrider.engines.adapters.ids_json import SHORT, TABLED, body_with_ids
 
 
 @pytest.mark.parametrize(
