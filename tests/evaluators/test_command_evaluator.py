@@ -118,5 +118,5 @@ async def test_a_sandbox_that_is_broken_before_grading_is_no_fault_of_the_grader
 async def test_no_place_for_a_verdict_is_an_error(grade: Any, sandbox: Runtime) -> None:
     await sandbox.exec(["rm", "-r", sandbox.scratch], seconds=20)
     await sandbox.exec(["touch", sandbox.scratch], seconds=20)
-    with pytest.raises(EvaluatorError, match="no file for the verdict"):
+    with pytest.raises(EvaluatorError, match="the file for the verdict cannot be created"):
         await grade("true")
