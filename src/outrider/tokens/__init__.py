@@ -1,1 +1,4 @@
-"""Tokens, pure (no await, no clock, no I/O): the token tree, rendering, branches and training samples."""
+"""From messages to token ids, and from turns to training samples: the token tree, rendering, branches and samples.
+
+Pure: nothing here awaits, reads a clock or does I/O, but for loading a tokenizer and a template from their folder.
+"""

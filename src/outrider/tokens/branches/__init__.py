@@ -1,1 +1,1 @@
-"""What each branch of a session was for: the main conversation, a sub-agent, a compaction, an auxiliary call."""
+"""What each turn of a finished session was for: the main conversation, a sub-agent, a compaction, a side call."""

@@ -1,1 +1,1 @@
-"""Messages to token ids and back, for each model family."""
+"""Messages to token ids, and sampled ids back to messages, by the rules of each model family."""

@@ -1,1 +1,1 @@
-"""The token tree of a session: every id once, and where each request joins it."""
+"""The token tree of a session: when messages are the same, and where each request joins what is recorded."""
