@@ -51,21 +51,21 @@ async def test_all_that_came_is_in_the_file(pair: tuple[ToolClient, Peer], tmp_p
         await download_archive(client, "snapshot", {}, tmp_path / "a", limit=1)
 
 
-class Held(ToolClient):
+class Paused(ToolClient):
     """Tells when it was made to wait."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end, lambda: "")
-        self.held = asyncio.Event()
+        self.paused = asyncio.Event()
 
-    def hold(self) -> None:
-        super().hold()
-        self.held.set()
+    def pause(self) -> None:
+        super().pause()
+        self.paused.set()
 
 
 async def test_a_slow_disk_makes_the_server_wait() -> None:
     ours, theirs = socket.socketpair()
-    client, peer = Held(ours), Peer(theirs)
+    client, peer = Paused(ours), Peer(theirs)
     await client.open()
     reader, writer = os.pipe()
     saving = ArchiveDownload(client, writer)
@@ -74,7 +74,7 @@ async def test_a_slow_disk_makes_the_server_wait() -> None:
         sending = group.create_task(flood(peer, 400))
         call = group.create_task(saving.call("snapshot", {}, 400 * len(PIECE)))
         group.create_task(saving.write(call))
-        await client.held.wait()
+        await client.paused.wait()
         assert BACKLOG < saving._size < 2 * BACKLOG
         assert not sending.done()
         while got < 400 * len(PIECE):

@@ -83,7 +83,7 @@ class Child:
         if not in_time:
             self.kill()
             await readable(self.pidfd)
-        self.bury()
+        self.reap()
         return in_time
 
     async def ends_within(self, seconds: float) -> bool:
@@ -94,7 +94,7 @@ class Child:
             return False
         return True
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Reap a process that has ended, and close."""
         with contextlib.suppress(ChildProcessError):  # it may be a child of the zygote's, not ours
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG)

@@ -186,7 +186,7 @@ async def _end(child: Child, group: Group) -> None:
     child.kill()
     while not await child.ends_within(DEATH_SECONDS):
         await asyncio.to_thread(group.kill)
-    child.bury()
+    child.reap()
 
 
 def probe_user_namespaces() -> None:

@@ -27,6 +27,7 @@ from outrider.runtimes.kernel.child import Child
 from outrider.runtimes.kernel.process_marks import VARIABLE
 from outrider.runtimes.namespace.plan import Plan, host_root, make_skeleton
 from outrider.runtimes.node_host import Host
+from outrider.runtimes.tool_server.launch import connection
 
 ANSWER_MAX = 1 << 16
 STOP_SECONDS = 5.0
@@ -59,7 +60,7 @@ class Zygote:
         self._folder = host.folder
         self.base = host.folder / "base"
         self._child: Child | None = None
-        self._lost: list[Child] = []
+        self._given_up: list[Child] = []
         self._number = 0
         self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._spares: list[int] = []
@@ -74,32 +75,27 @@ class Zygote:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        self._lose()
-        await shielded(self._bury)
+        self._give_up()
+        await shielded(self._await_deaths)
 
-    async def _bury(self) -> None:
+    async def _await_deaths(self) -> None:
         """Wait until zygotes that were given up are dead, and with them all that came from them."""
-        while self._lost:
-            await self._lost.pop().end(STOP_SECONDS)
+        while self._given_up:
+            await self._given_up.pop().end(STOP_SECONDS)
 
     def _spawn(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-I", "-S", "-c", BOOT, str(Path(__file__).parents[3])]
-            try:
-                self._child = Child.spawn(command, {VARIABLE: f"{self._folder.name}/"}, theirs)
-            except BaseException:  # also a cancel: what was begun is undone
-                ours.close()
-                raise
+        command = [sys.executable, "-I", "-S", "-c", BOOT, str(Path(__file__).parents[3])]
+        with connection(socket.SOCK_SEQPACKET) as (ours, theirs):
+            self._child = Child.spawn(command, {VARIABLE: f"{self._folder.name}/"}, theirs)
         ours.setblocking(False)
         self._control = ours
         self._loop.add_reader(ours.fileno(), self._ready)
 
-    async def fork(self, plan: Plan, connection: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
-        """A new sandbox whose tool server speaks on `connection`, and a function that tells whether the zygote that it
-        came from still lives. Raises RuntimeFailure, and OSError when there are no descriptors left."""
+    async def fork(self, plan: Plan, tool_server: socket.socket) -> tuple[Child, Callable[[], Awaitable[bool]]]:
+        """A new sandbox whose tool server speaks on the socket `tool_server`, and a function that tells whether the
+        zygote that it came from still lives. Raises RuntimeFailure, and OSError when there are no descriptors left."""
         if self._child is None:
-            await shielded(self._bury)
+            await shielded(self._await_deaths)
         if self._child is None:  # and nobody has started it meanwhile
             self._spawn()
         maker = self._child
@@ -108,7 +104,7 @@ class Zygote:
             undo.callback(os.close, log)
             file.write(msgspec.msgpack.encode(msgspec.to_builtins(plan)))
             self._spares.append(os.dup(log))
-            pid, pidfd = await self._ask(file.fileno(), connection.fileno(), log)
+            pid, pidfd = await self._ask(file.fileno(), tool_server.fileno(), log)
             undo.pop_all()
         return Child(pid, pidfd, log), partial(self._lives, maker)
 
@@ -141,7 +137,7 @@ class Zygote:
                 else:
                     return
         except (BrokenPipeError, ConnectionResetError):
-            self._lose()
+            self._give_up()
         except BaseException:  # also a cancel: what was begun is undone
             self._waiting.pop(number, None)
             if self._spares:
@@ -156,7 +152,7 @@ class Zygote:
         except OSError:
             message, fds = b"", []
         if not message:
-            self._lose()
+            self._give_up()
             return
         told = msgspec.msgpack.decode(message, type=Answer)
         answer = self._waiting.pop(told.number)
@@ -166,14 +162,14 @@ class Zygote:
         else:
             answer.set_result((told.pid, fds[0]))
 
-    def _lose(self) -> None:
+    def _give_up(self) -> None:
         """Close the connection, on which the zygote ends, and fail the requests under way."""
         if self._child is None:
             return
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
         tail = self._child.log_tail() or None
-        self._lost.append(self._child)
+        self._given_up.append(self._child)
         self._child = None
         waiting, self._waiting = self._waiting, {}
         for answer in waiting.values():

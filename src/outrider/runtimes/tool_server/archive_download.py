@@ -81,7 +81,7 @@ class ArchiveDownload:
         self._pieces.append(data)
         self._size += len(data)
         if self._size > BACKLOG:
-            self._tools.hold()
+            self._tools.pause()
         self._some.set()
 
     async def write(self, call: asyncio.Task[None]) -> None:
@@ -95,14 +95,14 @@ class ArchiveDownload:
                     break
         finally:
             self._dropped = True
-            self._tools.release()
+            self._tools.resume()
             call.cancel()
 
     async def _put(self) -> None:
         pieces, self._pieces, self._size = self._pieces, [], 0
         try:
             await asyncio.to_thread(write_all, self._fd, pieces)
-            self._tools.release()
+            self._tools.resume()
         except OSError as error:
             self.fault = error
 

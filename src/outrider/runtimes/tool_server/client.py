@@ -167,12 +167,12 @@ class ToolClient(asyncio.Protocol):
         self._lose("the sandbox's tool server is gone", "gone")
         self._closed.set()
 
-    def hold(self) -> None:
-        """Read nothing more until `release`. The server waits once the socket's buffers are full."""
+    def pause(self) -> None:
+        """Read nothing more until `resume`. The server waits once the socket's buffers are full."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
-    def release(self) -> None:
+    def resume(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -236,7 +236,7 @@ class ToolClient(asyncio.Protocol):
                 # Its caller may be being cancelled, and asyncio would log an exception that nobody retrieves.
                 call.outcome.exception()
 
-    def complaint(self) -> str:
+    def log_tail(self) -> str:
         """The end of what the server wrote to its standard error."""
         return self._log_tail()
 

@@ -80,7 +80,7 @@ def died_inside(tools: ToolClient, group: Group | None, *, killable: bool = Fals
     if group is not None and group.kills() > 0:
         return True
     starved = group is not None and group.starved()
-    return not starved and (killable or tools.complaint() != "")
+    return not starved and (killable or tools.log_tail() != "")
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,11 +156,11 @@ async def configure(tools: ToolClient, setup: Setup) -> None:
 
 
 @contextlib.contextmanager
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+def connection(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a new connection, while a process is started that gets the second as its standard input and output.
 
     The second end is closed on leaving. The first is the caller's, and closed only when the block raises."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     with theirs:
         try:
             yield ours, theirs
