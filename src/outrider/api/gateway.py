@@ -61,7 +61,10 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        key, path = _split(scope["path"])
+        key, path = None, scope["path"]
+        if path.startswith(PREFIX):
+            key, slash, rest = path.removeprefix(PREFIX).partition("/")
+            path = slash + rest
         call = _wire_call(scope, path)
         reply = _ClientReply(send)
         dialect = self._fallback
@@ -70,7 +73,9 @@ class Gateway:
             if routed is None:
                 raise NotFound(f"{call.method} {call.path} is not served here")
             dialect = routed.dialect
-            conversation = self._conversation(_api_key(call) if key is None else key)
+            conversation = self._sessions.conversation(_api_key(call) if key is None else key)
+            if conversation is None:
+                raise Unauthorized("this session key is unknown, or its run is over")
             conversation.under_way += 1
             try:
                 if conversation.under_way > self._calls:
@@ -94,12 +99,6 @@ class Gateway:
             if action is not None:
                 return _Routed(dialect, action)
         return None
-
-    def _conversation(self, key: str) -> Conversation:
-        conversation = self._sessions.conversation(key)
-        if conversation is None:
-            raise Unauthorized("this session key is unknown, or its run is over")
-        return conversation
 
     async def _serve(
         self,
@@ -230,14 +229,6 @@ async def _stream(
         if not reply.begun:
             raise
         await reply.end(writer.error(error))
-
-
-def _split(path: str) -> tuple[str | None, str]:
-    """The session key in a path, if it has one, and the dialect's own path."""
-    if not path.startswith(PREFIX):
-        return None, path
-    key, slash, rest = path.removeprefix(PREFIX).partition("/")
-    return key, slash + rest
 
 
 def _wire_call(scope: Scope, path: str) -> WireCall:

@@ -142,11 +142,13 @@ class Conversation:
                     )
                 )
         except RequestError as error:
-            if (await self._assigned()).mode is not TokenMode.TOKENS and await self._shows_images(request):
-                raise RequestError(
-                    "the tokens of images are not known before the call: the engine makes them",
-                    hint="count without the images; a reply's usage says what they came to",
-                ) from error
+            if (await self._assigned()).mode is not TokenMode.TOKENS:
+                messages = await self.backend.offload.run_steps(parse_messages(request.messages))
+                if any(map(images_in, messages)):
+                    raise RequestError(
+                        "the tokens of images are not known before the call: the engine makes them",
+                        hint="count without the images; a reply's usage says what they came to",
+                    ) from error
             raise
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[list[Step], None]:
@@ -234,9 +236,6 @@ class Conversation:
             self.backend.pool.release(self.session_key)
             raise RunEnded("this session's run is over")
         return assigned
-
-    async def _shows_images(self, request: ModelRequest) -> bool:
-        return any(map(images_in, await self.backend.offload.run_steps(parse_messages(request.messages))))
 
     def _admit(self) -> None:
         if not self._open:
@@ -336,22 +335,22 @@ class Conversation:
             if left < 1:
                 raise ContextOverflow(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
             room = min(room, left)
+        # A task's seed gives every call of every sample one of its own; a client's gives every sample its own, for the
+        # client may want its calls to repeat. A session's later attempts have the seeds of the first.
+        seed = None
+        if self._sampling.seed is not None:
+            self._seeded_calls += 1
+            seed = derived_seed(self._sampling.seed, self._sample_index, self._seeded_calls)
+        elif client.seed is not None:
+            seed = derived_seed(client.seed, self._sample_index)
         return sampling_for(
             self._sampling,
             client,
             room=room,
             context=context,
-            seed=self._seed_for(client.seed),
+            seed=seed,
             stop_ids=self.backend.renderer.stop_ids,
         )
-
-    def _seed_for(self, asked: int | None) -> int | None:
-        """A task's seed gives every call of every sample one of its own; a client's gives every sample its own, for the
-        client may want its calls to repeat. A session's later attempts have the seeds of the first."""
-        if self._sampling.seed is not None:
-            self._seeded_calls += 1
-            return derived_seed(self._sampling.seed, self._sample_index, self._seeded_calls)
-        return None if asked is None else derived_seed(asked, self._sample_index)
 
     async def _store(self, turn: Turn) -> None:
         """Store a turn, also when the call is cancelled: a turn stored later would be missing from the result."""

@@ -34,17 +34,14 @@ def read_options(kind: type[T], values: dict[str, Any]) -> T:
 def server_url(options: EngineOptions) -> str:
     """The server's base URL without a trailing slash or `/v1`. Raises InvalidField."""
     url = (options.url or "").rstrip("/")
-    if not _can_be(url):
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an end, or a port that is no number or too large
+        usable = False
+    if not usable:
         raise InvalidField(
             f"engine {options.name!r} needs the http:// or https:// URL of its server, not {options.url!r}",
             field="url",
         )
     return url.removesuffix("/v1")
-
-
-def _can_be(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is no number or too large
-        return False

@@ -20,7 +20,7 @@ from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
 from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_model
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode, SamplingParams
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
@@ -260,22 +260,6 @@ def request_name(request: GenerateRequest, attempt: int) -> str:
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
 
 
-def _penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
-    """The penalties and the bias that are not neutral."""
-    params: dict[str, Any] = {}
-    if sampling.repetition_penalty != 1:
-        params["repetition_penalty"] = sampling.repetition_penalty
-    for name, value in (
-        ("presence_penalty", sampling.presence_penalty),
-        ("frequency_penalty", sampling.frequency_penalty),
-        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
-        ("logit_bias", bias_json(sampling)),
-    ):
-        if value:
-            params[name] = value
-    return params
-
-
 def _constraint(constraint: Constraint) -> dict[str, str]:
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
@@ -302,8 +286,17 @@ def _body(request: GenerateRequest, attempt: int) -> list[Buffer]:
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
-        **_penalties_and_bias(sampling),
     }
+    if sampling.repetition_penalty != 1:
+        params["repetition_penalty"] = sampling.repetition_penalty
+    for name, value in (
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
+        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # more is an error there
+        ("logit_bias", bias_json(sampling)),
+    ):
+        if value:
+            params[name] = value
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     if sampling.constraint is not None:

@@ -23,7 +23,6 @@ from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, versi
 from outrider.engines.adapters.server_api import (
     LOGPROB_KINDS,
     MISSING_LOGPROB,
-    ModelCard,
     checked_logprobs,
     decode_batch,
     finish_of,
@@ -149,7 +148,8 @@ class VLLMEngine:
     async def health(self) -> EngineHealth:
         try:
             await self._http.get("/health")
-            card = await self._served_model()
+            card = served_model(await self._http.get("/v1/models"), self._model, self.name)
+            self._context = card.max_model_len
             self._version = await self._served_version()
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
@@ -195,11 +195,6 @@ class VLLMEngine:
             error = translate(failure, self.name)
             error.hint = DEV_HINT if failure.status == 404 else error.hint
             raise error from None
-
-    async def _served_model(self) -> ModelCard:
-        card = served_model(await self._http.get("/v1/models"), self._model, self.name)
-        self._context = card.max_model_len
-        return card
 
     async def _served_version(self) -> int:
         """The label of the served weights; servers outside development mode do not say."""

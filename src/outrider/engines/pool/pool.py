@@ -218,7 +218,10 @@ class EnginePool:
     async def _chunks(self, reply: PoolReply[Any], request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
         clock = asyncio.get_running_loop().time
         session_key, takes_tokens = request.session_key, isinstance(request, GenerateRequest)
-        prompt_tokens = _prompt_size(request)
+        if isinstance(request, GenerateRequest):
+            prompt_tokens = len(request.input_ids)
+        else:
+            prompt_tokens = sum(len(message.content) for message in request.messages) // CHARACTERS_PER_TOKEN
         give_up_at: float | None = None
         failed = 0
         while True:
@@ -238,7 +241,9 @@ class EnginePool:
                             if chunk.versions:
                                 member.version = chunk.versions[-1].version
                             if isinstance(chunk, ChatChunk) and chunk.output_ids is None:
-                                reply.serving = _as_text(reply.serving)
+                                reply.serving = msgspec.structs.replace(
+                                    reply.serving, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE
+                                )
                         yield chunk
                 member.failed_probes = 0
                 return
@@ -413,13 +418,6 @@ def _begun(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
     return cast(ChatEngine, engine).chat(request)
 
 
-def _prompt_size(request: AnyRequest) -> int:
-    """The number of tokens of a prompt; an estimate for one of messages."""
-    if isinstance(request, GenerateRequest):
-        return len(request.input_ids)
-    return sum(len(message.content) for message in request.messages) // CHARACTERS_PER_TOKEN
-
-
 def _mistake(engine: AnyEngine, error: Exception) -> EngineMisbehaved:
     return EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {error}")
 
@@ -428,7 +426,3 @@ def _stop_tasks(member: Member) -> None:
     for task in (member.probe, member.trial):
         if task is not None:
             task.cancel()
-
-
-def _as_text(serving: ServingEngine) -> ServingEngine:
-    return msgspec.structs.replace(serving, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE)

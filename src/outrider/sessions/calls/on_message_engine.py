@@ -227,8 +227,10 @@ class CapturedTurns:
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        fitting = self._prefixes(packed)
-        same = [earlier for earlier in fitting if self._shows_the_same(earlier, shown)]
+        # The turns whose ids the prompt begins with; and of these, those that show the same images in the messages that
+        # both requests have.
+        fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
+        same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
         self._ends.append(packed + pack_ids(output))
         self._messages.append(len(shown))
@@ -289,16 +291,6 @@ class CapturedTurns:
         if old.system == opening.system:
             return ForkCause.TOOLS_CHANGED
         return ForkCause.SYSTEM_CHANGED if old.tools == opening.tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
-
-    def _prefixes(self, prompt: bytes) -> list[int]:
-        """The turns whose ids the prompt begins with."""
-        return [
-            index for index, ids in enumerate(self._ends) if ids and len(ids) < len(prompt) and prompt.startswith(ids)
-        ]
-
-    def _shows_the_same(self, earlier: int, shown: Sequence[bytes]) -> bool:
-        """Whether a request has the images of an earlier one, in the messages that both have."""
-        return shown[min(self._messages[earlier], len(shown) - 1)] == self._images[earlier]
 
 
 def _image_paths(messages: Sequence[Message]) -> list[bytes]:

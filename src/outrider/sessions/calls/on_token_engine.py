@@ -92,7 +92,15 @@ class TokenCall:
     def take(self, chunk: Chunk) -> list[Step]:
         steps: list[Step] = []
         if self._last is None:
-            steps.append(self._opening())
+            steps.append(
+                Opening(
+                    id=self.id,
+                    created=int(self._received),
+                    model=self._request.model,
+                    prompt_tokens=len(self._prompt),
+                    prompt_ids=self._prompt if self._request.return_token_ids else None,
+                )
+            )
         counted = self._share.take(len(chunk.ids))
         if counted < len(chunk.ids):  # the session's tokens are used up: the reply ends here
             self.ended = True
@@ -153,15 +161,6 @@ class TokenCall:
             output_ids=np.asarray(self._ids, dtype=np.int32) if wants_ids else None,
             logprobs=np.asarray(self._logprobs) if self._request.logprobs else None,
             pieces=tuple(map(token_bytes, self._ids)) if self._request.logprobs else (),
-        )
-
-    def _opening(self) -> Opening:
-        return Opening(
-            id=self.id,
-            created=int(self._received),
-            model=self._request.model,
-            prompt_tokens=len(self._prompt),
-            prompt_ids=self._prompt if self._request.return_token_ids else None,
         )
 
     def _turn(self, finish: FinishReason, reply: Message | None) -> Turn:
