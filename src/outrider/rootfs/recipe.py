@@ -97,7 +97,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
             steps += [f"{apt} install -y --no-install-recommends {' '.join(self.packages)}"]
             steps += ["rm -rf /var/lib/apt/lists/*"]
         if self.pip:
-            # Debian's Python refuses to install beside its packages without being told so.
+            # Debian's Python refuses to install beside its packages without this.
             install = "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir"
             steps += [f"{install} --requirement {REQUIREMENTS_AT}", f"rm {REQUIREMENTS_AT}"]
         steps += [command.strip().replace("\n", f"\n{INDENT}") for command in self.commands]
@@ -174,7 +174,7 @@ def digest_of(path: Path) -> str:
 
 
 def _base(base: Base, store: ImageStore) -> tuple[Header, str]:
-    """How Apptainer is told of a base, and what its content is known by."""
+    """The header that names a base to Apptainer, and a digest of the base's content."""
     if base.kind == "image":
         image = store.image(base.source)
         return local_base(store.root(image)), image.digest

@@ -61,9 +61,9 @@ class ProcessMemory:
 
     def divide(self) -> None:
         """Count a page that forks share as a fraction for each; in full, where the process may not be looked into."""
-        told = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
-        if told:
-            self.own = sum_of_fields(told, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))
+        text = read_or_empty(f"/proc/{self.pid}/smaps_rollup")
+        if text:
+            self.own = sum_of_fields(text, DIVIDED_FIELDS) + sum_of_fields(self.status, (b"VmPTE",))
 
     @property
     def all(self) -> int:
@@ -122,12 +122,12 @@ def status_of(pid: int) -> bytes:
 def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
     """A file of /proc/PID. Where the process's first thread has ended, its file is empty or lacks `needed`, and that of
     another thread is read."""
-    told = read_or_empty(f"/proc/{pid}/{name}")
-    for thread in () if told and needed in told else threads(pid):
-        told = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
-        if told and needed in told:
+    text = read_or_empty(f"/proc/{pid}/{name}")
+    for thread in () if text and needed in text else threads(pid):
+        text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
+        if text and needed in text:
             break
-    return told
+    return text
 
 
 def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:

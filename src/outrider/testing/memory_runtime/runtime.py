@@ -2,7 +2,7 @@
 
 It starts no process and touches no disk, so that tests and benchmarks can run thousands of sessions; users import it
 for their own tests. It passes the contract tests of the real runtimes, except for what needs processes: it has neither
-Python nor IPython. Invariant: its ledger, if it has one, hears of every start and every stop.
+Python nor IPython. Invariant: its ledger, if it has one, counts every start and every stop.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class MemoryRuntime:
         if self._state != "new":
             raise RuntimeFailure("a sandbox starts once")
         if "start" in self._failing:
-            self._state = "stopped"  # before the ledger hears of it: nothing has to be stopped
+            self._state = "stopped"  # the ledger has not counted it, so that no stop has to follow
             raise RuntimeFailure("the sandbox failed to start, as it was told to")
         self._state = "running"
         if self.ledger is not None:

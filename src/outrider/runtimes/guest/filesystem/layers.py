@@ -47,8 +47,8 @@ def restore_layers(source: int, folders: list[str]) -> None:
     pid = os.fork()
     if pid:
         os.close(writer)
-        with open(reader, "rb") as told:
-            fault = told.read()
+        with open(reader, "rb") as pipe:
+            fault = pipe.read()
         os.waitpid(pid, 0)
         if fault:
             raise OSError(f"the layer cannot be restored: {fault.decode(errors='replace')}")

@@ -136,6 +136,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
 
 
 class DisplayKeeper(DisplayPublisher):  # type: ignore[misc]  # IPython is not typed in full
+    """Takes what inputs display: the rich forms for the gallery, the plain text as output."""
+
     def publish(self, data: dict[str, Any], metadata: object = None, **options: object) -> None:
         self.shell.gallery.add(data)
         if "text/plain" in data:
@@ -159,6 +161,9 @@ class NoProfile:
 
 
 class NotebookShell(InteractiveShell):  # type: ignore[misc]  # IPython is not typed in full
+    """IPython's shell without its files in the home folder. IPython makes the one instance itself, so the session and
+    the gallery are set on the class."""
+
     session: Session
     gallery: Gallery
     source = ""

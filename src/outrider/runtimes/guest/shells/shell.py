@@ -247,7 +247,7 @@ class Bash:
     """A live bash, or the sh that a sandbox without bash has, on a raw terminal.
 
     Inputs come on a pipe and not on the terminal: there the sh of busybox edits lines, and each would take a detour
-    through the kernel's terminal. The end of an input is told by a marker behind its output,
+    through the kernel's terminal. A marker behind its output ends an input,
     ``\\x1e TOKEN.SEQUENCE : STATUS \\x1e``: on the same terminal, so that all output has come before it. What a shell
     prints before its first marker, number 0, is no output.
     """
