@@ -231,23 +231,23 @@ class _Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._timeouts.head / 2, self._check)
 
     def _check(self) -> None:
-        now = self.loop.time()
-        seen = (self._pieces, self.transport.get_write_buffer_size())
-        if seen != self._seen:
-            self._seen, self._moved = seen, now
-        if self._overdue(now):
+        """Close the connection if it has exceeded one of its timeouts."""
+        now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
+        if (self._pieces, unsent) != self._seen:
+            self._seen, self._moved = (self._pieces, unsent), now
+        still = now - self._moved
+        if unsent:
+            overdue = still >= self._timeouts.unread
+        elif not self._busy:
+            overdue = now >= self._due
+        else:
+            # Silence counts only while the server reads: not when it has all of the body, or has paused the client.
+            reads = self.cycle.more_body and not self.pipeline and not self.flow.read_paused
+            overdue = reads and still >= self._timeouts.head
+        if overdue:
             self.transport.abort()
         else:
             self._check_later()
-
-    def _overdue(self, now: float) -> bool:
-        still = now - self._moved
-        if self.transport.get_write_buffer_size():
-            return still >= self._timeouts.unread
-        if not self._busy:
-            return now >= self._due
-        waits = self.cycle.more_body and not self.pipeline and not self.flow.read_paused
-        return waits and still >= self._timeouts.head
 
 
 def disconnect_of(scope: Scope) -> Disconnect:

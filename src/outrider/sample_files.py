@@ -80,8 +80,13 @@ class Parquet:
         self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")
 
     def write(self, samples: Sequence[Sample]) -> None:
-        if samples:
-            self._writer.write_table(self._arrow.Table.from_pylist(list(map(_row, samples)), schema=self._schema))
+        if not samples:
+            return
+        rows = [msgspec.to_builtins(sample) for sample in samples]
+        for row in rows:
+            for name in ("metrics", "labels"):
+                row[name] = msgspec.json.encode(row[name]).decode()
+        self._writer.write_table(self._arrow.Table.from_pylist(rows, schema=self._schema))
 
     def close(self) -> None:
         self._writer.close()
@@ -184,10 +189,3 @@ def _schema(arrow: Any) -> Any:
         "altered": arrow.list_(arrow.int32()),
     }
     return arrow.schema(list(columns.items()))
-
-
-def _row(sample: Sample) -> dict[str, Any]:
-    row: dict[str, Any] = msgspec.to_builtins(sample)
-    for name in ("metrics", "labels"):
-        row[name] = msgspec.json.encode(row[name]).decode()
-    return row

@@ -89,29 +89,30 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_later(PERIOD, self._look)
 
     def _look(self) -> None:
+        """Count a stall if the timer is late."""
         now, worked = time.monotonic(), time.thread_time()
-        stood, held = now - self._seen - PERIOD, worked - self._worked
+        stalled, held = now - self._seen - PERIOD, worked - self._worked
         self._seen, self._worked = now, worked
-        if stood >= STALL:
-            self._count(now, stood, held)
+        if stalled >= STALL:
+            seen = self.stalls
+            self.stalls = StallStats(
+                count=seen.count + 1,
+                total=seen.total + stalled,
+                longest=max(seen.longest, stalled),
+                held=max(seen.held, held),
+            )
+            for witness in self._witnesses:
+                witness.total += stalled
+                witness.longest = max(witness.longest, stalled)
+            if now - self._logged >= LOG_SECONDS:
+                self._logged = now
+                # No sample means that one call held the interpreter, so that the sampling thread could not run either.
+                where = self._where or "in one call"
+                log.warning(
+                    "the event loop was blocked for %.2f s, with %.2f s of processor time: %s", stalled, held, where
+                )
         self._where = ""
         self._look_later()
-
-    def _count(self, now: float, stood: float, held: float) -> None:
-        seen = self.stalls
-        self.stalls = StallStats(
-            count=seen.count + 1,
-            total=seen.total + stood,
-            longest=max(seen.longest, stood),
-            held=max(seen.held, held),
-        )
-        for witness in self._witnesses:
-            witness.total += stood
-            witness.longest = max(witness.longest, stood)
-        if now - self._logged >= LOG_SECONDS:
-            self._logged = now
-            where = self._where or "in one call"
-            log.warning("the event loop was blocked for %.2f s, with %.2f s of processor time: %s", stood, held, where)
 
     def _sample(self) -> None:
         """Note the loop's stack once it has been blocked for STALL. Runs in a thread of its own."""

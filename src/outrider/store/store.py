@@ -100,7 +100,34 @@ class Store:
                             field="idempotency_key",
                         )
                     return known
-            _insert_group(tx, group, spec, session_ids)
+            inserted = tx.execute(
+                """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
+                       open_sessions, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?) ON CONFLICT DO NOTHING""",
+                (
+                    group.id,
+                    spec,
+                    rows.pack_data(group.labels),
+                    group.n,
+                    group.priority,
+                    group.idempotency_key,
+                    group.callback_url,
+                    GroupState.ACTIVE.value,
+                    group.n,
+                    group.created,
+                ),
+            )
+            if not inserted:
+                raise Conflict(f"there already is a group {group.id!r}")
+            inserted = tx.execute_many(
+                """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated,
+                       waiting) VALUES (?, ?, ?, ?, 0, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
+                [
+                    (id, group.id, index, SessionState.QUEUED.value, group.priority, group.created, group.created)
+                    for index, id in enumerate(session_ids)
+                ],
+            )
+            if inserted != group.n:
+                raise Conflict(f"some session ids of group {group.id!r} are already in use")
             data = {"n": group.n, "priority": group.priority}
             self._add_event(tx, EventKind.GROUP_CREATED, group.id, None, data)
             return _find_group(tx, group.id)
@@ -384,38 +411,6 @@ class Store:
             "INSERT INTO events (at, kind, group_id, session_id, data) VALUES (?, ?, ?, ?, ?)",
             (self._clock(), kind.value, group_id, session_id, rows.pack_data(data)),
         )
-
-
-def _insert_group(tx: Connection, group: GroupRow, spec: bytes, session_ids: Sequence[str]) -> None:
-    """Raises Conflict if the group's id or one of the session ids is already in use."""
-    inserted = tx.execute(
-        """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-               open_sessions, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?) ON CONFLICT DO NOTHING""",
-        (
-            group.id,
-            spec,
-            rows.pack_data(group.labels),
-            group.n,
-            group.priority,
-            group.idempotency_key,
-            group.callback_url,
-            GroupState.ACTIVE.value,
-            group.n,
-            group.created,
-        ),
-    )
-    if not inserted:
-        raise Conflict(f"there already is a group {group.id!r}")
-    inserted = tx.execute_many(
-        """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, waiting)
-           VALUES (?, ?, ?, ?, 0, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
-        [
-            (id, group.id, index, SessionState.QUEUED.value, group.priority, group.created, group.created)
-            for index, id in enumerate(session_ids)
-        ],
-    )
-    if inserted != group.n:
-        raise Conflict(f"some session ids of group {group.id!r} are already in use")
 
 
 def _find_group(tx: Connection, group_id: str) -> GroupRow:
