@@ -127,7 +127,10 @@ class Grading:
         self._stopwatch.lap("eval")
         if failure is not None:
             await self._stop(sandbox)
-            confirmed = await self._confirm_excess(failure, outcome)
+            try:
+                confirmed = await self._confirm_excess(failure, outcome)
+            finally:
+                del failure  # see `_confirm_excess`
             self._stopwatch.lap("eval")
             return Grade(verdict=verdict or confirmed, excess=True)
         assert verdict is not None
@@ -169,7 +172,10 @@ class Grading:
                 if self._carry is None or not error.retryable:
                     raise
                 failure = error
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # see `_confirm_excess`
 
     @asynccontextmanager
     async def _place(self, agents: Runtime) -> AsyncIterator[Runtime]:
@@ -190,7 +196,7 @@ class Grading:
         was missing. `outcome` is evaluated in there as well, but if that fails, it counts only where `failure` is the
         evaluator's. The reward is at most 0, and at most what doing nothing gets.
         """
-        reward = 0.0
+        reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         try:
             async with self._new_sandbox(layer=None) as runtime:  # without what the agent wrote
                 await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
@@ -206,7 +212,11 @@ class Grading:
                 raise failure from error
         except Exception as error:  # a plugin may raise anything
             raise failure from error
-        return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=storable(f"{EXCESS}: {failure.message}"))
+        finally:
+            # The failure's traceback holds this frame. If the frame held the failure, this cycle would keep
+            # the session's tokens, which may have megabytes, until the next garbage collection.
+            del failure
+        return Verdict(reward=reward, metrics={EXCESS: 1.0}, reason=reason)
 
     @asynccontextmanager
     async def _new_sandbox(self, layer: Path | None) -> AsyncIterator[Runtime]:
