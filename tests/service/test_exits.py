@@ -127,7 +127,7 @@ async def test_what_a_session_held_is_freed_without_the_garbage_collector(
         try:
             w.stage.open["here"].set()
             await w.done(view.id)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while tree() is not None:  # noqa: ASYNC110  # a finalizer may run in another thread
                     await asyncio.sleep(0)
         finally:
