@@ -82,14 +82,6 @@ def diagnose() -> Diagnosis:
     )
 
 
-def default_runtime() -> tuple[str, Availability]:
-    """The runtime to use where nobody names one: `namespace` where it works, else `process`. Also what the machine says
-    of `namespace`."""
-    runtime: RuntimeKind = resolve("runtime", "namespace")
-    available = runtime.available()
-    return ("namespace" if available.ok else "process"), available
-
-
 def _runtime(name: str) -> Finding:
     try:
         runtime: RuntimeKind = resolve("runtime", name)

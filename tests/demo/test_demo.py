@@ -16,8 +16,8 @@ from outrider.demo.dialogue import POLICY
 from outrider.demo.run import GROUPS, SAMPLES, Rollouts
 from outrider.demo.sample_check import sample_faults
 from outrider.demo.summary import best_session, tallies
-from outrider.doctor import default_runtime
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.runtimes.default_runtime import default_runtime
 from outrider.schemas import GroupView, SessionView, TurnView
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import (

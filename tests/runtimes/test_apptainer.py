@@ -18,7 +18,7 @@ from aiohttp import web
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.pythons.portable import portable_command
 from outrider.rootfs.store import ImageStore
-from outrider.runtimes.apptainer.program import APPTAINER, find_apptainer
+from outrider.runtimes.apptainer.command_line import APPTAINER, find_apptainer
 from outrider.runtimes.apptainer.runtime import ApptainerRuntime
 from outrider.runtimes.base import Runtime
 from outrider.runtimes.kernel import cgroups

@@ -20,9 +20,9 @@ from outrider.service.scheduler import Scheduler
 from outrider.service.views import ViewReader
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, ResourceAmount
-from outrider.sessions.slots import Lanes
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store

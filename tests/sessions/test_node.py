@@ -11,9 +11,9 @@ import pytest
 
 from outrider.runtimes.kernel import cgroups
 from outrider.runtimes.node_host import PREFIX
+from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, ResourceAmount
-from outrider.sessions.slots import Lanes
 from support.node_folders import dead_folder, temporary
 from support.threads import cancelled_late
 

@@ -13,7 +13,7 @@ from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
 from outrider.cli.tables import STAGES, number, table
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.doctor import default_runtime
+from outrider.runtimes.default_runtime import default_runtime
 
 if TYPE_CHECKING:
     from outrider.demo.run import Rollouts

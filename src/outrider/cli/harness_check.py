@@ -23,11 +23,11 @@ from outrider.cli.tables import number, table, word
 from outrider.cli.task_file import load_group
 from outrider.cli.terminal import Terminal, printable
 from outrider.dialects import dialects
-from outrider.doctor import default_runtime
 from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.install import check, installed
 from outrider.harnesses.presets import DIALECT, load_preset
+from outrider.runtimes.default_runtime import default_runtime
 from outrider.spec import HarnessSpec, RuntimeSpec
 
 VERSION = "version"

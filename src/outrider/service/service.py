@@ -33,9 +33,9 @@ from outrider.service.tokenizer_check import TokenizerCheck
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.calls.body_limits import LARGE, Capacity
 from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, ResourceAmount, machine_capacity
-from outrider.sessions.slots import Lanes
 from outrider.spec import GroupSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow

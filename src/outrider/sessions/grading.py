@@ -32,8 +32,9 @@ from outrider.sandboxes.node_folder import remove_tree
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.clock import Stopwatch
+from outrider.sessions.lanes import Lane, Lanes
+from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
-from outrider.sessions.slots import Lane, Lanes, Slot
 from outrider.trajectory import Verdict
 
 log = logging.getLogger("outrider.session")

@@ -28,9 +28,9 @@ from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
+from outrider.sessions.lanes import Lanes
 from outrider.sessions.resources import NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
-from outrider.sessions.slots import Lanes
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store
 from outrider.trajectory import SessionResult

@@ -16,7 +16,7 @@ import msgspec
 from outrider.errors import RuntimeUnavailable
 from outrider.runtimes.kernel.cgroups import UNIFIED, by_controller
 from outrider.schemas import ResourceStats
-from outrider.sessions.slots import PrioritySemaphore, Quantities, Slot
+from outrider.sessions.priority_semaphore import PrioritySemaphore, Quantities, Slot
 from outrider.spec import MEBIBYTE, Resources
 
 MILLI = 1000

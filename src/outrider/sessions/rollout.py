@@ -33,8 +33,8 @@ from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation, ConversationClient
 from outrider.sessions.grading import Grading, mark_inside_failures
+from outrider.sessions.lanes import Lanes
 from outrider.sessions.resources import NodeResources, required
-from outrider.sessions.slots import Lanes
 from outrider.sessions.transcript import transcript
 from outrider.store.store import Store
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict

@@ -18,7 +18,7 @@ import msgspec
 from outrider.errors import InvalidField, RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command
 from outrider.rootfs.store import ImageStore, known_image
-from outrider.runtimes.apptainer.program import (
+from outrider.runtimes.apptainer.command_line import (
     APPTAINER,
     CONFINEMENT,
     Bind,

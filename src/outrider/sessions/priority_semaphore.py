@@ -1,6 +1,6 @@
-"""Slots: shares of something bounded, which sessions take, hold and release; and the lanes, which count them.
+"""A line for shares of something bounded: slots of a lane, processors and memory of a node.
 
-This module knows nothing of what happens in a slot. Whoever waits is served by priority, first come first served among
+It knows nothing of what is done with a share. Whoever waits is served by priority, first come first served among
 equals, and nobody overtakes the first in line: small requests that would fit cannot starve a large one. Invariant: no
 more is taken than there is.
 """
@@ -14,8 +14,6 @@ from itertools import count
 from operator import add, sub
 from types import TracebackType
 from typing import Self
-
-from outrider.schemas import LaneStats
 
 Quantities = tuple[int, ...]
 """So much of each kind. Whole numbers, because their sums are exact."""
@@ -112,46 +110,3 @@ class PrioritySemaphore:
                 self.taken = tuple(map(add, self.taken, quantities))
                 turn.set_result(None)
             heapq.heappop(self._waiters)
-
-
-class Lane:
-    """A stage of the session coroutine with `size` slots, as settings and statistics name it."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
-        self._slots = PrioritySemaphore(size)
-
-    async def take(self, priority: int = 0) -> Slot:
-        """Wait for a slot. A cancelled wait takes none."""
-        return await self._slots.take((1,), priority)
-
-    def stats(self) -> LaneStats:
-        (in_use,) = self._slots.taken
-        return LaneStats(
-            name=self.name,
-            size=self.size,
-            in_use=in_use,
-            waiting=self._slots.waiting,
-            served=self._slots.served,
-            waited_seconds=self._slots.waited_seconds,
-        )
-
-
-class Lanes:
-    """The lanes of a node. `grading` bounds how many sandboxes for grading start at once; those for agents start in
-    `init`."""
-
-    def __init__(self, *, init: int, run: int, evaluate: int) -> None:
-        self.init = Lane("init", init)
-        self.run = Lane("run", run)
-        self.eval = Lane("eval", evaluate)
-        self.grading = Lane("grading", max(1, init // 2))
-
-    @property
-    def capacity(self) -> int:
-        """How many sessions can be in the lanes at once."""
-        return self.init.size + self.run.size + self.eval.size
-
-    def stats(self) -> tuple[LaneStats, ...]:
-        return tuple(lane.stats() for lane in (self.init, self.run, self.eval, self.grading))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from outrider.sessions.slots import Lane
+from outrider.sessions.lanes import Lane
 
 
 async def test_a_free_slot_is_taken_at_once_and_given_back() -> None:
