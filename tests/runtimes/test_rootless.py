@@ -13,7 +13,7 @@ TESTS = (
     "limits",
     "layers",
     "leaks",
-    "users",
+    "user_ids",
     "landlock",
     "roots",
     "poverty",
