@@ -96,7 +96,7 @@ class SGLangEngine:
                     if (chunk := reader.read(payloads)) is not None:
                         yield chunk
                 reader.check_finished()
-        except Exception as error:
+        except Exception as error:  # whatever failed, the tokens that came before it are passed on first
             # A connection that breaks behind the finish is no failure: all tokens are here.
             if not (reader.finished and isinstance(error, EngineUnavailable)):
                 if (unsent := reader.unsent()) is not None:

@@ -127,7 +127,7 @@ class VLLMEngine:
                         if (chunk := reader.read(payloads)) is not None:
                             yield chunk
                 reader.check_finished()
-            except Exception as error:
+            except Exception as error:  # whatever failed, the tokens that came before it are passed on first
                 if route == GENERATE and not reader.begun and _lacks_route(error):
                     route = COMPLETIONS
                     continue
