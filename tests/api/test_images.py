@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from api.test_gateway import KEY, a_gateway
-from outrider.api.images import image_routes
+from outrider.api.files import image_routes
 from outrider.client import AsyncClient
 from outrider.errors import NotFound
 from outrider.messages import Image, image_from_bytes, image_from_url, images_in

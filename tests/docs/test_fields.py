@@ -14,10 +14,9 @@ import typer
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from outrider.api.artifacts import artifact_routes
 from outrider.api.engines import engine_routes
+from outrider.api.files import artifact_routes, image_routes
 from outrider.api.groups import group_routes
-from outrider.api.images import image_routes
 from outrider.cli.main import commands
 from outrider.config import Config
 from outrider.errors import ErrorRecord, OutriderError

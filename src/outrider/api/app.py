@@ -17,11 +17,10 @@ import msgspec
 from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
-from outrider.api.artifacts import artifact_routes
 from outrider.api.engines import engine_routes
+from outrider.api.files import artifact_routes, image_routes
 from outrider.api.gateway import Gateway
 from outrider.api.groups import group_routes
-from outrider.api.images import image_routes
 from outrider.api.openapi import describe
 from outrider.api.replies import bad_query, json_reply, outrider_error, unknown_route
 from outrider.errors import EngineUnavailable, OutriderError, Unauthorized

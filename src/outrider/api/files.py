@@ -1,23 +1,27 @@
-"""Control routes for artifacts, the files that tasks keep of their sandboxes.
+"""Control routes for files that agents made: artifacts, which tasks keep of their sandboxes, and images in model calls.
 
-Their content is not trusted. Invariant: it is served as a download of unknown type, so that no browser runs it.
+Their content is not trusted. Invariant: it is served so that no browser runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import FileResponse
 from starlette.convertors import Convertor, register_url_convertor
 
-from outrider.api.images import SAFE, UNKNOWN
 from outrider.api.openapi import answers, binary_answers
 from outrider.api.replies import json_reply
 from outrider.schemas import ArtifactList
 from outrider.service.service import Service
 
+UNKNOWN = "application/octet-stream"
+SAFE = {"Content-Security-Policy": "default-src 'none'; sandbox", "X-Content-Type-Options": "nosniff"}
+"""Headers that forbid a browser to run scripts in a file, or to guess another type for it."""
+_IMAGE_TYPE = re.compile(r"image/[\w.+-]{1,64}", re.ASCII)
 MAX_ATTEMPT = 1 << 31
 DOWNLOAD = SAFE | {"Content-Disposition": "attachment"}
 
@@ -58,5 +62,22 @@ def artifact_routes(service: Service) -> APIRouter:
         session = await service.reader.session(session_id)
         file = await asyncio.to_thread(service.artifacts.file, session.id, f"/{path}", attempt)
         return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
+
+    return routes
+
+
+def image_routes(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/v1")
+
+    @routes.get(
+        "/images/{digest}",
+        response_class=Response,
+        responses=binary_answers("The image, with the media type that it was sent with.", "image/*"),
+    )
+    async def image(digest: str) -> Response:
+        """The bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
+        found = await service.store.image(digest)
+        is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the type, too, is what the agent said
+        return Response(found.data, media_type=found.media_type if is_image else UNKNOWN, headers=SAFE)
 
     return routes
