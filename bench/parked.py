@@ -19,7 +19,9 @@ import msgspec
 from outrider.api.server import serving
 from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.service.assembly import open_service
 from outrider.service.service import Service
+from outrider.sessions.node import LocalNode
 from outrider.spec import EngineSpec, GroupSpec
 
 CONTEXT_TOKENS = 1 << 20
@@ -44,6 +46,7 @@ class Parking(msgspec.Struct, frozen=True):
     """A parked service and where its sessions' models are."""
 
     service: Service
+    node: LocalNode
     base_urls: tuple[str, ...]
 
 
@@ -60,10 +63,10 @@ async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int) -> Async
         )
         read, write = os.pipe()
         with os.fdopen(read) as lines, os.fdopen(write):
-            async with Service(config) as service, serving(service):
+            async with open_service(config) as (service, node), serving(service, node):
                 await service.submit(_group(write, sessions))
                 urls = await asyncio.to_thread(lambda: tuple(lines.readline().strip() for _ in range(sessions)))
-                yield Parking(service, urls)
+                yield Parking(service, node, urls)
 
 
 def _group(descriptor: int, sessions: int) -> GroupSpec:

@@ -27,6 +27,7 @@ from outrider.evaluators.base import Outcome
 from outrider.messages import Role
 from outrider.plugins import resolve
 from outrider.runtimes.base import RuntimeKind
+from outrider.service.assembly import open_service
 from outrider.service.service import Service
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import SessionResult, StageSeconds
@@ -86,7 +87,7 @@ async def _rate(corpus: Corpus, kind: str, sessions: int) -> dict[str, Any]:
             model=ModelConfig(tokenizer=str(corpus.folder), renderer="qwen3"),
             engines=(EngineSpec(kind="scripted", options={"replies": [CALL, ANSWER]}),),
         )
-        async with Service(config) as service, serving(service):
+        async with open_service(config) as (service, node), serving(service, node):
             await _finished(service, kind, WARM_SESSIONS, after=0)
             begun, used = time.perf_counter(), _cpu_seconds()
             results = await _finished(service, kind, sessions, after=1)

@@ -22,6 +22,7 @@ LAYERS = (
         "trajectory",
         "spec",
         "config",
+        "environment",
         "plugins",
         "schemas",
         "concurrency",
@@ -162,8 +163,8 @@ def tasks_have_an_owner(module: Module) -> Iterator[str]:
             yield module.at(node, f"{name}: only a task group's create_task gives a task an owner")
 
 
-def environment_is_read_in_config(module: Module) -> Iterator[str]:
-    if module.name == "outrider.config" or module.name.startswith(INSIDE_SANDBOXES):
+def environment_is_read_in_one_file(module: Module) -> Iterator[str]:
+    if module.name == "outrider.environment" or module.name.startswith(INSIDE_SANDBOXES):
         return
     for node in ast.walk(module.tree):
         words = [node.attr] if isinstance(node, ast.Attribute) and dotted(node.value) == "os" else []
@@ -171,7 +172,7 @@ def environment_is_read_in_config(module: Module) -> Iterator[str]:
             words = [alias.name for alias in node.names]
         for word in words:
             if word.removesuffix("b") in ("environ", "getenv"):
-                yield module.at(node, f"os.{word}: the environment is read in config.py")
+                yield module.at(node, f"os.{word}: the environment is read in environment.py")
 
 
 def only_the_cli_prints(module: Module) -> Iterator[str]:
@@ -188,11 +189,11 @@ def modules_say_what_they_are(module: Module) -> Iterator[str]:
 
 
 RULES: dict[Callable[[Module], Iterator[str]], str] = {
-    imports_go_down: "'x'\nfrom outrider.api import app",
+    imports_go_down: "'x'\nfrom outrider.api import server",
     imports_are_absolute: "'x'\nfrom . import sql",
     no_global: "'x'\ndef f():\n    global a",
     tasks_have_an_owner: "'x'\nself._loop.create_task(f())",
-    environment_is_read_in_config: "'x'\nfrom os import environ",
+    environment_is_read_in_one_file: "'x'\nfrom os import environ",
     only_the_cli_prints: "'x'\nlogging.getLogger().addHandler(h)",
     modules_say_what_they_are: "x = 1",
 }

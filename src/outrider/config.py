@@ -1,13 +1,12 @@
 """The configuration: one frozen tree, merged once from flags over environment over file over defaults.
 
 The environment variable of a setting is `OUTRIDER_` and its path in capitals, with `__` between levels: OUTRIDER_PORT,
-OUTRIDER_LANES__RUN. Invariant: this is the only module that reads the environment.
+OUTRIDER_LANES__RUN.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.spec import EngineSpec
 
@@ -97,7 +97,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
             sources.append((str(file), tomllib.loads(file.read_text())))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InvalidField(f"cannot read config file {file}: {error}", field="config") from error
-    sources.append(("the environment", _from_environment(os.environ)))
+    sources.append(("the environment", _from_environment(variables())))
     sources.append(("flags", _without_none(flags)))
     for _, values in sources:
         _merge(merged, values)
@@ -179,7 +179,7 @@ def unknown_variables() -> list[UnknownVariable]:
     known = [*_variables(Config), *OWN_VARIABLES]
     sections = {name.split("__")[0] for name in known}
     found = []
-    for name in sorted(os.environ):
+    for name in sorted(variables()):
         if name.startswith(PREFIX) and name.split("__")[0] not in sections and name not in SANDBOX_VARIABLES:
             close = get_close_matches(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in known], n=1)
             found.append(UnknownVariable(name, PREFIX + close[0] if close else None))
@@ -191,15 +191,3 @@ def _variables(section: type[BaseModel], above: str = PREFIX) -> Iterator[str]:
         yield f"{above}{name.upper()}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _variables(field.annotation, f"{above}{name.upper()}__")
-
-
-def environment(name: str) -> str | None:
-    """A variable of the process's environment (PATH, XDG_DATA_HOME, ...)."""
-    return os.environ.get(name)
-
-
-def cache_home() -> Path:
-    """Folder of installed harness programs: $OUTRIDER_HOME, else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
-    if home := os.environ.get(PREFIX + "HOME"):
-        return Path(home)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

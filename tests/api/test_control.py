@@ -13,14 +13,14 @@ import aiohttp
 import msgspec
 import pytest
 
-from outrider.api.server import check_address
+from outrider.api.access import check_address
 from outrider.client import AsyncClient, Client
 from outrider.errors import InvalidField, ModelMismatch, NotFound, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
 from outrider.runtimes.base import Availability
 from outrider.testing.memory_runtime.runtime import MemoryRuntime
 from outrider.testing.scripted_engine import ScriptedEngine
-from support.service import running_service, say
+from support.service import running_node, running_service, say
 
 TASK = {
     "instruction": "say hello",
@@ -97,15 +97,15 @@ async def test_what_json_cannot_say_is_refused_before_it_is_sent(value: Any) -> 
 
 
 async def test_what_is_stored_is_for_its_own_user_alone(tmp_path: Path) -> None:
-    async with running_service(tmp_path=tmp_path, data=tmp_path / "new" / "data") as (service, _):
-        for folder in (service.config.data, service.node.gateway_socket.parent):
+    async with running_node(tmp_path=tmp_path, data=tmp_path / "new" / "data") as ((service, node), _):
+        for folder in (service.config.data, node.gateway_socket.parent):
             assert folder.stat().st_mode & 0o077 == 0
 
 
 async def test_a_sandbox_can_say_nothing_to_the_control_api(tmp_path: Path) -> None:
     async with (
-        running_service(tmp_path=tmp_path) as (service, _),
-        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(service.node.gateway_socket))) as http,
+        running_node(tmp_path=tmp_path) as ((service, node), _),
+        aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(node.gateway_socket))) as http,
     ):
         for method, path in (("GET", "/v1/status"), ("POST", "/v1/groups"), ("GET", "/openapi.json"), ("GET", "/")):
             async with http.request(method, f"http://any{path}", data=msgspec.json.encode({"task": TASK})) as reply:

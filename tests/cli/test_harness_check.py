@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from cli.world import Cli
-from outrider.certify.judge import RowVerdict
-from outrider.certify.run import Certificate
+from outrider.certify.judge import Certificate, RowVerdict
 from outrider.cli.harness_check import print_certificate
 from outrider.cli.progress import row_progress
 from outrider.cli.terminal import Terminal

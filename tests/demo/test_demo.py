@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from outrider.demo.dialogue import POLICY
-from outrider.demo.run import GROUPS, SAMPLES, Rollouts
-from outrider.demo.sample_check import sample_faults
-from outrider.demo.summary import best_session, tallies
+from outrider.demo.run import GROUPS, SAMPLES
+from outrider.demo.summary import Rollouts, best_session, sample_faults, tallies
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.runtimes.default_runtime import default_runtime
 from outrider.schemas import GroupView, SessionView, TurnView

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from outrider.certify.judge import RowVerdict
+from outrider.certify.judge import RowVerdict, Subject
 from outrider.certify.rows import row_named
-from outrider.certify.run import Subject, certify
+from outrider.certify.run import certify
 from outrider.harnesses.install import install
 from outrider.harnesses.presets import DIALECT, load_preset
 from outrider.spec import HarnessSpec, RuntimeSpec

@@ -18,6 +18,7 @@ from outrider.config import Config, ModelConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.schemas import GroupView
+from outrider.service.assembly import open_service
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.trajectory import Turn, Verdict
@@ -97,7 +98,12 @@ async def a_parked_session(
     config = Config(port=0, data=folder, model=model, engines=(engine,))
     line = Line()
     listener = await asyncio.start_server(line.accept, "127.0.0.1", 0)
-    async with listener, Service(config) as service, serving(service) as url, AsyncClient(url) as client:
+    async with (
+        listener,
+        open_service(config) as (service, node),
+        serving(service, node) as url,
+        AsyncClient(url) as client,
+    ):
         try:
             group = await client.submit(_group(listener.sockets[0].getsockname()[1]))
             async with asyncio.timeout(PARK_SECONDS):

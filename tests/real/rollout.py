@@ -23,7 +23,7 @@ from outrider.engines.base import EngineOptions
 from outrider.lifecycle import StopReason
 from outrider.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.schemas import GroupView, SessionView, TurnView
-from outrider.service.service import Service
+from outrider.service.assembly import open_service
 from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.trajectory import BranchKind, TokenMode
 
@@ -157,9 +157,9 @@ async def a_world(folder: Path, policy: Path, replies: Sequence[str | dict[str, 
     )
     config = Config(port=0, data=folder, model=ModelConfig(tokenizer=str(policy), renderer="qwen3"), engines=())
     async with (
-        Service(config) as service,
-        serving(service) as url,
-        watched(service.node.gateway_socket) as wire,
+        open_service(config) as (service, node),
+        serving(service, node) as url,
+        watched(node.gateway_socket) as wire,
         AsyncClient(url) as client,
     ):
         await service.pool.add_engine(engine)

@@ -11,7 +11,7 @@ import pytest
 
 from docs.pages import page
 from outrider.cli import main
-from outrider.config import cache_home
+from outrider.environment import cache_home
 from outrider.harnesses.build_in_place import Contents, build_in_place
 
 pytestmark = pytest.mark.real

@@ -17,7 +17,7 @@ from outrider.config import Config, ModelConfig
 from outrider.harnesses.install import install
 from outrider.lifecycle import StopReason
 from outrider.schemas import GroupView
-from outrider.service.service import Service
+from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
 from outrider.trajectory import TokenMode
 
@@ -73,7 +73,7 @@ async def a_service(folder: Path, policy: Path, engine: EngineSpec, *, renderer:
         model=ModelConfig(tokenizer=str(policy), renderer=renderer),
         engines=(engine,),
     )
-    async with Service(config) as service, serving(service) as url, AsyncClient(url) as client:
+    async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
         yield client
 
 

@@ -107,7 +107,7 @@ async def assert_over(world: World, groups: Sequence[GroupSpec], views: Sequence
     """Nothing is held and nothing lost. How often each ending came, errors by their code."""
     sessions = sum(spec.n for spec in groups)
     world.assert_quiet()
-    assert list(world.service.node.gateway_socket.parent.glob("s-*")) == []
+    assert list(world.node.gateway_socket.parent.glob("s-*")) == []
     assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("session ")] == []
     assert [view.cursor for view in views] == list(range(1, len(groups) + 1))
     assert {view.state for view in views} == {GroupState.DONE}

@@ -120,7 +120,7 @@ async def test_what_a_session_held_is_freed_without_the_garbage_collector(
     async with world() as w:
         view = await w.submit("wait here", "ask", last, max_attempts=1, **fields)
         await w.stage.arrived["here"].wait()
-        (conversation,) = w.service.node._conversations.values()
+        (conversation,) = w.node._conversations.values()
         tree = weakref.ref(conversation.tree)
         del conversation
         gc.disable()

@@ -136,7 +136,7 @@ async def test_two_sandboxes_of_a_session_have_two_shares_or_one_is_made_later(
     async with world(sandboxes=SandboxesConfig(memory_mb=memory_mb)) as w:
 
         def set_aside() -> int:
-            return w.service.node.stats().resources.memory_mb_set_aside
+            return w.node.stats().resources.memory_mb_set_aside
 
         runtime = {"resources": {"memory_mb": 1000}}
         given = carried("ask", TAMPER, "wait here", runtime=runtime, options={"wait": "there"})
@@ -162,7 +162,7 @@ async def test_the_second_share_is_given_back_whatever_a_plugin_does(world: Make
         session = await w.run(*given.pop("do"), **given, max_attempts=1)
         assert result_of(session).error is not None
         w.assert_quiet()
-        assert w.service.node.stats().resources.memory_mb_set_aside == 0
+        assert w.node.stats().resources.memory_mb_set_aside == 0
 
 
 async def test_a_second_share_is_not_taken_before_those_who_wait(world: MakeWorld) -> None:
@@ -172,7 +172,7 @@ async def test_a_second_share_is_not_taken_before_those_who_wait(world: MakeWorl
         given = carried("ask", TAMPER, runtime=runtime)
         view = await w.submit(*given.pop("do"), n=6, **given)
         assert all(result_of(session).verdict for session in (await w.done(view.id)).sessions)
-        resources = w.service.node.stats().resources
+        resources = w.node.stats().resources
         assert (resources.memory_mb_set_aside, resources.waiting) == (0, 0)
         w.assert_quiet()
 

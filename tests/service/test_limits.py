@@ -127,7 +127,7 @@ async def test_no_clock_runs_while_the_service_stands_still(world: MakeWorld) ->
     async with world() as w:
         result = result_of(await w.run("ask", "freeze 1", limits={"agent_seconds": 0.8, "session_seconds": 0.8}))
         assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
-        stalls = w.service.node.stats().stalls
+        stalls = w.node.stats().stalls
         assert stalls.count >= 1
         assert stalls.longest >= 0.9
         assert stalls.held < stalls.longest  # it slept

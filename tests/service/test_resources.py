@@ -23,7 +23,7 @@ def needing(**resources: Any) -> dict[str, Any]:
 
 
 def resources(w: World) -> ResourceStats:
-    return w.service.node.stats().resources
+    return w.node.stats().resources
 
 
 async def test_sessions_that_need_all_of_it_run_one_after_another(world: MakeWorld) -> None:

@@ -15,7 +15,7 @@ from outrider.lifecycle import StopReason
 from outrider.plugins import resolve
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.schemas import GroupView
-from outrider.service.service import Service
+from outrider.service.assembly import open_service
 from outrider.store.sqlite import sqlite_store
 
 from .conftest import MakeWorld
@@ -88,7 +88,7 @@ async def test_a_cancel_that_the_service_did_not_live_to_carry_out(world: MakeWo
 async def test_a_data_folder_has_one_service(world: MakeWorld, tmp_path: Path, tokenizer: Path) -> None:
     async with world() as w:
         with pytest.raises(ServiceError, match="another service is using"):
-            async with Service(config(tmp_path, tokenizer)):
+            async with open_service(config(tmp_path, tokenizer)):
                 pass
         assert result_of(await w.run("ask")).stop_reason is StopReason.COMPLETED
 
@@ -166,7 +166,7 @@ async def test_another_service_keeps_its_folder(world: MakeWorld, temporary: Pat
     (temporary / "outrider-file").touch()
     async with world() as w:
         async with a_world(temporary / "other", tokenizer) as other:
-            assert w.service.node.gateway_socket.parent.is_dir()
+            assert w.node.gateway_socket.parent.is_dir()
             assert result_of(await other.run("ask")).stop_reason is StopReason.COMPLETED
         assert result_of(await w.run("ask")).stop_reason is StopReason.COMPLETED
     assert names(temporary) == ["other", "outrider-file", "outrider-notes"]

@@ -34,7 +34,7 @@ async def test_the_next_session_finds_its_sandbox_ready(world: MakeWorld) -> Non
         await full(w, 3)
         second = await w.run("ask", **given)
         assert result_of(first).error is result_of(second).error is None
-        stats = w.service.node.stats().warm
+        stats = w.node.stats().warm
         assert (stats.taken, stats.misses) == (1, 1)
         assert {name for name, _ in w.stage.ledger.stopped} == {first.id, "warm-0"}
         await full(w, 3)
@@ -48,7 +48,7 @@ async def test_an_upload_that_has_changed_is_uploaded_anew(world: MakeWorld, tmp
             session = await w.run("ask", f"run test $(cat data) = {text}", runtime=runtime, max_attempts=1)
             await full(w, 3 if text == "one" else 6)
             assert result_of(session).stop_reason is not None
-        assert w.service.node.stats().warm.misses == 2
+        assert w.node.stats().warm.misses == 2
 
 
 def any_fate(rng: random.Random) -> GroupSpec:
@@ -83,5 +83,5 @@ async def test_a_storm(world: MakeWorld, many: int, seed: int) -> None:
             str(error) for session in ended if (error := result_of(session).error) and "AssertionError" in str(error)
         ]
         assert faults == []  # of a sandbox that somebody had used, or nobody had prepared
-        assert w.service.node.stats().warm.taken > 20
+        assert w.node.stats().warm.taken > 20
         assert sum(name.startswith("warm") for name, _ in w.stage.ledger.started) > 20

@@ -14,7 +14,9 @@ from outrider.engines.base import EngineOptions
 from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import GroupView, LaneStats, SessionView
 from outrider.service.admission import validate_group
+from outrider.service.assembly import open_service
 from outrider.service.service import Service
+from outrider.sessions.node import LocalNode
 from outrider.spec import GroupSpec
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
@@ -31,8 +33,9 @@ HASTY = Backoff(first=0.01, longest=0.02)
 class World:
     """A running service on one scripted engine, and what a test asks of it."""
 
-    def __init__(self, service: Service, url: str, stage: Stage, engine: ScriptedEngine) -> None:
+    def __init__(self, service: Service, node: LocalNode, url: str, stage: Stage, engine: ScriptedEngine) -> None:
         self.service = service
+        self.node = node
         self.url = url
         self.stage = stage
         self.engine = engine
@@ -67,14 +70,14 @@ class World:
         return [event.data for event in await self.service.events(after=0, limit=10_000) if event.kind == kind]
 
     def lanes(self) -> tuple[LaneStats, ...]:
-        return self.service.node.stats().lanes
+        return self.node.stats().lanes
 
     def assert_quiet(self) -> None:
         """Nothing is held by anybody: no slot, seat, call or sandbox."""
         assert self.stage.ledger.balanced
         assert set(self.stage.ledger.stopped.values()) <= {1}
         assert [(lane.in_use, lane.waiting) for lane in self.lanes()] == [(0, 0)] * 4
-        assert self.service.node.stats().sessions == 0
+        assert self.node.stats().sessions == 0
         for engine in self.service.pool.status():
             assert (engine.in_flight, engine.sessions, engine.assigned_tokens) == (0, 0, 0)
 
@@ -153,10 +156,10 @@ async def a_world(
     """
     engine = engine_of(tokenizer, replies, **(script or {}))
     with a_stage() as stage:
-        async with Service(config(folder, tokenizer, **settings), pauses=HASTY) as service:
+        async with open_service(config(folder, tokenizer, **settings), pauses=HASTY) as (service, node):
             await service.pool.add_engine(engine)
-            async with serving(service) if http else unserved(service) as url:
-                yield World(service, url, stage, engine)
+            async with serving(service, node) if http else unserved(service) as url:
+                yield World(service, node, url, stage, engine)
         assert stage.ledger.balanced
         assert set(stage.ledger.stopped.values()) <= {1}
 

@@ -50,7 +50,8 @@ async def test_a_failing_step_changes_nothing(tmp_path: Path) -> None:
     async with sqlite_store(path) as store:
         await submit(store, group_row())
     with pytest.raises(ServiceError, match="nowhere"):
-        await Store(SqliteDatabase(path), migrations=BROKEN).open()
+        async with Store(SqliteDatabase(path), migrations=BROKEN):
+            pass
     assert await versions(path) == CURRENT
     async with Store(SqliteDatabase(path), migrations=NEXT) as store:
         assert await store.group("g") == group_row()
@@ -62,7 +63,8 @@ async def test_a_newer_database_is_refused_with_advice(tmp_path: Path) -> None:
         pass
     store = sqlite_store(path)
     with pytest.raises(ServiceError, match=f"version {len(CURRENT) + 1},") as caught:
-        await store.open()
+        async with store:
+            pass
     assert "upgrade" in str(caught.value.hint)
     with pytest.raises(ServiceError, match="not open"):
         await store.groups()

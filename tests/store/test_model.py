@@ -60,10 +60,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.groups: list[ModelGroup] = []
         self.done: list[ModelGroup] = []
         self.counted: dict[EventKind, int] = dict.fromkeys(EventKind, 0)
-        self.run(self.store.open())
+        self.run(self.store.__aenter__())
 
     def teardown(self) -> None:
-        self.run(self.store.close())
+        self.run(self.store.__aexit__(None, None, None))
         self.runner.close()
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:

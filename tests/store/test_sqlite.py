@@ -177,7 +177,8 @@ async def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
         (tmp_path, "must exist"),
     ):
         with pytest.raises(ServiceError) as caught:
-            await sqlite_store(path).open()
+            async with sqlite_store(path):
+                pass
         assert hint in str(caught.value.hint)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outrider-store")]
 

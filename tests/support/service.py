@@ -10,6 +10,7 @@ from typing import Any
 from outrider.api.server import serving
 from outrider.config import Config, ModelConfig
 from outrider.engines.base import EngineOptions
+from outrider.service.assembly import Opened, open_service
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.testing.scripted_engine import ScriptedEngine
@@ -45,8 +46,21 @@ async def running_service(
     engine: ScriptedEngine | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Service, str]]:
-    """The service and its URL. `replies` are the engine's script, unless an `engine` is given; `settings` are those
-    of `Config`. Data, files and tokenizer live below `tmp_path`."""
+    """The service and its URL; for the arguments see `running_node`."""
+    async with running_node(tmp_path=tmp_path, replies=replies, engine=engine, **settings) as (opened, url):
+        yield opened.service, url
+
+
+@asynccontextmanager
+async def running_node(
+    *,
+    tmp_path: Path,
+    replies: Sequence[str | dict[str, Any]] = (say("hello"),),
+    engine: ScriptedEngine | None = None,
+    **settings: Any,
+) -> AsyncIterator[tuple[Opened, str]]:
+    """The service with its node, and its URL. `replies` are the engine's script, unless an `engine` is given;
+    `settings` are those of `Config`. Data, files and tokenizer live below `tmp_path`."""
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
     files = tmp_path / "files"
     files.mkdir(exist_ok=True)
@@ -58,7 +72,7 @@ async def running_service(
         "model": ModelConfig(tokenizer=tokenizer, renderer=RENDERER),
         "engines": own,
     }
-    async with Service(Config(**defaults | settings)) as service, serving(service) as url:
+    async with open_service(Config(**defaults | settings)) as opened, serving(*opened) as url:
         if engine is not None:
-            await service.pool.add_engine(engine)
-        yield service, url
+            await opened.service.pool.add_engine(engine)
+        yield opened, url

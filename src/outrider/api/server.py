@@ -1,6 +1,6 @@
-"""Serves the application: everything on a TCP address, and only the model gateway on the node's Unix socket.
+"""The HTTP application and its two servers: everything on a TCP address, only the model gateway on a Unix socket.
 
-Invariant: sandboxes reach only the Unix socket, so no program in them can call the control API.
+Invariant: sandboxes reach only the node's Unix socket, so no program in them can call the control API.
 """
 
 from __future__ import annotations
@@ -10,15 +10,119 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
+from importlib.metadata import version
 
+import msgspec
 import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.exceptions import RequestValidationError
 
-from outrider.api.app import create_app, is_local
+from outrider.api.access import AccessControl, check_address
+from outrider.api.engines import engine_routes
+from outrider.api.files import artifact_routes, image_routes
 from outrider.api.gateway import Gateway
-from outrider.errors import InvalidField, ServiceError
+from outrider.api.groups import group_routes
+from outrider.api.openapi import describe
+from outrider.api.replies import bad_query, outrider_error, unknown_route
+from outrider.errors import EngineUnavailable, OutriderError, ServiceError
 from outrider.file_descriptors import raise_limit, shares
 from outrider.http_server import Application, Receive, Scope, Send, server_settings
 from outrider.service.service import Service
+from outrider.sessions.node import LocalNode
+
+
+@asynccontextmanager
+async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
+    """Serve a service and its node's model gateway, and run its sessions; yields its base URL, such as
+    http://127.0.0.1:8700.
+
+    Raises InvalidField for a public address without a token, and ServiceError if the address is in use.
+    """
+    config = service.config
+    check_address(config.host, config.token)
+    with _listener(config.host, config.port) as outside, socket.socket(socket.AF_UNIX) as inside:
+        inside.bind(str(node.gateway_socket))
+        host, port = outside.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        share = shares(raise_limit())
+        gateway = Gateway(node, calls=share.session)
+        control = AccessControl(control_app(service), config.token)
+        servers = [
+            (_Server(RootApp(control, gateway), share.control), outside),
+            (_Server(gateway, share.sandboxes), inside),
+        ]
+        failure: Exception | None = None
+        async with asyncio.TaskGroup() as group:
+            for server, bound in servers:
+                group.create_task(server.serve(sockets=[bound]), name="http server")
+            for server, _ in servers:
+                await server.ready.wait()
+            try:
+                with node.gateway_at(url):
+                    async with service.running():
+                        yield url
+            except Exception as error:  # an error of the caller's block: the task group would wrap it in a group
+                failure = error
+            finally:
+                for server, _ in servers:
+                    server.should_exit = server.force_exit = True
+        if failure is not None:
+            raise failure
+
+
+def control_app(service: Service) -> FastAPI:
+    """The control API, without access control."""
+    app = FastAPI(
+        title="Outrider",
+        version=version("outrider"),
+        description="Agent rollouts as a service for reinforcement learning.",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.include_router(group_routes(service))
+    app.include_router(image_routes(service))
+    app.include_router(artifact_routes(service))
+    app.include_router(engine_routes(service))
+    app.add_exception_handler(OutriderError, outrider_error)
+    app.add_exception_handler(Exception, outrider_error)
+    app.add_exception_handler(RequestValidationError, bad_query)
+    app.add_exception_handler(404, unknown_route)
+    app.add_exception_handler(405, unknown_route)
+
+    @app.get("/healthz", include_in_schema=False)
+    async def alive() -> Response:
+        return Response("ok\n", media_type="text/plain")
+
+    @app.get("/readyz", include_in_schema=False)
+    async def ready() -> Response:
+        if not any(engine.ok for engine in service.pool.status()):
+            raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
+        return Response("ok\n", media_type="text/plain")
+
+    description = cache(lambda: msgspec.json.encode(describe(app)))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def described() -> Response:
+        """The description, made on the first request and in a thread: that takes longer than the rest of a start."""
+        return Response(await asyncio.to_thread(description), media_type="application/json")
+
+    return app
+
+
+class RootApp:
+    """Passes model calls to the gateway, and everything else to the control application."""
+
+    def __init__(self, control: Application, gateway: Gateway) -> None:
+        self._control = control
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._gateway.serves(scope):
+            await self._gateway(scope, receive, send)
+        else:
+            await self._control(scope, receive, send)
 
 
 class _Server(uvicorn.Server):
@@ -54,52 +158,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def check_address(host: str, token: str | None) -> None:
-    """Raises InvalidField for an address that other machines can reach, if there is no token."""
-    if not is_local(host) and not token:
-        raise InvalidField(
-            f"{host} can be reached from other machines, and no token is set",
-            field="token",
-            hint="set one with --token or OUTRIDER_TOKEN, or serve on 127.0.0.1",
-        )
-
-
-@asynccontextmanager
-async def serving(service: Service) -> AsyncIterator[str]:
-    """Serve a service and run its sessions; yields its base URL, such as http://127.0.0.1:8700.
-
-    Raises InvalidField for a public address without a token, and ServiceError if the address is in use.
-    """
-    config = service.config
-    check_address(config.host, config.token)
-    with _listener(config.host, config.port) as outside, socket.socket(socket.AF_UNIX) as inside:
-        inside.bind(str(service.node.gateway_socket))
-        host, port = outside.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        share = shares(raise_limit())
-        servers = [
-            (_Server(create_app(service, calls=share.session), share.control), outside),
-            (_Server(Gateway(service.node, calls=share.session), share.sandboxes), inside),
-        ]
-        failure: Exception | None = None
-        async with asyncio.TaskGroup() as group:
-            for server, bound in servers:
-                group.create_task(server.serve(sockets=[bound]), name="http server")
-            for server, _ in servers:
-                await server.ready.wait()
-            try:
-                with service.node.gateway_at(url):
-                    async with service.running():
-                        yield url
-            except Exception as error:  # an error of the caller's block: the task group would wrap it in a group
-                failure = error
-            finally:
-                for server, _ in servers:
-                    server.should_exit = server.force_exit = True
-        if failure is not None:
-            raise failure
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -19,10 +19,22 @@ from outrider.certify.tool_finder import COMMAND, READ, WRITE, describe, find_su
 from outrider.harnesses.presets import Certify
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
+from outrider.spec import HarnessSpec, RuntimeSpec
 from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import BranchKind, Ids, Sample, SessionResult
 
 Word = Literal["holds", "does not hold", "not tried"]
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """What is certified: a harness and its sandbox as a task names them, the dialect that it must speak (None: any),
+    and what its preset says of its tools."""
+
+    name: str
+    harness: HarnessSpec
+    runtime: RuntimeSpec
+    dialect: str | None = None
+    hint: Certify = Certify()
 
 
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +61,17 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool = False
     seconds: float = 0.0
     log_tail: str | None = None
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdicts, in the order of the rows. `ok` says whether it holds (see `holds`)."""
+
+    harness: str
+    dialect: str | None
+    runtime: str
+    ok: bool
+    rows: tuple[RowVerdict, ...]
+    seconds: float
 
 
 def holds(rows: Sequence[RowVerdict]) -> bool:

@@ -12,19 +12,16 @@ from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-import msgspec
-
 from outrider.api.server import serving
 from outrider.certify.gateway_tap import GatewayTap, tapped
-from outrider.certify.judge import Evidence, RowVerdict, holds, judge
+from outrider.certify.judge import Certificate, Evidence, RowVerdict, Subject, holds, judge
 from outrider.certify.rows import FIRST_WORD, MARK, Row
 from outrider.certify.scripted_model import ScriptedModel
 from outrider.client import AsyncClient
 from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
-from outrider.harnesses.presets import Certify
 from outrider.schemas import GroupView
-from outrider.service.service import Service
-from outrider.spec import EvaluatorSpec, GroupSpec, HarnessSpec, Limits, RuntimeSpec, TaskSpec, Write
+from outrider.service.assembly import open_service
+from outrider.spec import EvaluatorSpec, GroupSpec, Limits, TaskSpec, Write
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 RENDERER = "qwen3"
@@ -34,28 +31,6 @@ AT_ONCE = 2
 
 TURNS = 24
 """Model calls of one session: far more than any row needs, so that only a program that never ends reaches it."""
-
-
-class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What is certified: a harness and its sandbox as a task names them, the dialect that it must speak (None: any),
-    and what its preset says of its tools."""
-
-    name: str
-    harness: HarnessSpec
-    runtime: RuntimeSpec
-    dialect: str | None = None
-    hint: Certify = Certify()
-
-
-class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdicts, in the order of the rows. `ok` says whether it holds (see `judge.holds`)."""
-
-    harness: str
-    dialect: str | None
-    runtime: str
-    ok: bool
-    rows: tuple[RowVerdict, ...]
-    seconds: float
 
 
 async def certify(
@@ -81,9 +56,9 @@ async def certify(
             sandboxes=SandboxesConfig(allow=(Path("/"),)),  # tasks here come from the user who may read these files
         )
         async with (
-            Service(config) as service,
-            serving(service) as url,
-            tapped(service.node, (FIRST_WORD,)) as tap,
+            open_service(config) as (service, node),
+            serving(service, node) as url,
+            tapped(node, (FIRST_WORD,)) as tap,
             AsyncClient(url) as client,
         ):
             tokenizer = await asyncio.to_thread(Tokenizer.load, policy)

@@ -16,8 +16,7 @@ from outrider.cli.terminal import Terminal, terminal_of
 from outrider.runtimes.default_runtime import default_runtime
 
 if TYPE_CHECKING:
-    from outrider.demo.run import Rollouts
-    from outrider.demo.summary import Summary
+    from outrider.demo.summary import Rollouts, Summary
 
 
 def demo(
@@ -43,8 +42,7 @@ def demo(
     # Imported here because most commands do not need the server's libraries.
     from outrider.demo.dialogue import POLICY
     from outrider.demo.run import run_demo
-    from outrider.demo.sample_check import sample_faults
-    from outrider.demo.summary import write_files
+    from outrider.demo.summary import sample_faults, write_files
     from outrider.tokens.rendering.tokenizer import Tokenizer
 
     terminal = terminal_of(ctx)

@@ -14,9 +14,8 @@ import msgspec
 from rich.table import Column, Table
 from rich.text import Text
 
-from outrider.certify.judge import RowVerdict, holds
+from outrider.certify.judge import Certificate, RowVerdict, Subject, holds
 from outrider.certify.rows import ROWS
-from outrider.certify.run import Certificate, Subject, certify
 from outrider.cli.event_loop import run_service
 from outrider.cli.progress import row_progress
 from outrider.cli.tables import number, table, word
@@ -99,6 +98,9 @@ def _preset_subject(name: str, harness: HarnessSpec, runtime: RuntimeSpec, diale
 def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> int:
     """Certify the subject and print its certificate; the exit code. `names` are the rows to try, all where it is empty;
     `seconds` bounds the run of one row. Raises InvalidField for an unknown row."""
+    # Imported here because a wrong row or harness is refused without the server's libraries.
+    from outrider.certify.run import certify
+
     known = [VERSION, *(row.name for row in ROWS)]
     for name in names:
         if name not in known:

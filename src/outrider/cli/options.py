@@ -8,7 +8,7 @@ import typer
 
 from outrider.cli.terminal import terminal_of
 from outrider.client import DEFAULT_URL, AsyncClient, Client
-from outrider.config import environment
+from outrider.environment import environment
 
 
 def _json(ctx: typer.Context, given: bool) -> bool:

@@ -170,13 +170,14 @@ def serve(
 
 async def _serve(terminal: Terminal, config: Config) -> None:
     # Imported here because most commands do not need the server's libraries.
-    from outrider.api.server import check_address, serving
-    from outrider.service.service import Service
+    from outrider.api.access import check_address
+    from outrider.api.server import serving
+    from outrider.service.assembly import open_service
 
     check_address(config.host, config.token)
     stopped = _cancel_on_signal()
     try:
-        async with Service(config) as service, serving(service) as url:
+        async with open_service(config) as opened, serving(*opened) as url:
             shorten_pauses()
             terminal.out.print(f"outrider is ready at {url}")
             flags = "" if url == DEFAULT_URL else f" --url {url}"

@@ -12,15 +12,13 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
-
 from outrider.api.server import serving
 from outrider.client import AsyncClient, Watch
 from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.demo.dialogue import POLICY
+from outrider.demo.summary import Rollouts
 from outrider.demo.task import Episode, group_spec, make_task
-from outrider.schemas import GroupView, TurnView
-from outrider.service.service import Service
+from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
 
 GROUPS = 4
@@ -32,14 +30,6 @@ RENDERER = "template:qwen3"
 
 LANES = LanesConfig(init=8, run=32, eval=8)
 """All sessions run at once, because the embedded engine answers 32 requests together about 7 times as fast."""
-
-
-class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demo made: its groups, done and with samples, and the turns of every session by session id."""
-
-    groups: tuple[GroupView, ...]
-    turns: dict[str, tuple[TurnView, ...]]
-    seconds: float
 
 
 async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None) -> Rollouts:
@@ -64,7 +54,7 @@ async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None) -> R
             lanes=LANES,
             engines=(EngineSpec(kind="embedded", model=policy),),
         )
-        async with Service(config) as service, serving(service) as url, AsyncClient(url) as client:
+        async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
             specs = [group_spec(episode, SAMPLES, runtime=runtime) for episode in episodes.values()]
             submitted = [await client.submit(spec) for spec in specs]
             await client.wait([group.id for group in submitted], watch)

@@ -1,21 +1,32 @@
-"""The summary of a demo: counts, rewards, tokens and times, and the files that it is written to.
+"""What a demo made: its sessions, the check of their samples, the sums over them, and the files they are written to.
 
-Pure except for `write_files`.
+Pure except for `write_files`. The check runs no model: whether the engine was given exactly these ids is what the
+service's count of drift says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
 
-from outrider.demo.run import Rollouts
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.sample_files import SampleFormat, sample_file
-from outrider.schemas import GroupView, SessionView
+from outrider.schemas import GroupView, SessionView, TurnView
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import Sample
+
+
+class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the demo made: its groups, done and with samples, and the turns of every session by session id."""
+
+    groups: tuple[GroupView, ...]
+    turns: dict[str, tuple[TurnView, ...]]
+    seconds: float
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,3 +155,38 @@ def _write_samples(rollouts: Rollouts, path: Path, kind: SampleFormat) -> None:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return fmean(listed) if listed else 0.0
+
+
+def sample_faults(rollouts: Rollouts, tokenizer: Tokenizer) -> list[str]:
+    """What is wrong with the samples, in words; empty when nothing is. Every text that is trained on must be one that a
+    turn sampled: the ids are decoded again."""
+    found: list[str] = []
+    for group in rollouts.groups:
+        trained: dict[str, int] = {session.id: 0 for session in group.sessions}
+        for sample in group.samples or ():
+            trained[sample.session_id] += sum(sample.loss_mask)
+            found += _one_sample_faults(sample, rollouts.turns[sample.session_id], tokenizer)
+        for session in group.sessions:
+            expected = session.result.tokens.trained if session.result else 0
+            if trained[session.id] != expected:
+                found.append(
+                    f"{session.id}: its samples train {trained[session.id]} tokens, its result says {expected}"
+                )
+    return found
+
+
+def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tokenizer) -> Iterator[str]:
+    name = f"{sample.session_id} row {sample.row}"
+    lengths = {len(column) for column in (sample.ids, sample.loss_mask, sample.logprobs, sample.versions)}
+    if len(lengths) != 1:
+        yield f"{name}: its columns have different lengths"
+        return
+    sampled = {turn.sampled for turn in turns}
+    # One turn is one unbroken run of tokens that are trained on.
+    for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
+        if mask and (text := tokenizer.decode([token for _, token in run])) not in sampled:
+            yield f"{name}: {text!r} is trained on, but no turn said it"
+    for mask, logprob, version in zip(sample.loss_mask, sample.logprobs, sample.versions, strict=True):
+        if not (logprob <= 0.0 and version >= 0 if mask else logprob == 0.0 and version == -1):
+            yield f"{name}: mask {mask} with log-probability {logprob} and version {version}"
+            return

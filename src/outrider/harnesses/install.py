@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.config import cache_home, environment
+from outrider.environment import cache_home, environment
 from outrider.errors import HarnessUnavailable, InvalidField
 from outrider.harnesses.build_in_place import Contents, build_in_place, invalidate, is_complete
 from outrider.harnesses.interpreters import find_python

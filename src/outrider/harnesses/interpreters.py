@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from outrider.config import environment
+from outrider.environment import environment
 from outrider.errors import HarnessUnavailable
 
 ASK_SECONDS = 30

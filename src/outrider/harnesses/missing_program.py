@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.config import environment
+from outrider.environment import environment
 from outrider.errors import RuntimeFailure
 from outrider.runtimes.base import ExecResult, Runtime
 

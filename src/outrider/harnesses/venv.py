@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from outrider.config import cache_home
+from outrider.environment import cache_home
 from outrider.errors import InvalidField
 
 log = logging.getLogger("outrider.harness")

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from outrider.concurrency.build_once import build_once
-from outrider.config import cache_home
+from outrider.environment import cache_home
 from outrider.pythons.portable import portable_command, portable_digest, portable_python
 
 WITHOUT_IPYTHON = (

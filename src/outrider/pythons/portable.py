@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from outrider.concurrency.build_once import build_once
-from outrider.config import cache_home
+from outrider.environment import cache_home
 from outrider.errors import RuntimeUnavailable
 
 PORTABLE_AT = "/run/outrider-python"

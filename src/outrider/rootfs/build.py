@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.concurrency.build_once import build_once
-from outrider.config import cache_home
+from outrider.environment import cache_home
 from outrider.rootfs.apptainer import apptainer_program
 from outrider.rootfs.recipe import Definition, Recipe, definition_of, local_base
 from outrider.rootfs.store import ImageStore

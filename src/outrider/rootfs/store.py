@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from outrider.concurrency.build_once import build_once, locked, new_draft, remove_tree
-from outrider.config import cache_home
+from outrider.environment import cache_home
 from outrider.errors import InvalidField, NotFound, RequestError
 from outrider.rootfs.archives import digest_of_file, layered
 from outrider.rootfs.sif import is_sif, unpack_sif

@@ -1,119 +1,69 @@
-"""The service: store, engine pool, node, scheduler and delivery, opened and closed together.
+"""The service: what the HTTP layer talks to. It admits groups, has them scheduled and delivered, and reads them back.
 
-It is what the HTTP layer talks to, and knows no HTTP. Invariant: a group is stored before `submit` returns it.
+It knows no HTTP, and of a node only the protocol. Invariant: a group is stored before `submit` returns it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
-from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import Broadcast, wait_for_event
-from outrider.concurrency.offload import Steps
-from outrider.config import Config, SandboxesConfig
+from outrider.concurrency.offload import OffloadThread, Steps
+from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
-from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.schemas import EventView, GroupView, ServiceStatus
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import PAUSES, Scheduler
-from outrider.service.tokenizer_check import TokenizerCheck
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
+from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
-from outrider.sessions.calls.call import ModelBackend
-from outrider.sessions.lanes import Lanes
-from outrider.sessions.node import LocalNode
-from outrider.sessions.resources import NodeResources, ResourceAmount, machine_capacity
 from outrider.spec import GroupSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
-from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
-from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
 class Service:
-    """`async with Service(config) as service`. Raises InvalidField for settings that cannot work on this machine.
+    """Accepts groups, and runs their sessions within `async with service.running()`.
 
-    An open service accepts groups; it runs their sessions only within `async with service.running()`. `pauses` are the
-    waits between a session's failed attempts.
+    It is made by `service/assembly.py` of parts that are open already, and closes none of them. `pauses` are the waits
+    between a session's failed attempts.
     """
 
-    def __init__(self, config: Config, *, pauses: Backoff = PAUSES) -> None:
-        if config.model.tokenizer is None:
-            raise InvalidField(
-                "no tokenizer is set",
-                field="model.tokenizer",
-                hint="give the model's folder: --tokenizer DIR (the one that holds tokenizer.json)",
-            )
-        self.config = config
-        self._ids = Ids()
-        tokenizer = Tokenizer.load(config.model.tokenizer)
-        renderer = make_renderer(tokenizer, config.model.renderer)
-        self.store: Store = sqlite_store(config.data / "outrider.sqlite3")
-        self.artifacts = ArtifactStore(config.data / "artifacts")
-        self.pool = EnginePool(
-            tokenizer=config.model.tokenizer, vocabulary=tokenizer.vocabulary, check=TokenizerCheck(tokenizer)
-        )
-        self.node = LocalNode(
-            "local",
-            backend=ModelBackend(
-                renderer=renderer,
-                pool=self.pool,
-                model=config.model.name,
-                context_tokens=config.model.context_tokens,
-            ),
-            store=self.store,
-            artifacts=self.artifacts,
-            lanes=Lanes(
-                init=config.lanes.init,
-                run=config.lanes.run,
-                evaluate=config.lanes.eval,
-            ),
-            resources=NodeResources(_sandbox_resources(config.sandboxes)),
-            files=config.files,
-            warm=WarmLimits(each=config.sandboxes.warm, memory_mb=config.sandboxes.warm_memory_mb),
-        )
-        self._offload = self.node.backend.offload
-        self.reader = ViewReader(self.store, tokenizer, self._offload)
-        self._deliverer = Deliverer(self.store, self.reader)
-        self._scheduler = Scheduler(self.store, [self.node], on_done=self._on_group_done, pauses=pauses)
-        self._group_done = Broadcast()
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            self.config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stack.callback(os.close, _lock_folder(self.config.data))
-            stack.push_async_callback(self._offload.close)
-            await self.store.open()
-            stack.push_async_callback(self.store.close)
-            await stack.enter_async_context(self.pool)
-            for spec in self.config.engines:
-                await self.pool.add(spec)
-            await stack.enter_async_context(self.node)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self,
+        config: Config,
+        *,
+        store: Store,
+        artifacts: ArtifactStore,
+        pool: EnginePool,
+        node: Node,
+        tokenizer: Tokenizer,
+        offload: OffloadThread,
+        pauses: Backoff = PAUSES,
     ) -> None:
-        await self._stack.__aexit__(None, None, None)
+        self.config = config
+        self.store = store
+        self.artifacts = artifacts
+        self.pool = pool
+        self.reader = ViewReader(store, tokenizer, offload)
+        self._offload = offload
+        self._ids = Ids()
+        self._deliverer = Deliverer(store, self.reader)
+        self._scheduler = Scheduler(store, [node], on_done=self._on_group_done, pauses=pauses)
+        self._group_done = Broadcast()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -232,29 +182,6 @@ class Service:
     def _on_group_done(self) -> None:
         self._group_done.send()
         self._deliverer.wake()
-
-
-def _sandbox_resources(config: SandboxesConfig) -> ResourceAmount:
-    """What this node has for its sandboxes: as configured, else what the machine has."""
-    found = machine_capacity()
-    return ResourceAmount(
-        cpus=found.cpus if config.cpus is None else config.cpus,
-        memory_mb=found.memory_mb if config.memory_mb is None else config.memory_mb,
-    )
-
-
-def _lock_folder(folder: Path) -> int:
-    """Take the data folder's lock; the descriptor that holds it. Raises ServiceError if another process has it."""
-    # A lock of the kernel and not a file with a process id: it is released however the process dies.
-    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ServiceError(
-            f"another service is using {folder}", hint="stop it, or give this one a folder of its own: --data DIR"
-        ) from error
-    return descriptor
 
 
 class Ids:

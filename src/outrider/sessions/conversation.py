@@ -17,7 +17,7 @@ from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.offload import Steps
 from outrider.dialects.base import AskedSampling, Completion, Dialect, Memory, ModelRequest, WireCall
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.member import ServingEngine
+from outrider.engines.pool.affinity import ServingEngine
 from outrider.errors import (
     ContextOverflow,
     EngineError,

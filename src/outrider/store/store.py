@@ -59,15 +59,6 @@ class Store:
         self._migrations = migrations
 
     async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def open(self) -> None:
         """Open the database and bring its schema up to date. Raises ServiceError."""
         await self._db.open()
         try:
@@ -75,8 +66,11 @@ class Store:
         except BaseException:  # also when cancelled: the database's threads must not be left running
             await self._db.close()
             raise
+        return self
 
-    async def close(self) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self._db.close()
 
     async def create_group(self, group: GroupRow, spec: bytes, session_ids: Sequence[str]) -> GroupRow:

@@ -30,8 +30,7 @@ from outrider.engines.base import (
     EngineOptions,
     GenerateRequest,
 )
-from outrider.engines.pool.affinity import Affinity
-from outrider.engines.pool.member import Member, ServingEngine
+from outrider.engines.pool.affinity import Affinity, Member, ServingEngine
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.schemas import EngineStatus

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.config import environment
+from outrider.environment import environment
 from outrider.errors import RuntimeUnavailable
 from outrider.pythons.portable import PORTABLE_AT, portable_command, portable_python
 from outrider.rootfs.apptainer import apptainer_program

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
-from outrider.config import environment
+from outrider.environment import environment
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.runtimes.base import Availability
 from outrider.runtimes.node_host import Host, lives

@@ -13,7 +13,7 @@ import msgspec
 
 from outrider.dialects.base import AskedSampling, ModelRequest
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.member import ServingEngine
+from outrider.engines.pool.affinity import ServingEngine
 from outrider.errors import RequestError
 from outrider.spec import Sampling
 from outrider.trajectory import TokenMode

@@ -1,0 +1,26 @@
+"""The environment of this process: the only module that reads it.
+
+Settings of a service are made of it in `config.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def variables() -> Mapping[str, str]:
+    return os.environ
+
+
+def environment(name: str) -> str | None:
+    """A variable, such as PATH or XDG_DATA_HOME; None if it is not set."""
+    return os.environ.get(name)
+
+
+def cache_home() -> Path:
+    """Folder of installed harness programs: $OUTRIDER_HOME, else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
+    if home := os.environ.get("OUTRIDER_HOME"):
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
