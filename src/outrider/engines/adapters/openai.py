@@ -119,7 +119,9 @@ class OpenAIEngine:
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         reply = _ChatReader(self.name, request, self._version, capture=self.mode is TokenMode.CAPTURE)
         try:
-            model = self._model or await self._first_model()
+            model = self._model
+            if not model:  # the options name none: the first that the server lists
+                model = self._model = served_model(await self._http.get("/v1/models"), None, self.name).id
             if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
                 body = await asyncio.to_thread(lambda: encode(self._body(request, model)))
             else:
@@ -150,10 +152,6 @@ class OpenAIEngine:
     async def set_version(self, version: int) -> None:
         """Remember the version of the server's weights, for replies that do not say it themselves."""
         self._version = version
-
-    async def _first_model(self) -> str:
-        self._model = served_model(await self._http.get("/v1/models"), None, self.name).id
-        return self._model
 
     def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:
         sampling = request.sampling
@@ -222,7 +220,29 @@ class _ChatReader:
         self._prompt_ids = event.prompt_token_ids or self._prompt_ids
         if event.usage is not None:
             self._usage = {name: count for name, count in event.usage.items() if isinstance(count, int)}
-        return self._read_choice(event.choices[0]) if event.choices else None
+        if not event.choices:
+            return None
+        choice = event.choices[0]
+        delta, ids = choice.delta, choice.token_ids or []
+        self._ids += ids
+        # Ids and tool calls are kept until the reply's end: a reply without end must not fill the memory.
+        written = sum(len(call.function.arguments or "") + 1 for call in delta.tool_calls or [])
+        self._size += written + len(ids)
+        if self._size > max_characters(self._sampling):
+            raise too_long(self._engine, self._sampling)
+        if choice.logprobs is not None and choice.logprobs.content is not None:
+            self._logprobs += [entry.logprob for entry in choice.logprobs.content]
+        self._labels = choice.weight_versions or self._labels
+        for call in delta.tool_calls or []:
+            self._calls.setdefault(call.index, _PartialCall()).add(call)
+        if choice.finish_reason is not None:
+            self._finish = finish_of(choice.finish_reason, self._engine)
+        text, reasoning = delta.content or "", delta.reasoning or delta.reasoning_content or ""
+        if not text and not reasoning:
+            return None
+        self._text.append(text)
+        self._reasoning.append(reasoning)
+        return ChatChunk(text=text, reasoning=reasoning)
 
     def last(self) -> ChatChunk:
         """Raises EngineUnavailable when the stream ended before the reply did."""
@@ -248,31 +268,6 @@ class _ChatReader:
             versions=spans_of(self._labels, length=len(self._ids), version=self._version, unlabelled=self._version),
             usage=self._usage,
         )
-
-    def _read_choice(self, choice: _Choice) -> ChatChunk | None:
-        delta = choice.delta
-        self._ids += choice.token_ids or []
-        self._bound(choice)
-        if choice.logprobs is not None and choice.logprobs.content is not None:
-            self._logprobs += [entry.logprob for entry in choice.logprobs.content]
-        self._labels = choice.weight_versions or self._labels
-        for call in delta.tool_calls or []:
-            self._calls.setdefault(call.index, _PartialCall()).add(call)
-        if choice.finish_reason is not None:
-            self._finish = finish_of(choice.finish_reason, self._engine)
-        text, reasoning = delta.content or "", delta.reasoning or delta.reasoning_content or ""
-        if not text and not reasoning:
-            return None
-        self._text.append(text)
-        self._reasoning.append(reasoning)
-        return ChatChunk(text=text, reasoning=reasoning)
-
-    def _bound(self, choice: _Choice) -> None:
-        """Ids and tool calls are kept until the reply's end: a reply without end must not fill the memory."""
-        written = sum(len(call.function.arguments or "") + 1 for call in choice.delta.tool_calls or [])
-        self._size += written + len(choice.token_ids or [])
-        if self._size > max_characters(self._sampling):
-            raise too_long(self._engine, self._sampling)
 
 
 class _PartialCall:

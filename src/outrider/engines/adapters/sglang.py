@@ -214,10 +214,27 @@ class _SGLangReader:
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, encode({"message": finish.message}))
-        ids, logprobs = self._new_tokens(event.output_ids, meta)
+        # An event is cumulative when it holds as many ids as were sampled in all, a delta when it holds as many as are
+        # new; on a first event these are the same.
+        total, new = meta.completion_tokens, meta.completion_tokens - self._length
+        ids, entries = event.output_ids, meta.output_token_logprobs
+        if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
+            raise EngineMisbehaved(
+                f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
+                f" that makes {total} after {self._length}"
+            )
+        ids, entries = ids[len(ids) - new :], entries[len(entries) - new :]
+        if any(token_id != entry[1] for token_id, entry in zip(ids, entries, strict=True)):
+            raise EngineMisbehaved(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
+        self._length = total
+        self._logprobs += checked_logprobs(ids, [entry[0] for entry in entries], self._engine)
         self._ids += ids
-        self._logprobs += logprobs
-        self._note_label(meta.weight_version, len(ids))
+        # The event's weight label belongs to its new tokens, where the reply has no spans of its own.
+        if (label := meta.weight_version) is not None and new:
+            start = total - new if self._labels else 0
+            if self._labels and self._labels[-1].version == label:
+                start = self._labels.pop().start
+            self._labels.append(LabelSpan(label, start, total))
         if finish is not None:
             self._last = Chunk(
                 ids=[],
@@ -228,31 +245,6 @@ class _SGLangReader:
                 cached_tokens=meta.cached_tokens,
                 prompt_tokens=meta.prompt_tokens,
             )
-
-    def _note_label(self, label: str | None, new: int) -> None:
-        """An event's weight label belongs to its new tokens, where the reply has no spans of its own."""
-        if label is None or not new:
-            return
-        start = self._length - new if self._labels else 0
-        if self._labels and self._labels[-1].version == label:
-            start = self._labels.pop().start
-        self._labels.append(LabelSpan(label, start, self._length))
-
-    def _new_tokens(self, ids: list[int], meta: _Meta) -> tuple[list[int], list[float]]:
-        """What the event adds. It is cumulative when it holds as many ids as were sampled in all, a delta when
-        it holds as many as are new; on a first event these are the same."""
-        total, new = meta.completion_tokens, meta.completion_tokens - self._length
-        entries = meta.output_token_logprobs
-        if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
-            raise EngineMisbehaved(
-                f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
-                f" that makes {total} after {self._length}"
-            )
-        fresh, entries = ids[len(ids) - new :], entries[len(entries) - new :]
-        if any(token_id != entry[1] for token_id, entry in zip(fresh, entries, strict=True)):
-            raise EngineMisbehaved(f"engine {self._engine!r} gave the log-probability of other tokens than it sampled")
-        self._length = total
-        return fresh, checked_logprobs(fresh, [entry[0] for entry in entries], self._engine)
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:

@@ -9,7 +9,7 @@ Invariant: an id is only ever passed on together with the log-probability the se
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal
@@ -120,7 +120,7 @@ class VLLMEngine:
         route = COMPLETIONS if self._completions_only else GENERATE
         while True:
             reader = _VLLMReader(self.name, self._version, self._unlabelled)
-            body = partial(_BODIES[route], request, self._model)
+            body = partial(_body, request, self._model, route)
             try:
                 async with aclosing(self._http.events(route, body, {"X-Session-ID": request.session_key})) as batches:
                     async for payloads in batches:
@@ -128,7 +128,9 @@ class VLLMEngine:
                             yield chunk
                 reader.check_finished()
             except Exception as error:  # whatever failed, the tokens that came before it are passed on first
-                if route == GENERATE and not reader.begun and _lacks_route(error):
+                # The server has no generate route, or one that does not stream.
+                missing = isinstance(error, StatusFailure) and error.status in ROUTE_MISSING
+                if route == GENERATE and not reader.begun and (missing or isinstance(error, _NotStreamed)):
                     route = COMPLETIONS
                     continue
                 # A connection that breaks behind the finish is no failure: only a usage count was still to come.
@@ -209,11 +211,6 @@ class VLLMEngine:
 
 class _NotStreamed(EngineUnavailable):
     """An answer ended properly without one event: it was no stream."""
-
-
-def _lacks_route(error: Exception) -> bool:
-    """Whether a server has no generate route, or one that does not stream."""
-    return isinstance(error, _NotStreamed) or (isinstance(error, StatusFailure) and error.status in ROUTE_MISSING)
 
 
 class _VLLMReader:
@@ -320,10 +317,10 @@ def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[floa
     return checked_logprobs(ids, [entry.logprob for entry in entries], engine)
 
 
-def _sampling(request: GenerateRequest) -> dict[str, Any]:
-    """Every field that could change what is sampled, so that the model's generation_config.json cannot."""
+def _body(request: GenerateRequest, model: str | None, route: str, attempt: int) -> list[Buffer]:
     sampling = request.sampling
-    fields: dict[str, Any] = {
+    # Every field that could change what is sampled, so that the model's generation_config.json cannot.
+    params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -337,40 +334,19 @@ def _sampling(request: GenerateRequest) -> dict[str, Any]:
         **penalties_and_bias(sampling),
     }
     if sampling.seed is not None:
-        fields["seed"] = sampling.seed
+        params["seed"] = sampling.seed
     if sampling.constraint is not None:
-        fields["structured_outputs"] = structured_outputs(sampling.constraint)
-    return fields
-
-
-def _envelope(request: GenerateRequest, model: str | None, attempt: int) -> dict[str, Any]:
+        params["structured_outputs"] = structured_outputs(sampling.constraint)
     # A retry has an id of its own: the server may still hold the one whose connection broke.
-    envelope: dict[str, Any] = {
+    body: dict[str, Any] = {
         "request_id": f"{request.request_id}-{attempt}",
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     if model is not None:
-        envelope["model"] = model
-    return envelope
-
-
-def _generate_body(request: GenerateRequest, model: str | None, attempt: int) -> list[Buffer]:
-    body = {**_envelope(request, model, attempt), "sampling_params": _sampling(request)}
-    return body_with_ids(body, "token_ids", request.input_ids)
-
-
-def _completions_body(request: GenerateRequest, model: str | None, attempt: int) -> list[Buffer]:
-    body = {
-        **_envelope(request, model, attempt),
-        **_sampling(request),
-        "return_token_ids": True,
-        "return_weight_versions": True,
-    }
+        body["model"] = model
+    if route == GENERATE:
+        body["sampling_params"] = params
+        return body_with_ids(body, "token_ids", request.input_ids)
+    body |= {**params, "return_token_ids": True, "return_weight_versions": True}
     return body_with_ids(body, "prompt", request.input_ids)
-
-
-_BODIES: dict[str, Callable[[GenerateRequest, str | None, int], list[Buffer]]] = {
-    GENERATE: _generate_body,
-    COMPLETIONS: _completions_body,
-}
