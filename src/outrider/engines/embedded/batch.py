@@ -100,9 +100,17 @@ class Batch:
         self._admit()
         decoding = [sequence for sequence in self.running if sequence.last != NONE]
         ready, states = self._prefill()
-        if decoding:
+        if decoding:  # compute the newest token of each
+            slots = [sequence.slot for sequence in decoding]
+            last = [sequence.last for sequence in decoding]
+            positions = [self._slots.length(slot) for slot in slots]
+            hidden = self.model.hidden(
+                torch.tensor(last)[:, None], torch.tensor(positions)[:, None], self._cache.decode(slots, positions)
+            )
+            for slot, token_id in zip(slots, last, strict=True):
+                self._slots.extend(slot, token_id)
             ready = decoding + ready
-            states.insert(0, self._decode(decoding))
+            states.insert(0, hidden[:, 0])
         if not ready:
             return []
         outputs = []
@@ -152,18 +160,6 @@ class Batch:
                 ready.append(sequence)
                 states.append(hidden[:, -1])
         return ready, states
-
-    def _decode(self, sequences: list[TokenSequence]) -> Tensor:
-        """Compute the newest token of each sequence; final states (sequences, hidden)."""
-        slots = [sequence.slot for sequence in sequences]
-        last = [sequence.last for sequence in sequences]
-        positions = [self._slots.length(slot) for slot in slots]
-        hidden = self.model.hidden(
-            torch.tensor(last)[:, None], torch.tensor(positions)[:, None], self._cache.decode(slots, positions)
-        )
-        for slot, token in zip(slots, last, strict=True):
-            self._slots.extend(slot, token)
-        return hidden[:, 0]
 
     def _end(self, sequence: TokenSequence, stop: Stop, sampled: list[SampledToken]) -> BatchOutput:
         self._leave(sequence)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -104,7 +103,12 @@ class SlotTable:
         """
         if self._busy.all():
             return None
-        common = self._common_prefixes(prompt)
+        # The last column stands for the prompt's last token, and differs in every slot: argmax, which finds the first
+        # difference, says `limit` for a slot that holds all before it.
+        limit = len(prompt) - 1
+        differs = np.ones((self.count, limit + 1), dtype=np.bool_)
+        np.not_equal(self._tokens[:, :limit], prompt[:limit], out=differs[:, :limit])
+        common = np.where(self._stale, 0, np.minimum(differs.argmax(axis=1), self._lengths))
         best = int(common.max())
         extended = np.flatnonzero((common == best) & (self._lengths == best) & ~self._busy)
         if extended.size:
@@ -142,14 +146,3 @@ class SlotTable:
         """Forget what idle slots hold; mark busy slots as stale, to be used by their present owner alone."""
         self._lengths[~self._busy] = 0
         self._stale[self._busy] = True
-
-    def _common_prefixes(self, prompt: Ids) -> npt.NDArray[np.int64]:
-        """How many tokens of the prompt each slot begins with, int64 of shape (slots,)."""
-        limit = len(prompt) - 1
-        if limit == 0:
-            return np.zeros(self.count, dtype=np.int64)
-        same = self._tokens[:, :limit] == prompt[:limit]
-        # argmin finds the first difference, and says 0 where there is none
-        agreed = np.where(same.all(axis=1), limit, same.argmin(axis=1))
-        common: npt.NDArray[np.int64] = np.where(self._stale, 0, np.minimum(agreed, self._lengths))
-        return common

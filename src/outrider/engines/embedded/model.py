@@ -125,21 +125,18 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         self.down = nn.Linear(shape.mlp, shape.hidden, bias=False)
 
     def forward(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self._attention(index, self._norm(x, self.attention_norm), cos, sin, attend)
-        gate, up = self.gate_up(self._norm(x, self.mlp_norm)).chunk(2, dim=-1)
-        result: Tensor = x + self.down(functional.silu(gate) * up)
-        return result
-
-    def _attention(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         shape = self.shape
         batch, tokens, _ = x.shape
-        heads = self.qkv(x).view(batch, tokens, -1, shape.head_dim).transpose(1, 2)
+        qkv = self.qkv(self._norm(x, self.attention_norm))
+        heads = qkv.view(batch, tokens, -1, shape.head_dim).transpose(1, 2)
         rotated, value = heads.split([shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
         first, second = rotated.chunk(2, dim=-1)
         rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
         query, key = rotated.split([shape.heads, shape.kv_heads], dim=1)
         mixed = attend(index, query, key, value).transpose(1, 2).reshape(batch, tokens, -1)
-        result: Tensor = self.out(mixed)
+        x = x + self.out(mixed)
+        gate, up = self.gate_up(self._norm(x, self.mlp_norm)).chunk(2, dim=-1)
+        result: Tensor = x + self.down(functional.silu(gate) * up)
         return result
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -97,7 +97,10 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """One token for each row of `logits` (sequences, vocab), float32. Temperature 0 takes the likeliest token."""
+    """One token for each row of `logits` (sequences, vocab), float32. Temperature 0 takes the likeliest token.
+
+    Inverse transform sampling in float64: one uniform number a row, whatever the size of the vocabulary.
+    """
     raw = logits.log_softmax(dim=-1)
     altered_rows = [row for row, state in enumerate(states) if state.params.altered]
     if altered_rows:
@@ -106,24 +109,19 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
             states[row].alter(logits[row])
     chosen = logits.argmax(dim=-1)
     if any(state.params.temperature != 0 for state in states):
-        chosen = _draw(logits, chosen, states)
+        temperatures = _column([state.params.temperature for state in states])
+        # Rows of temperature 0 keep the likeliest token below; the bound only keeps their division finite.
+        weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
+        if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
+            weights = _truncate(weights, [state.params for state in states])
+        cumulative = weights.cumsum(dim=-1)
+        uniform = _column([state.uniform() for state in states]) * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, uniform, right=True)[:, 0]
+        # Rounding can put the number on the last step's upper edge, past every token.
+        fallback = (temperatures[:, 0] == 0) | (drawn >= logits.shape[-1])
+        chosen = torch.where(fallback, chosen, drawn)
     logprobs = raw.gather(1, chosen[:, None])[:, 0].tolist()
     return [SampledToken(token, logprob) for token, logprob in zip(chosen.tolist(), logprobs, strict=True)]
-
-
-def _draw(logits: Tensor, greedy: Tensor, states: Sequence[SamplingState]) -> Tensor:
-    """Inverse transform sampling in float64: one uniform number a row, whatever the size of the vocabulary."""
-    temperatures = _column([state.params.temperature for state in states])
-    # Rows of temperature 0 take the greedy token below; the bound only keeps their division finite.
-    weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
-    if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
-        weights = _truncate(weights, [state.params for state in states])
-    cumulative = weights.cumsum(dim=-1)
-    uniform = _column([state.uniform() for state in states]) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, uniform, right=True)[:, 0]
-    # Rounding can put the number on the last step's upper edge, past every token.
-    fallback = (temperatures[:, 0] == 0) | (drawn >= logits.shape[-1])
-    return torch.where(fallback, greedy, drawn)
 
 
 def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
