@@ -71,7 +71,18 @@ def failure_of_event(error: Any) -> StatusFailure:
 
 def translate(failure: StatusFailure, engine: str, sizes: Sizes = UNSIZED) -> EngineError:
     """The error for a failure: overflow by its numbers first, then transient statuses, then refusals."""
-    message, code = _message(failure.body)
+    code = None
+    try:
+        content = orjson.loads(failure.body)
+    except orjson.JSONDecodeError:
+        message = failure.body[:MAX_QUOTED].decode(errors="replace").strip() or "(no body)"
+    else:  # the message and the symbolic code, in any of the shapes that engines use
+        inner = content.get("error", content) if isinstance(content, dict) else content
+        words = inner
+        if isinstance(inner, dict):
+            code = inner.get("code")
+            words = inner.get("message") or inner.get("detail")
+        message = (words if isinstance(words, str) else orjson.dumps(words or inner).decode())[:MAX_QUOTED]
     said = f"engine {engine!r} answered {failure.status or 'an error'}: {message}"
     if code == "context_length_exceeded" or _overflows(failure.status, message, sizes):
         return ContextOverflow(said)
@@ -92,16 +103,3 @@ def _overflows(status: int, message: str, sizes: Sizes) -> bool:
     if sizes.context is not None:
         return total > sizes.context or sizes.prompt >= sizes.context
     return any(size in numbers and min(numbers) < size for size in (sizes.prompt, total))
-
-
-def _message(body: bytes) -> tuple[str, str | None]:
-    """The message of an error body and its symbolic code, from any of the shapes that engines use."""
-    try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body[:MAX_QUOTED].decode(errors="replace").strip() or "(no body)", None
-    inner = content.get("error", content) if isinstance(content, dict) else content
-    code = inner.get("code") if isinstance(inner, dict) else None
-    words = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
-    text = words if isinstance(words, str) else orjson.dumps(words or inner).decode()
-    return text[:MAX_QUOTED], code if isinstance(code, str) else None
