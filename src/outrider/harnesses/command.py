@@ -18,7 +18,7 @@ from outrider.harnesses.missing_program import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import DIALECT, OptionValue, Preset
 from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
-from outrider.runtimes.base import LOG_TAIL, Availability, ExecResult
+from outrider.runtimes.base import LOG_TAIL, Availability
 
 LOOKUP_SECONDS = 60.0
 """Time limit of a short command that looks something up in the sandbox."""
@@ -96,7 +96,15 @@ class CommandHarness:
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:
-            await self._activate(context, self._venv)
+            venv = await asyncio.to_thread(read_venv, self._venv)
+            seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
+            await compile_modules(venv, seconds=seconds)
+            # Its programs come first in PATH, as its `activate` does it: before the sandbox's own PATH or the task's.
+            inherited = self._env.get("PATH")
+            if inherited is None:
+                told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
+                inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH  # a sandbox without a shell
+            self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
         if not self._preset.files:
             return
         env = self._environment(context, words)
@@ -110,18 +118,6 @@ class CommandHarness:
             )
         for file in self._preset.files:
             await context.runtime.write(str(home / file.path), fill_file(file.path, file.text, words).encode())
-
-    async def _activate(self, context: HarnessContext, path: str) -> None:
-        """Put the environment's programs first in PATH, as its `activate` does: before the sandbox's own PATH or the
-        one that the task gives."""
-        venv = await asyncio.to_thread(read_venv, path)
-        seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
-        await compile_modules(venv, seconds=seconds)
-        inherited = self._env.get("PATH")
-        if inherited is None:
-            told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
-            inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH  # a sandbox without a shell
-        self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         words = self._words(context)
@@ -137,7 +133,13 @@ class CommandHarness:
         log_tail = result.log_tail() + await self._own_log(context, words)
         if result.exit_code != 0:
             missing = await find_missing(context.runtime, command, environment, result)
-            message = f"{self._preset.name} {_describe_exit(result)}{f': {missing.message}' if missing else ''}"
+            if result.exit_code is None:
+                ended = f"was killed after {result.seconds:.0f} s"
+            elif 128 < result.exit_code <= 128 + signal.SIGRTMAX:
+                ended = f"was killed by signal {result.exit_code - 128}"
+            else:
+                ended = f"exited with code {result.exit_code}"
+            message = f"{self._preset.name} {ended}{f': {missing.message}' if missing else ''}"
             hint = "the log tail is the end of the program's output" + (" and log" if self._preset.logs else "")
             if missing:
                 hint = missing.hint
@@ -198,11 +200,3 @@ def check_instruction(instruction: str) -> None:
             field="task.instruction",
             hint="put the long part into a file with a prepare step",
         )
-
-
-def _describe_exit(result: ExecResult) -> str:
-    if result.exit_code is None:
-        return f"was killed after {result.seconds:.0f} s"
-    if 128 < result.exit_code <= 128 + signal.SIGRTMAX:
-        return f"was killed by signal {result.exit_code - 128}"
-    return f"exited with code {result.exit_code}"

@@ -6,8 +6,6 @@ the full path of the field.
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import msgspec
 from pydantic import ValidationError
 
@@ -50,20 +48,20 @@ def _command_preset(spec: HarnessSpec) -> Preset:
             raise InvalidField("must not contain NUL", field=f"{FIELD}.command.{index}")
     if not command[0]:
         raise InvalidField("names no program", field=f"{FIELD}.command.0")
-    texts = (*command, *spec.env.values(), *spec.files.values())
+    options: dict[str, Option] = {}
+    for name in options_in((*command, *spec.env.values(), *spec.files.values())):
+        value = spec.options.get(name)
+        if isinstance(value, bool):  # which is an int too
+            options[name] = Option(type="boolean")
+        else:
+            options[name] = Option(type="number" if isinstance(value, int | float) else "string")
     return Preset(
         name="command",
         summary="the task's own command",
         command=command,
         files=tuple(ConfigFile(path=path, text=text) for path, text in spec.files.items()),
-        options={name: Option(type=_option_type(spec.options.get(name))) for name in options_in(texts)},
+        options=options,
     )
-
-
-def _option_type(value: Any) -> Literal["boolean", "number", "string"]:
-    if isinstance(value, bool):
-        return "boolean"
-    return "number" if isinstance(value, int | float) else "string"
 
 
 def _make_agent(spec: HarnessSpec) -> Agent:

@@ -98,14 +98,11 @@ class _Sandbox:
                 f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
             )
         head = await self._head(place)
-        if head.startswith(b"#!"):
-            return await self._unusable_script(place, head, depth)
-        loader = _loader(head)
-        if loader is not None and not await self._exists(loader):
+        if not head.startswith(b"#!"):
+            loader = _loader(head)
+            if loader is None or await self._exists(loader):
+                return None
             return Missing(f"{place} needs the loader {loader}, which is not in the sandbox", OTHER_ROOT)
-        return None
-
-    async def _unusable_script(self, place: str, head: bytes, depth: int) -> Missing | None:
         line = head[2:].split(b"\n", 1)[0].decode("utf-8", errors="replace")
         interpreter, *words = line.split() or [""]
         if line.endswith("\r"):
@@ -174,18 +171,16 @@ def _not_there(name: str) -> Missing:
             f"{where}, whose root is not the host's: there it is {on_host}",
             "install it in the image (outrider image build), or leave task.runtime.image out",
         )
-    return Missing(f"{where}; on the host it is {on_host}", _how_to_show(Path(on_host)))
-
-
-def _how_to_show(program: Path) -> str:
-    """What a task has to say so that its sandbox has a program of the host."""
+    program = Path(on_host)
     venv = next((above for above in program.parents if (above / "pyvenv.cfg").is_file()), None)
     if venv is not None:
-        return f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
-    folder = program.parent.parent if program.parent.name == "bin" else program.parent
-    if folder in (Path("/"), Path.home(), Path.home() / ".local"):
-        folder = program
-    return f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
+        hint = f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
+    else:
+        folder = program.parent.parent if program.parent.name == "bin" else program.parent
+        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # far more than the program
+            folder = program
+        hint = f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
+    return Missing(f"{where}; on the host it is {on_host}", hint)
 
 
 def _allow(path: Path) -> str:

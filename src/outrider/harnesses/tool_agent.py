@@ -119,8 +119,10 @@ class Toolbox:
         name = next((tool for tool in self._tools if tool == call.name), None)
         if name is None:
             return f"unknown tool {call.name!r}; known: {', '.join(self._tools) or 'none'}"
-        text = _text_argument(call.arguments, ARGUMENTS[name])
-        if text is None:
+        try:
+            text = json.loads(call.arguments)[ARGUMENTS[name]]
+            text.encode()  # fails for half of a surrogate pair, which no program can be given
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no JSON, no object, no text
             return f'malformed arguments: give a JSON object with a string "{ARGUMENTS[name]}"'
         if name not in self._shells:
             self._shells[name] = await self._runtime.open_shell(name)
@@ -141,14 +143,3 @@ class Toolbox:
         else:
             status = f"[exit code {result.exit_code}]" if result.exit_code else ""
         return "\n".join(filter(None, (output, status)))
-
-
-def _text_argument(arguments: str, name: str) -> str | None:
-    """The text `name` of a call's JSON arguments. None where there is none, or where it has half of a surrogate pair,
-    which cannot be encoded for a program."""
-    try:
-        value = json.loads(arguments)
-        text = value.get(name) if isinstance(value, dict) else None
-        return text if isinstance(text, str) and text.encode() is not None else None
-    except (ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
-        return None

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -62,7 +62,11 @@ def read_venv(path: str) -> Venv:
     if ":" in path:
         raise InvalidField("has a colon, with which it cannot be in PATH", field=FIELD)
     home = _home(prefix)
-    *links, interpreter = _hops(prefix / "bin" / "python")
+    links: list[Path] = []
+    interpreter = prefix / "bin" / "python"
+    while interpreter.is_symlink() and len(links) < MAX_HOPS:
+        links.append(interpreter)
+        interpreter = Path(os.path.normpath(interpreter.parent / interpreter.readlink()))
     if not os.access(interpreter, os.X_OK) or not interpreter.is_file():
         raise InvalidField(
             f"the interpreter of {path!r} is gone: bin/python leads to {interpreter}",
@@ -78,10 +82,13 @@ def read_venv(path: str) -> Venv:
     editable = [place for folder in packages for place in _outside(folder)]
     # Python finds its library by following the links from `home`, so that the folders of these links are needed too.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
+    # Each as it is named and as it resolves, without what is below another of them.
+    named = list(dict.fromkeys(place for path in wanted for place in (path, Path(os.path.realpath(path)))))
+    outermost = [path for path in named if not any(path != other and path.is_relative_to(other) for other in named)]
     libraries = [] if _of_system(base) else _libraries(base)
     return Venv(
         prefix=prefix,
-        shown=tuple(place for place in _outermost(wanted) if not _of_system(place)),
+        shown=tuple(place for place in outermost if not _of_system(place)),
         of_system=_of_system(base),
         sources=tuple(dict.fromkeys(place.resolve() for place in (*packages, *editable, *libraries))),
         stamp=_stamp([prefix / "pyvenv.cfg", interpreter, *packages, *editable]),
@@ -99,8 +106,17 @@ def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
 @functools.lru_cache(maxsize=32)  # `stamp` makes it pure; it may look at many thousand files
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
     """The links that lead out of the environment to something that exists, and where they lead."""
+    links: list[Path] = []
+    waiting = [str(prefix)]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    links.append(Path(entry.path))
+                elif entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
     inside = prefix.resolve()
-    goals = ((link, Path(os.path.realpath(link))) for link in _links_below(prefix))
+    goals = ((link, Path(os.path.realpath(link))) for link in links)
     return tuple((link, goal) for link, goal in goals if goal.exists() and not goal.is_relative_to(inside))
 
 
@@ -185,14 +201,6 @@ def _home(prefix: Path) -> Path:
     return Path(os.path.normpath(home))
 
 
-def _hops(path: Path) -> list[Path]:
-    """The path, then each link that it leads to as it is named, and last what is no link."""
-    found = [path]
-    while found[-1].is_symlink() and len(found) <= MAX_HOPS:
-        found.append(Path(os.path.normpath(found[-1].parent / found[-1].readlink())))
-    return found
-
-
 def _libraries(base: Path) -> list[Path]:
     return [module.parent for module in sorted(base.glob("lib/python3*/os.py"))]
 
@@ -211,19 +219,17 @@ def _outside(packages: Path) -> list[Path]:
     for finder in sorted(packages.glob("__editable__*_finder.py")):
         for _, path in _QUOTED_PATH.findall("\n".join(_MAPPED.findall(_text(finder)))):
             found += [place for place in (Path(path), Path(f"{path}.py")) if place.exists()]
-    projects = filter(None, map(_project, sorted(packages.glob("*.dist-info/direct_url.json"))))
-    return [*found, *(project for project in projects if not any(place.is_relative_to(project) for place in found))]
-
-
-def _project(record: Path) -> Path | None:
-    """The folder of an editable install, from the record that every installer writes; None for other packages."""
-    try:
-        told = json.loads(_text(record))
-        editable = bool(told["dir_info"]["editable"])
-        project = Path(unquote(urlsplit(told["url"]).path))
-    except (ValueError, KeyError, TypeError):
-        return None
-    return project if editable and project.is_dir() else None
+    projects = []
+    for record in sorted(packages.glob("*.dist-info/direct_url.json")):  # every installer writes one
+        try:
+            told = json.loads(_text(record))
+            editable = bool(told["dir_info"]["editable"])
+            project = Path(unquote(urlsplit(told["url"]).path))
+        except (ValueError, KeyError, TypeError):
+            continue  # no editable install
+        if editable and project.is_dir() and not any(place.is_relative_to(project) for place in found):
+            projects.append(project)
+    return [*found, *projects]
 
 
 def _text(path: Path) -> str:
@@ -231,23 +237,6 @@ def _text(path: Path) -> str:
         return path.read_text("utf-8", errors="surrogateescape")
     except OSError:
         return ""
-
-
-def _outermost(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """Each path as it is named and as it resolves, without paths below another of them."""
-    named = dict.fromkeys(place for path in paths for place in (path, Path(os.path.realpath(path))))
-    return tuple(path for path in named if not any(path != above and path.is_relative_to(above) for above in named))
-
-
-def _links_below(folder: Path) -> Iterator[Path]:
-    waiting = [str(folder)]
-    while waiting:
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                if entry.is_symlink():
-                    yield Path(entry.path)
-                elif entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
 
 
 def _stamp(paths: Sequence[Path]) -> str:
