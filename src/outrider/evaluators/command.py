@@ -41,48 +41,39 @@ class CommandEvaluator:
         self._seconds = spec.seconds
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
-        path = f"{outcome.runtime.scratch}/outrider-verdict-{secrets.token_hex(16)}"
+        runtime = outcome.runtime
+        path = f"{runtime.scratch}/outrider-verdict-{secrets.token_hex(16)}"
         try:
-            await _create_file(outcome.runtime, path)
-            result = await outcome.runtime.exec(self._run, env={VERDICT_VARIABLE: path}, seconds=self._seconds)
-            return self._verdict(result, await _read_file(outcome.runtime, path, result))
+            try:
+                await runtime.write(path, UNWRITTEN)
+            except RuntimeFailure as error:
+                await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises where the whole sandbox is broken
+                message = f"the file for the verdict cannot be created: {error}"
+                raise EvaluatorError(message, hint=FULL, inside=error.inside) from error
+            result = await runtime.exec(self._run, env={VERDICT_VARIABLE: path}, seconds=self._seconds)
+            return await self._verdict(runtime, path, result)
         finally:
             with suppress(RuntimeFailure):  # the sandbox broke: its files are gone, and the verdict stands
-                await outcome.runtime.exec(["rm", "-f", path], seconds=CLEANUP_SECONDS)
+                await runtime.exec(["rm", "-f", path], seconds=CLEANUP_SECONDS)
 
-    def _verdict(self, result: ExecResult, written: bytes | None) -> Verdict:
+    async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
+        """What the command wrote, or else its exit code says. Raises EvaluatorError for anything that is no verdict."""
+        try:
+            written = await runtime.read(path, limit=MAX_VERDICT)
+        except FileNotFoundError as error:
+            raise _failure("the evaluator removed the file for the verdict", result) from error
+        except (IsADirectoryError, RuntimeFailure) as error:
+            raise _failure(f"the verdict cannot be read: {error}", result) from error
         if result.exit_code is None:
             raise _failure(f"the evaluator did not end within {self._seconds:g} s", result, inside=False)
         if result.exit_code not in (0, 1):
             raise _failure(f"the evaluator exited with code {result.exit_code}", result)
-        if written is None:
+        if written == UNWRITTEN:
             return Verdict(reward=1.0 if result.exit_code == 0 else 0.0)
         try:
             return parse_verdict(written)
         except ValueError as error:
             raise _failure(f"the evaluator wrote no verdict: {error}", result) from error
-
-
-async def _create_file(runtime: Runtime, path: str) -> None:
-    """Create the file for the verdict. Raises EvaluatorError, or RuntimeFailure where the whole sandbox is broken."""
-    try:
-        await runtime.write(path, UNWRITTEN)
-    except RuntimeFailure as error:
-        await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises where the whole sandbox is broken
-        raise EvaluatorError(
-            f"the file for the verdict cannot be created: {error}", hint=FULL, inside=error.inside
-        ) from error
-
-
-async def _read_file(runtime: Runtime, path: str, result: ExecResult) -> bytes | None:
-    """What was written, None where nothing was. Raises EvaluatorError for a file that is too large, or is gone."""
-    try:
-        written = await runtime.read(path, limit=MAX_VERDICT)
-        return None if written == UNWRITTEN else written
-    except FileNotFoundError as error:
-        raise _failure("the evaluator removed the file for the verdict", result) from error
-    except (IsADirectoryError, RuntimeFailure) as error:
-        raise _failure(f"the verdict cannot be read: {error}", result) from error
 
 
 def _failure(message: str, result: ExecResult, *, inside: bool = True) -> EvaluatorError:
