@@ -118,38 +118,27 @@ class Served(Protocol):
     def error_body(self, message: str, status: int) -> Any: ...
 
 
-class CommonRoutes:
+def common_routes(engine: Engine, settings: ServeSettings, error_body: ErrorBody) -> Routes:
     """The routes that are the same in both protocols."""
 
-    def __init__(self, engine: Engine, settings: ServeSettings, error_body: ErrorBody) -> None:
-        self._engine = engine
-        self._settings = settings
-        self._error_body = error_body
+    async def health(call: HttpCall) -> None:
+        await call.answer(200 if (await engine.health()).ok else 503)
 
-    def routes(self) -> Routes:
-        return {
-            ("GET", "/health"): self._health,
-            ("GET", "/v1/models"): self._models,
-            ("POST", "/tokenize"): self._tokenize,
-        }
-
-    async def _health(self, call: HttpCall) -> None:
-        await call.answer(200 if (await self._engine.health()).ok else 503)
-
-    async def _models(self, call: HttpCall) -> None:
-        health = await self._engine.health()
-        name = self._settings.model
-        card = {"id": name, "object": "model", "root": name, "max_model_len": health.context_tokens}
+    async def models(call: HttpCall) -> None:
+        context = (await engine.health()).context_tokens
+        card = {"id": settings.model, "object": "model", "root": settings.model, "max_model_len": context}
         await call.answer(200, {"object": "list", "data": [card]})
 
-    async def _tokenize(self, call: HttpCall) -> None:
+    async def tokenize(call: HttpCall) -> None:
         body = await call.read(_TOKENIZE)
-        if self._settings.tokenizer is None:
-            await call.answer(404, self._error_body("this server has no tokenizer", 404))
+        if settings.tokenizer is None:
+            await call.answer(404, error_body("this server has no tokenizer", 404))
             return
-        ids = self._settings.tokenizer.encode(body.prompt)
-        context = (await self._engine.health()).context_tokens
+        ids = settings.tokenizer.encode(body.prompt)
+        context = (await engine.health()).context_tokens
         await call.answer(200, {"tokens": ids, "count": len(ids), "max_model_len": context})
+
+    return {("GET", "/health"): health, ("GET", "/v1/models"): models, ("POST", "/tokenize"): tokenize}
 
 
 class _Tokenize(msgspec.Struct):

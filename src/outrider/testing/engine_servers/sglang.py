@@ -16,7 +16,7 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of, version_of
 from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, SamplingParams, SetsVersion
 from outrider.errors import EngineError, EngineRejected
-from outrider.testing.engine_servers.asgi import CommonRoutes, HttpCall, Routes, ServeSettings, checked_constraint
+from outrider.testing.engine_servers.asgi import HttpCall, Routes, ServeSettings, checked_constraint, common_routes
 from outrider.tokens.rendering.tokenizer import TextStream
 from outrider.trajectory import FinishReason
 
@@ -88,7 +88,7 @@ class ServedSGLang:
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.routes: Routes = CommonRoutes(engine, settings, self.error_body).routes() | {
+        self.routes: Routes = common_routes(engine, settings, self.error_body) | {
             ("POST", "/generate"): self._generate,
             ("GET", "/model_info"): self._model_info,
             ("POST", "/pause_generation"): self._pause,

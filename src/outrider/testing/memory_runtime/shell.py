@@ -71,7 +71,17 @@ class MemoryShell:
             for simple in parse(text):
                 if (simple.connector == "&&" and self._status) or (simple.connector == "||" and not self._status):
                     continue
-                self._status = self._emit(await self._simple(simple, stdin))
+                words = list(simple.words)
+                while words and ASSIGNMENT.match(words[0]):
+                    name, _, value = words.pop(0).partition("=")
+                    self.variables[name] = self._expand(value)
+                # An unquoted word that expands to nothing is no argument.
+                argv = [value for word in words if (value := self._expand(word)) or re.search(r"['\"\\]", word)]
+                try:
+                    result = self._redirected(simple, await self._command(argv, stdin) if argv else Output())
+                except OSError as error:
+                    result = Output(1, err=f"bash: {error.filename}: {error.strerror}\n".encode())
+                self._status = self._emit(result)
         except ValueError as error:
             self.err += f"bash: {error}\n".encode()
             self._status = 2
@@ -92,18 +102,6 @@ class MemoryShell:
         self.out += result.out
         self.err += result.err
         return result.code
-
-    async def _simple(self, simple: Simple, stdin: bytes) -> Output:
-        words = list(simple.words)
-        while words and ASSIGNMENT.match(words[0]):
-            name, _, value = words.pop(0).partition("=")
-            self.variables[name] = self._expand(value)
-        # An unquoted word that expands to nothing is no argument.
-        argv = [value for word in words if (value := self._expand(word)) or re.search(r"['\"\\]", word)]
-        try:
-            return self._redirected(simple, await self._command(argv, stdin) if argv else Output())
-        except OSError as error:
-            return Output(1, err=f"bash: {error.filename}: {error.strerror}\n".encode())
 
     def _expand(self, word: str) -> str:
         known = {**self.variables, "?": str(self._status)}
@@ -171,13 +169,25 @@ class MemoryShell:
                 case "cat":
                     return self._cat(args, stdin)
                 case "mkdir":
-                    return self._mkdir(names, flags)
+                    for name in names:
+                        path = self._path(name)
+                        if "p" not in flags and (self.files.is_folder(path) or self.files.is_file(path)):
+                            return Output(1, err=f"mkdir: cannot create directory '{name}': File exists\n".encode())
+                        self.files.make_folder(path)
+                    return Output()
                 case "ls":
                     folder = self._folder(names[0] if names else ".")
                     inside = [posixpath.relpath(path, folder) for path in self.files.below(folder)]
                     return Output(out="".join(f"{name}\n" for name in inside if "/" not in name).encode())
                 case "rm":
-                    return self._rm(names, flags)
+                    for name in names:
+                        path = self._path(name)
+                        if self.files.is_folder(path) and "r" not in flags:
+                            return Output(1, err=f"rm: cannot remove '{name}': Is a directory\n".encode())
+                        if not self.files.is_folder(path) and not self.files.is_file(path) and "f" not in flags:
+                            return Output(1, err=f"rm: cannot remove '{name}': No such file or directory\n".encode())
+                        self.files.remove(path)
+                    return Output()
                 case "bash" | "sh":
                     inner = MemoryShell(self.files, self.variables, self.cwd, merged=False)
                     code = await inner.run(args[1] if args[:1] == ["-c"] else stdin.decode(), stdin)
@@ -222,23 +232,6 @@ class MemoryShell:
             except OSError as error:
                 err += f"cat: {name}: {error.strerror}\n"
         return Output(int(bool(err)), out, err.encode())
-
-    def _mkdir(self, names: list[str], flags: str) -> Output:
-        for name in names:
-            if "p" not in flags and (self.files.is_folder(self._path(name)) or self.files.is_file(self._path(name))):
-                return Output(1, err=f"mkdir: cannot create directory '{name}': File exists\n".encode())
-            self.files.make_folder(self._path(name))
-        return Output()
-
-    def _rm(self, names: list[str], flags: str) -> Output:
-        for name in names:
-            path = self._path(name)
-            if self.files.is_folder(path) and "r" not in flags:
-                return Output(1, err=f"rm: cannot remove '{name}': Is a directory\n".encode())
-            if not self.files.is_folder(path) and not self.files.is_file(path) and "f" not in flags:
-                return Output(1, err=f"rm: cannot remove '{name}': No such file or directory\n".encode())
-            self.files.remove(path)
-        return Output()
 
 
 def parse(text: str) -> list[Simple]:
