@@ -75,15 +75,7 @@ def _json_object(body: bytes) -> Mapping[str, Any]:
 
 
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
-    _check_depth(value)
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise _invalid_field(error) from error
-
-
-def _check_depth(value: Any) -> None:
-    """Raises InvalidField for a value with more than MAX_DEPTH levels. Iterative, so it cannot overflow the stack."""
+    # The nesting is checked first, and level by level, so that no value can overflow the stack.
     level: list[tuple[Location, Any]] = [((), value)]
     for _ in range(MAX_DEPTH):
         below: list[tuple[Location, Any]] = []
@@ -96,21 +88,20 @@ def _check_depth(value: Any) -> None:
     if level:
         field = ".".join(map(str, level[0][0][:4]))
         raise InvalidField(f"is nested deeper than {MAX_DEPTH} levels", field=field)
-
-
-def _invalid_field(error: ValidationError) -> InvalidField:
-    """The first complaint of a validation error, with the path of its field."""
-    errors = error.errors(include_url=False)
-    # For a prepare step pydantic reports the complaints of every kind of step that it tried. The kind with the fewest
-    # complaints is what the caller meant.
-    complaints = Counter(_step_kind_tried(details["loc"]) for details in errors)
-    chosen = min(errors, key=lambda details: complaints[_step_kind_tried(details["loc"])])
-    parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
-    path = ".".join(part for part in parts if not part.startswith(LIST_OF))
-    message = chosen["msg"].removeprefix("Value error, ")
-    if chosen["type"] == "extra_forbidden":
-        message = "unknown field"
-    return InvalidField(message[:1].lower() + message[1:], field=path)
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        # For a prepare step pydantic reports the complaints of every kind of step that it tried. The kind with the
+        # fewest complaints is what the caller meant.
+        complaints = Counter(_step_kind_tried(details["loc"]) for details in errors)
+        chosen = min(errors, key=lambda details: complaints[_step_kind_tried(details["loc"])])
+        parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
+        field = ".".join(part for part in parts if not part.startswith(LIST_OF))
+        message = chosen["msg"].removeprefix("Value error, ")
+        if chosen["type"] == "extra_forbidden":
+            message = "unknown field"
+        raise InvalidField(message[:1].lower() + message[1:], field=field) from error
 
 
 def _step_kind_tried(location: Location) -> Location:
@@ -154,10 +145,17 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> 
             field="task.evaluator.carry",
             hint="name the paths that are graded, or use runtime kind 'namespace'",
         )
-    _check_uploads(task.runtime, files)
     allowed = [Path(os.path.realpath(root)) for root in allow]
-    _check_host_paths(task.runtime, allowed)
-    _check_file_sizes(task)
+    _check_paths(task.runtime, files.resolve(), allowed)
+    # A file may become huge when its placeholders are filled in: a short text can repeat a long instruction.
+    words = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
+    words["instruction"] = task.instruction
+    for path, text in task.harness.files.items():
+        if (size := filled_size(path, text, words)) > MAX_INLINE_FILE:
+            raise InvalidField(
+                f"has {size} characters once its placeholders are filled in; the maximum is {MAX_INLINE_FILE}",
+                field=f"task.harness.files.{path}",
+            )
     _check_venv(task, runtime, allowed)
     runtime.check_spec(task.runtime)
     if not (can := runtime.available()).ok:
@@ -170,23 +168,18 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> 
         raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
 
 
-def _check_uploads(spec: RuntimeSpec, files: Path) -> None:
-    """Every upload must exist below `files`, with symbolic links resolved."""
-    root = files.resolve()
+def _check_paths(spec: RuntimeSpec, files: Path, allow: Sequence[Path]) -> None:
+    """Every upload must exist below `files`, with symbolic links resolved. Every path of the host must be allowed and
+    exist. An image that is given by name is not a path: the operator has imported it."""
     for number, step in enumerate(spec.prepare):
         if not isinstance(step, Upload):
             continue
         field = f"task.runtime.prepare.{number}.upload"
-        path = Path(os.path.realpath(root / step.upload))
-        if not path.is_relative_to(root):
+        path = Path(os.path.realpath(files / step.upload))
+        if not path.is_relative_to(files):
             raise InvalidField(f"{step.upload!r} is outside the files folder", field=field)
         if not os.path.exists(path):
             raise InvalidField(f"{step.upload!r} is not in the service's files folder", field=field)
-
-
-def _check_host_paths(spec: RuntimeSpec, allow: Sequence[Path]) -> None:
-    """Every path of the host in the runtime spec must be allowed and exist. An image that is given by name is not a
-    path: the operator has imported it."""
     if spec.rootfs is not None:
         _check_allowed(spec.rootfs, allow, field="task.runtime.rootfs")
         if not os.path.isdir(spec.rootfs):
@@ -212,18 +205,6 @@ def _check_allowed(path: str, allow: Sequence[Path], *, field: str) -> None:
             field=field,
             hint="its operator allows it with `outrider serve --allow-path PATH`, or the setting sandboxes.allow",
         )
-
-
-def _check_file_sizes(task: TaskSpec) -> None:
-    """No file may become huge when its placeholders are filled in: a short text can repeat a long instruction."""
-    options = {f"option.{name}": str(value) for name, value in task.harness.options.items()}
-    words = {"instruction": task.instruction, **options}
-    for path, text in task.harness.files.items():
-        if (size := filled_size(path, text, words)) > MAX_INLINE_FILE:
-            raise InvalidField(
-                f"has {size} characters once its placeholders are filled in; the maximum is {MAX_INLINE_FILE}",
-                field=f"task.harness.files.{path}",
-            )
 
 
 def _check_venv(task: TaskSpec, runtime: RuntimeKind, allow: Sequence[Path]) -> None:

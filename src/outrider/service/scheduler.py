@@ -143,23 +143,20 @@ class Scheduler:
         """How many more sessions the node can take."""
         return max(0, node.stats().capacity - self._placed[node.name])
 
-    def _node_for(self, task: TaskSpec) -> Node:
-        """The node with the most free slots among those with the resources that the task asks for. Nodes where the
-        resources are free now come before those that have them only when empty."""
+    async def _start(self, group: asyncio.TaskGroup, session: SessionRow) -> None:
+        task = await self._task_of(session)
+        if task is None:
+            await self._give_up(session, None, UNREADABLE)
+            return
         needs = required(task.runtime.resources)
 
         def fit(node: Node) -> tuple[bool, bool, bool, int]:
             slots, resources = self._slots(node), node.stats().resources
             return slots > 0, needs.within(total_of(resources)), needs.within(free_of(resources)), slots
 
-        return max(self._nodes, key=fit)
-
-    async def _start(self, group: asyncio.TaskGroup, session: SessionRow) -> None:
-        task = await self._task_of(session)
-        if task is None:
-            await self._give_up(session, None, UNREADABLE)
-            return
-        node = self._node_for(task)
+        # The node with the most free slots among those with the resources that the task asks for. Nodes where the
+        # resources are free now come before those that have them only when empty.
+        node = max(self._nodes, key=fit)
         try:
             number = await self._store.start_attempt(
                 session.id, node=node.name, lease_until=time.time() + LEASE_SECONDS

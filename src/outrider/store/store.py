@@ -290,7 +290,24 @@ class Store:
                     session.group_id,
                 ),
             )
-            return self._finish_group(tx, session.group_id)
+            now = self._clock()
+            # Two transactions that compute the same cursor cannot both commit: the column is unique.
+            finished = tx.execute(
+                """UPDATE groups SET state = ?, finished = ?, cursor = (SELECT COALESCE(MAX(cursor), 0) + 1 FROM groups)
+                   WHERE id = ? AND open_sessions = 0""",
+                (GroupState.DONE.value, now, session.group_id),
+            )
+            if not finished:
+                return False
+            group = _find_group(tx, session.group_id)
+            data = {"cursor": group.cursor, "cancelled": group.cancelled}
+            self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
+            if group.callback_url is not None:
+                tx.execute(
+                    "INSERT INTO outbox (group_id, url, tries, next_try) VALUES (?, ?, 0, ?)",
+                    (group.id, group.callback_url, now),
+                )
+            return True
 
         return await self._db.write(body)
 
@@ -376,27 +393,6 @@ class Store:
         )
         data = {"attempt": session.attempt, "error": error}
         self._add_event(tx, EventKind.SESSION_RETRY, session.group_id, session.id, data)
-
-    def _finish_group(self, tx: Connection, group_id: str) -> bool:
-        """Finish the group if none of its sessions is open; whether it was finished."""
-        now = self._clock()
-        # Two transactions that compute the same cursor cannot both commit: the column is unique.
-        finished = tx.execute(
-            """UPDATE groups SET state = ?, finished = ?, cursor = (SELECT COALESCE(MAX(cursor), 0) + 1 FROM groups)
-               WHERE id = ? AND open_sessions = 0""",
-            (GroupState.DONE.value, now, group_id),
-        )
-        if not finished:
-            return False
-        group = _find_group(tx, group_id)
-        data = {"cursor": group.cursor, "cancelled": group.cancelled}
-        self._add_event(tx, EventKind.GROUP_DONE, group_id, None, data)
-        if group.callback_url is not None:
-            tx.execute(
-                "INSERT INTO outbox (group_id, url, tries, next_try) VALUES (?, ?, 0, ?)",
-                (group_id, group.callback_url, now),
-            )
-        return True
 
     def _add_event(
         self, tx: Connection, kind: EventKind, group_id: str, session_id: str | None, data: Mapping[str, Any]
