@@ -53,7 +53,16 @@ class GatewayTap:
         try:
             async with asyncio.TaskGroup() as group:
                 requests = group.create_task(_pass_requests(reader, forth), name="tap: requests")
-                await self._pass_replies(replies, writer)
+                before = b""
+                while data := await replies.read(CHUNK):
+                    writer.write(data)
+                    await writer.drain()
+                    seen = before + data
+                    self.streams = self.streams or EVENT_STREAM in seen
+                    for word, event in self._words.items():
+                        if word.encode() in seen:
+                            event.set()
+                    before = seen[-KEPT:]
                 requests.cancel()
         except* OSError:
             pass  # one side has closed; the finally block closes the other
@@ -66,18 +75,6 @@ class GatewayTap:
         """End every connection."""
         for writer in self._open:
             writer.transport.abort()
-
-    async def _pass_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        before = b""
-        while data := await reader.read(CHUNK):
-            writer.write(data)
-            await writer.drain()
-            seen = before + data
-            self.streams = self.streams or EVENT_STREAM in seen
-            for word, event in self._words.items():
-                if word.encode() in seen:
-                    event.set()
-            before = seen[-KEPT:]
 
 
 class ServedNode(Protocol):

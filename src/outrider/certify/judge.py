@@ -98,12 +98,23 @@ def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -
     """The verdict of a row. `dialect` is the dialect that the harness must speak, None for any."""
     result = evidence.result
     forks = ", ".join(f"{cause} {count}" for cause, count in result.forks.items())
-    word: Word = "holds"
-    reason = f"forked: {forks}" if forks else ""
-    if found := next(_reasons_not_tried(row, evidence, hint), None):
-        word, reason = "not tried", found
-    elif found := next(_failures(row, evidence, dialect), None):
-        word, reason = "does not hold", found
+    declared = [tool for call in evidence.calls for tool in call.state.tools]
+    tools = find_tools(declared, hint)
+    word: Word = "not tried"
+    # A harness that failed before its first call has not told its tools: it fails below.
+    if evidence.calls and any(choose_call(action, tools, "/") is None for step in row.steps for action in step.actions):
+        reason = (
+            f"none of its tools could do what the row asks for. Needed: {COMMAND.what}; or {WRITE.what}, and "
+            f"{READ.what}. Offered: {describe(declared)}"
+        )
+    elif evidence.calls and row.needs == "subagent" and find_subagent(declared, hint) is None:
+        reason = "it shows the model no tool that starts a sub-agent"
+    elif evidence.calls and row.needs == "stream" and not evidence.streams:
+        reason = "it asks for its replies in one piece"
+    elif failure := next(_failures(row, evidence, dialect), None):
+        word, reason = "does not hold", failure
+    else:
+        word, reason = "holds", f"forked: {forks}" if forks else ""
     parents = {turn.parent for turn in evidence.turns}
     leaves = [turn for turn in evidence.turns if turn.index not in parents]
     return RowVerdict(
@@ -123,23 +134,6 @@ def judge(row: Row, evidence: Evidence, *, hint: Certify, dialect: str | None) -
         seconds=round(result.seconds.run, 2),
         log_tail=result.error.log_tail if result.error and word == "does not hold" else None,
     )
-
-
-def _reasons_not_tried(row: Row, evidence: Evidence, hint: Certify) -> Iterator[str]:
-    """Why the harness could not do what the row asks for; nothing where it could."""
-    if not evidence.calls:
-        return  # it failed before its first call, and never told its tools
-    declared = [tool for call in evidence.calls for tool in call.state.tools]
-    tools = find_tools(declared, hint)
-    if any(choose_call(action, tools, "/") is None for step in row.steps for action in step.actions):
-        yield (
-            f"none of its tools could do what the row asks for. Needed: {COMMAND.what}; or {WRITE.what}, and "
-            f"{READ.what}. Offered: {describe(declared)}"
-        )
-    if row.needs == "subagent" and find_subagent(declared, hint) is None:
-        yield "it shows the model no tool that starts a sub-agent"
-    if row.needs == "stream" and not evidence.streams:
-        yield "it asks for its replies in one piece"
 
 
 def _failures(row: Row, evidence: Evidence, dialect: str | None) -> Iterator[str]:

@@ -105,7 +105,12 @@ class ScriptedModel:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         state = read_prompt(self._tokenizer.decode(request.input_ids.tolist()))
-        step = _step(state)
+        row = row_named(state.row) if state.row else None
+        if row is None or not (state.tools or state.subagent):
+            step = Step(raw=TITLE + END)
+        else:  # the step that comes next; after the last one, the last one again
+            steps = SUBAGENT_STEPS if state.subagent else row.steps
+            step = steps[min(state.replies, len(steps) - 1)]
         ids = self._tokenizer.encode(self._reply(step, state))
         call = ModelCall(
             session_key=request.session_key, state=state, step=step, prompt=np.array(request.input_ids), output=[]
@@ -173,7 +178,17 @@ def choose_call(action: Action, tools: TaskTools, workdir: str) -> tuple[Tool, d
 def read_prompt(text: str) -> PromptState:
     """The state of a prompt, from its rendered text."""
     messages = [part.removesuffix("\n").removesuffix(END) for part in text.split(START)[1:]]
-    tools = _declared_tools(messages[0]) if messages else ()
+    # The tools stand at the end of the system message. Lines that are no tool are left out: the harness's own text in
+    # that message may look like the block.
+    blocks = _TOOLS.findall(messages[0]) if messages else ()
+    tools: list[ToolSpec] = []
+    for line in blocks[-1].split("\n") if blocks else ():
+        try:
+            tool: Any = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
+            tools.append(tool)
     for index, message in enumerate(messages):
         if message.startswith("user\n") and (found := _MARKS.search(message)):
             # The last message is the one that the model is about to write.
@@ -184,30 +199,6 @@ def read_prompt(text: str) -> PromptState:
                 subagent=found[1] == SUBAGENT_MARK,
                 replies=replies,
                 agent_id=agent_id[1] if agent_id else None,
-                tools=tools,
+                tools=tuple(tools),
             )
-    return PromptState(row=None, tools=tools)
-
-
-def _declared_tools(system: str) -> tuple[ToolSpec, ...]:
-    """The tools at the end of a system message. Lines that are no tool are left out: the harness's own text in that
-    message may look like the block."""
-    tools = []
-    blocks = _TOOLS.findall(system)
-    for line in blocks[-1].split("\n") if blocks else ():
-        try:
-            tool: Any = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
-            tools.append(tool)
-    return tuple(tools)
-
-
-def _step(state: PromptState) -> Step:
-    """The step that comes next. After the last one, the last one again."""
-    row = row_named(state.row) if state.row else None
-    if row is None or not (state.tools or state.subagent):
-        return Step(raw=TITLE + END)
-    steps = SUBAGENT_STEPS if state.subagent else row.steps
-    return steps[min(state.replies, len(steps) - 1)]
+    return PromptState(row=None, tools=tuple(tools))

@@ -77,22 +77,18 @@ def find_subject(
         sandbox = RuntimeSpec(kind=runtime or default_runtime()[0])
     if harness.preset is None:
         return Subject(name=name, harness=harness, runtime=sandbox, dialect=dialect)
-    return _preset_subject(name, harness, sandbox, dialect)
-
-
-def _preset_subject(name: str, harness: HarnessSpec, runtime: RuntimeSpec, dialect: str | None) -> Subject:
-    preset = load_preset(str(harness.preset), field="preset")
+    loaded = load_preset(harness.preset, field="preset")
     dialect = dialect or harness.options.get(DIALECT)
-    if dialect is not None and dialect not in preset.dialects:
-        known = ", ".join(preset.dialects)
-        raise InvalidField(f"{preset.name} does not speak {dialect!r}", field=DIALECT, hint=f"it speaks: {known}")
-    dialect = dialect or preset.dialects[0]
-    options = {DIALECT: dialect} if DIALECT in preset.options else {}
+    if dialect is not None and dialect not in loaded.dialects:
+        speaks = ", ".join(loaded.dialects)
+        raise InvalidField(f"{loaded.name} does not speak {dialect!r}", field=DIALECT, hint=f"it speaks: {speaks}")
+    dialect = dialect or loaded.dialects[0]
+    options = {DIALECT: dialect} if DIALECT in loaded.options else {}
     harness = harness.model_copy(update={"options": {**harness.options, **options}})
     make_harness(harness)  # raises what is wrong with its options
-    if preset.install is not None and installed(preset.name) is None:
-        check(preset.name)  # raises, and says how to install it
-    return Subject(name=name, harness=harness, runtime=runtime, dialect=dialect, hint=preset.certify)
+    if loaded.install is not None and installed(loaded.name) is None:
+        check(loaded.name)  # raises, and says how to install it
+    return Subject(name=name, harness=harness, runtime=sandbox, dialect=dialect, hint=loaded.certify)
 
 
 def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> int:

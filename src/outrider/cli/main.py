@@ -45,8 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         return _failed(terminal, error)
     except BaseExceptionGroup as failures:
-        if (first := _first_of(failures)) is None:
+        # Several tasks failed together. Anything but an OutriderError is a bug and needs its traceback.
+        matched, others = failures.split(OutriderError)
+        if matched is None or others is not None:
             raise
+        first: OutriderError | BaseExceptionGroup[OutriderError] = matched
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
         return _failed(terminal, first)
     except UsageError as error:
         # Without words click shows the help, and raises a UsageError with no message.
@@ -99,13 +104,3 @@ def _version(given: bool) -> None:
 def _failed(terminal: Terminal, error: OutriderError) -> int:
     terminal.error(error.record())
     return USAGE if isinstance(error, RequestError) else FAILURE
-
-
-def _first_of(failures: BaseExceptionGroup[BaseException]) -> OutriderError | None:
-    """The first OutriderError of several tasks that failed together; None when one of them raised anything
-    else, which is a bug and needs its traceback."""
-    matched, others = failures.split(OutriderError)
-    error: BaseException | None = matched if others is None else None
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, OutriderError) else None

@@ -67,11 +67,7 @@ def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:
     yield Text(f'context is plain, what the model sampled is marked "{SAMPLED.strip()}"', style="dim")
     for turn in turns:
         yield Text()
-        yield _heading(turn)
-        yield from _block(turn.context, CONTEXT, "dim")
-        yield from _block(turn.sampled, SAMPLED, "bold green")
-        if remarks := _remarks(turn):
-            yield Text(f"{CONTEXT}[{', '.join(remarks)}]", style="yellow")
+        yield from _turn(turn)
     yield Text()
     if session.result is not None:
         yield from _ending(session.result)
@@ -82,7 +78,7 @@ def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:
         yield from _error(session.last_error)
 
 
-def _heading(turn: TurnView) -> Text:
+def _turn(turn: TurnView) -> Iterator[Text]:
     joined = turn.join if turn.parent is None else f"{turn.join} to turn {turn.parent}"
     seconds = turn.timings.finished - turn.timings.received
     what = [] if turn.kind == "main" else [printable(": ".join(filter(None, (turn.kind, turn.label))))]
@@ -98,15 +94,9 @@ def _heading(turn: TurnView) -> Text:
     if turn.cause is not None:
         away = "" if turn.forked_from is None else f" from turn {turn.forked_from}"
         heading.append(f" · fork{away}: {turn.cause}", style="bold yellow")
-    return heading
-
-
-def _block(text: str, margin: str, style: str) -> Iterator[Text]:
-    for line in printable(text).rstrip("\n").split("\n") if text else ():
-        yield Text(margin, style="bold" if margin == SAMPLED else "") + Text(line, style=style)
-
-
-def _remarks(turn: TurnView) -> list[str]:
+    yield heading
+    yield from _block(turn.context, CONTEXT, "dim")
+    yield from _block(turn.sampled, SAMPLED, "bold green")
     remarks = []
     if turn.tool_calls:
         remarks.append(f"{turn.tool_calls} tool call{'s' if turn.tool_calls > 1 else ''}")
@@ -118,7 +108,13 @@ def _remarks(turn: TurnView) -> list[str]:
         remarks.append("drawn from an altered distribution")
     if turn.drift_tokens:
         remarks.append(f"{turn.drift_tokens} tokens of drift")
-    return remarks
+    if remarks:
+        yield Text(f"{CONTEXT}[{', '.join(remarks)}]", style="yellow")
+
+
+def _block(text: str, margin: str, style: str) -> Iterator[Text]:
+    for line in printable(text).rstrip("\n").split("\n") if text else ():
+        yield Text(margin, style="bold" if margin == SAMPLED else "") + Text(line, style=style)
 
 
 def _ending(result: SessionResult) -> Iterator[Text]:

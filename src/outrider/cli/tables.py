@@ -12,7 +12,7 @@ from rich.text import Text
 
 from outrider.cli.terminal import printable
 from outrider.lifecycle import StopReason
-from outrider.schemas import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, ResourceStats, SessionView
+from outrider.schemas import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, ResourceStats
 from outrider.trajectory import StageSeconds
 
 MAX_ERROR = 72
@@ -61,7 +61,33 @@ def number(value: float | None, digits: int = 2) -> str:
 def session_table(group: GroupView) -> RenderableType:
     """One row for each session: state or how it ended, reward, turns, sampled tokens, seconds of each stage, error."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
-    return table(columns, [_session_row(session) for session in group.sessions])
+    rows: list[Sequence[str | Text]] = []
+    for session in group.sessions:
+        result = session.result
+        error = result.error if result else session.last_error
+        shown = f"{error.code}: {error.message}" if error else ""
+        if result is not None and result.harness_exit is not None:
+            shown = f"exit code {result.harness_exit.code}"
+        elif result is not None and result.stop_reason is StopReason.AGENT_EXCESS and result.verdict is not None:
+            shown = result.verdict.reason or ""
+        if len(shown) > MAX_ERROR:
+            shown = shown[: MAX_ERROR - 3] + "..."
+        shown = printable(shown).replace("\n", " ")
+        if result is None:
+            rows.append((session.id, word(session.state.value), *["-"] * 7, shown))
+            continue
+        rows.append(
+            (
+                session.id,
+                word(result.stop_reason.value),
+                number(result.verdict.reward) if result.verdict else "-",
+                str(result.turns),
+                str(result.tokens.sampled),
+                *stage_seconds(result.seconds),
+                shown,
+            )
+        )
+    return table(columns, rows)
 
 
 def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
@@ -130,30 +156,6 @@ def stage_seconds(seconds: StageSeconds) -> tuple[str, str, str, str]:
     """Seconds spent waiting (all waits together), preparing, running and grading."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
     return number(waited), number(seconds.init), number(seconds.run), number(seconds.eval)
-
-
-def _session_row(session: SessionView) -> tuple[str | Text, ...]:
-    result = session.result
-    error = result.error if result else session.last_error
-    shown = f"{error.code}: {error.message}" if error else ""
-    if result is not None and result.harness_exit is not None:
-        shown = f"exit code {result.harness_exit.code}"
-    elif result is not None and result.stop_reason is StopReason.AGENT_EXCESS and result.verdict is not None:
-        shown = result.verdict.reason or ""
-    if len(shown) > MAX_ERROR:
-        shown = shown[: MAX_ERROR - 3] + "..."
-    shown = printable(shown).replace("\n", " ")
-    if result is None:
-        return (session.id, word(session.state.value), "-", "-", "-", "-", "-", "-", "-", shown)
-    return (
-        session.id,
-        word(result.stop_reason.value),
-        number(result.verdict.reward) if result.verdict else "-",
-        str(result.turns),
-        str(result.tokens.sampled),
-        *stage_seconds(result.seconds),
-        shown,
-    )
 
 
 def _age(seconds: float) -> str:

@@ -37,34 +37,25 @@ def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
 
 def _inlined(step: Any, number: int, folder: Path) -> Iterator[Step]:
     """The steps to send for one step: `write` steps where it uploads something in `folder`, else the step itself."""
-    source = _local_source(step, folder)
-    if source is None:
+    if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
         yield step
         return
+    upload, target = step["upload"], step["to"]
+    # It is left to the service to refuse what is no text, and paths that leave the folder.
+    local = isinstance(upload, str) and isinstance(target, str) and not Path(upload).is_absolute()
+    if not local or ".." in Path(upload).parts or not (folder / upload).exists():
+        yield step
+        return
+    source = folder / upload
     field = f"task.runtime.prepare.{number}.upload"
     if source.is_file():
-        yield _write_file(source, step["to"], folder, field)
+        yield _write_file(source, target, folder, field)
         return
-    yield from _write_folder(source, step["to"], folder, field)
-
-
-def _local_source(step: Any, folder: Path) -> Path | None:
-    """The local file or folder that a step uploads, None if it uploads none. A path that leaves `folder` is left for
-    the service to refuse."""
-    if not isinstance(step, dict) or not all(isinstance(step.get(key), str) for key in ("upload", "to")):
-        return None
-    if step.keys() != {"upload", "to"} or Path(step["upload"]).is_absolute() or ".." in Path(step["upload"]).parts:
-        return None
-    source = folder / step["upload"]
-    return source if source.exists() else None
-
-
-def _write_folder(source: Path, target: str, root: Path, field: str) -> Iterator[Step]:
     entries = sorted(source.rglob("*"))
     for entry in entries:
         place = f"{target.rstrip('/')}/{entry.relative_to(source).as_posix()}"
         if entry.is_file():
-            yield _write_file(entry, place, root, field)
+            yield _write_file(entry, place, folder, field)
         elif not entry.is_dir() or entry.is_symlink():
             raise InvalidField(f"{entry} is neither a file nor a folder, and cannot be sent with the task", field=field)
         elif not any(entry.iterdir()):

@@ -97,7 +97,14 @@ def grade(outcome: Outcome) -> Verdict:
 
 def score(transcript: Sequence[Message], *, item: str, zone: str) -> Verdict:
     """Grade a transcript. Metrics: called_right_file and answered_right_zone, each 0 or 1."""
-    called = command_for(item) in _commands(transcript)
+    called = False
+    for call in (call for message in transcript for call in message.tool_calls if call.name == "bash"):
+        try:
+            command = json.loads(call.arguments)["command"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if isinstance(command, str) and " ".join(command.split()) == command_for(item):  # spaces do not matter
+            called = True
     last = transcript[-1] if transcript else None
     answered = (
         last is not None
@@ -109,16 +116,3 @@ def score(transcript: Sequence[Message], *, item: str, zone: str) -> Verdict:
         reward=float(called and answered),
         metrics={"called_right_file": float(called), "answered_right_zone": float(answered)},
     )
-
-
-def _commands(transcript: Sequence[Message]) -> list[str]:
-    """Every bash command of the model, with spaces normalised."""
-    commands = []
-    for call in (call for message in transcript for call in message.tool_calls if call.name == "bash"):
-        try:
-            command = json.loads(call.arguments)["command"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if isinstance(command, str):
-            commands.append(" ".join(command.split()))
-    return commands
