@@ -11,7 +11,6 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
 
 import msgspec
 
@@ -125,7 +124,16 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     end. Summaries are looked for first, newest first."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
-    kin = [other for other in recent if _may_continue(other, segment)]
+    kin = []
+    for other in recent:
+        # The same conversation, or the same agent by its tools or its system prompt.
+        same_tools, same_system = other.first.tools == first.tools, other.system == segment.system
+        if (
+            other.first.conversation == first.conversation
+            or (same_tools and (same_system or first.tools))
+            or (same_system and segment.system)
+        ):
+            kin.append(other)
     candidates = [other for other in kin if other.first.tools == first.tools] or kin
     if not candidates:
         return None
@@ -137,8 +145,9 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     ]
     for source in reversed(session.turns[max(0, first.index - LOOK_BACK) : first.index]):
         quoted = _is_quoted(session, source, first, fresh, candidates) and not session.history_has(first, source)
-        if quoted and _was_shown_history(source, candidates):
-            old = _newest_answered(_summarised(session, source, candidates), first)
+        summarised = _summarised(session, source, candidates) if quoted else None
+        if summarised is not None:
+            old = _newest_answered(summarised, first)
             if old is not None and (begins_anew or session.lacks_replies(first, old)):
                 return Continuation(old, source)
     for other in reversed(candidates):
@@ -146,17 +155,6 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
         if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
             return Continuation(old, None) if session.lacks_replies(first, old) else None
     return None
-
-
-def _may_continue(one: Segment, other: Segment) -> bool:
-    """Whether one may go on from the other: both are the same conversation, or the same agent by its tools or its
-    system prompt."""
-    same_tools, same_system = one.first.tools == other.first.tools, one.system == other.system
-    return (
-        one.first.conversation == other.first.conversation
-        or (same_tools and (same_system or bool(one.first.tools)))
-        or (same_system and bool(one.system))
-    )
 
 
 def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
@@ -174,41 +172,36 @@ def _is_quoted(
     answer was given elsewhere, or it stands in the place of what the answer was about: clients send every reply back
     once, which is no quote."""
     lines = session.answer_lines(source)
-    quoting = (message for message in fresh if quotes(lines, message.content)) if lines else ()
-    return any(
-        message.role is not Role.ASSISTANT
-        or _is_elsewhere(source, candidates)
-        or _replaces_history(session, source, first, message)
-        for message in quoting
-    )
+    for message in fresh if lines else ():
+        if not quotes(lines, message.content):
+            continue
+        if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
+            return True
+        # It stands where the history was if nobody went on from the answer, and neither the replies that its author was
+        # shown nor its question stand before the quote. Before a reply that is only sent back they do.
+        was_shown_replies = source.parent is not None or session.replies_added(source)
+        if not was_shown_replies or source.index in session.continued or first.parent is not None:
+            continue
+        above = first.messages[: next(at for at, other in enumerate(first.messages) if other is message)]
+        replies = (session.body(other) for other in above if other.role is Role.ASSISTANT)
+        asked_above = above[-1:] == source.messages[-1:]
+        if not asked_above and not any(session.request_shows(source, body) for body in replies):
+            return True
+    return False
 
 
-def _replaces_history(session: SegmentedSession, source: Turn, first: Turn, quote: Message) -> bool:
-    """Whether a quoted answer stands where the history was: nobody went on from it, and neither the replies that its
-    author was shown nor its question stand before the quote. Before a reply that is only sent back they do."""
-    was_shown = source.parent is not None or session.replies_added(source)
-    if not was_shown or source.index in session.continued or first.parent is not None:
-        return False
-    above = list(takewhile(lambda message: message is not quote, first.messages))
-    replies = (session.body(message) for message in above if message.role is Role.ASSISTANT)
-    return above[-1:] != list(source.messages[-1:]) and not any(session.request_shows(source, body) for body in replies)
-
-
-def _was_shown_history(source: Turn, candidates: Sequence[Segment]) -> bool:
-    """Whether a turn was shown a history of the candidates, as messages or written out."""
-    if source.parent is not None or any(message.role is Role.ASSISTANT for message in source.messages):
-        return True
+def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment | None:
+    """The segment whose history the author of a summary was shown the most of; None if it was shown no history of
+    theirs, neither as messages nor written out."""
     asked = opening_text(source.messages)
-    openings = (opening_text(other.first.messages) for other in candidates if other.starts_conversation)
-    return _is_elsewhere(source, candidates) and any(opening and opening in asked for opening in openings)
-
-
-def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment:
-    """The segment whose history the author of a summary was shown the most of."""
+    if source.parent is None and all(message.role is not Role.ASSISTANT for message in source.messages):
+        openings = (opening_text(other.first.messages) for other in candidates if other.starts_conversation)
+        if not _is_elsewhere(source, candidates) or not any(opening and opening in asked for opening in openings):
+            return None
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
-    read, asked = session.replies_read(source), opening_text(source.messages)
+    read = session.replies_read(source)
 
     def shown(segment: Segment) -> tuple[int, bool, int]:
         replies = sum(session.was_said_by(segment.last, body) for body in read)

@@ -27,8 +27,7 @@ policy. Invariant: the parent of a segment is a turn before its first one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
@@ -61,8 +60,9 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What a rule says about a segment or a turn."""
+    """What the rule called `rule` says about a segment or a turn."""
 
+    rule: str
     kind: BranchKind
     parent: int | None = None
     label: str = ""
@@ -168,9 +168,28 @@ class Signals:
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
-    def decide(self, segment: Segment, lineage: Lineage) -> None:
-        self.lineages[segment.number] = lineage
-        if lineage.main_line:
+    def decide(self, segment: Segment, decision: Decision) -> None:
+        """Record what was decided about a segment."""
+        # Depth counts from the segment whose place it takes, or from who called it.
+        before_at = decision.parent
+        continued = self.continued[segment.number]
+        if decision.rule == "forked":
+            before_at = self.origin(segment)
+        elif decision.rule == "continued" and continued is not None:
+            before_at = continued.old.index
+        before = None if before_at is None else self.lineages[self.session.segment_of(before_at).number]
+        stays = decision.rule in ("main", "forked")
+        replaces = decision.rule in ("continued", "forked")
+        main_line = decision.rule == "main" or (replaces and before is not None and before.main_line)
+        self.lineages[segment.number] = Lineage(
+            kind=decision.kind,
+            parent=decision.parent,
+            depth=(before.depth if before else 0) + (0 if stays else 1),
+            label=decision.label,
+            rule=decision.rule,
+            main_line=main_line,
+        )
+        if main_line:
             self._main_line.append(segment)
 
     def used_instead(self, turn: Turn) -> int | None:
@@ -179,168 +198,108 @@ class Signals:
         return None if used == turn.index or turn.index in self.session.continued else used
 
 
-Subject = TypeVar("Subject", Segment, Turn)
-
-
-class Rule(msgspec.Struct, Generic[Subject], frozen=True):
-    """`find` says what a segment or a turn is, or None if the rule does not apply to it."""
+class Rule(msgspec.Struct, frozen=True):
+    """A rule as docs/branches.md prints it; `kind` is what it makes of a segment or a turn."""
 
     name: str
     kind: str
     reason: str
-    find: Callable[[Signals, Subject], Decision | None]
 
 
-def _is_main(signals: Signals, segment: Segment) -> Decision | None:
-    return Decision(BranchKind.MAIN) if segment is signals.main else None
-
-
-def _is_continued(signals: Signals, segment: Segment) -> Decision | None:
-    continued, spawned = signals.continued[segment.number], signals.spawned.get(segment.number)
-    if continued is None or (spawned is not None and spawned.is_most_of_opening):
-        return None
-    if continued.source is None:
-        return Decision(BranchKind.COMPACTION, continued.old.index, "trimmed")
-    return Decision(BranchKind.COMPACTION, continued.source.index, "continued")
-
-
-def _is_forked(signals: Signals, segment: Segment) -> Decision | None:
-    origin = signals.origin(segment)
-    if origin is None:
-        return None
-    before = signals.lineages[signals.session.segment_of(origin).number]
-    if before.kind is BranchKind.AUXILIARY:  # the parent of a side call is who asks, also when it asks again
-        return Decision(before.kind, signals.caller(segment), signals.label(segment) or before.label)
-    return Decision(before.kind, origin, before.label)
-
-
-def _has_purpose(signals: Signals, segment: Segment) -> Decision | None:
-    purpose = (segment.first.purpose or "").lower()
-    kind = PURPOSES.get(purpose)
-    label = SUMMARY if kind is BranchKind.COMPACTION else purpose
-    return Decision(kind, signals.caller(segment), label) if kind else None
-
-
-def _asks_without_tools(signals: Signals, segment: Segment) -> Decision | None:
-    if segment.first.tools or signals.is_own_agents_work(segment):
-        return None
-    return _side_call(signals, segment)
-
-
-def _names_its_agent(signals: Signals, segment: Segment) -> Decision | None:
-    if segment.first.parent_agent_id is None and not signals.is_own_agents_work(segment):
-        return None
-    return Decision(BranchKind.SUBAGENT, signals.starter(segment), signals.agent_name(segment))
-
-
-def _was_spawned(signals: Signals, segment: Segment) -> Decision | None:
-    if segment.number not in signals.spawned:
-        return None
-    return Decision(BranchKind.SUBAGENT, signals.starter(segment), signals.agent_name(segment))
-
-
-def _asks_with_other_tools(signals: Signals, segment: Segment) -> Decision | None:
-    assert signals.main is not None
-    if segment.first.tools == signals.main.first.tools:
-        return None
-    return _side_call(signals, segment)
-
-
-def _side_call(signals: Signals, segment: Segment) -> Decision | None:
-    if not signals.is_side_question(segment):
-        return None
-    label = signals.label(segment) or segment.first.purpose or ""
-    return Decision(BranchKind.AUXILIARY, signals.starter(segment), label)
-
-
-def _is_other(signals: Signals, segment: Segment) -> Decision | None:
-    return Decision(BranchKind.SUBAGENT, signals.caller(segment), segment.first.agent_id or "")
-
-
-RULES: tuple[Rule[Segment], ...] = (
-    Rule("main", "main", "of the conversations, the one that does the task's work", _is_main),
-    Rule("continued", "compaction", "a request quotes a summary, or keeps only the history's end", _is_continued),
-    Rule("forked", "as its origin", "a history that is changed, or goes on otherwise, stays what it was", _is_forked),
-    Rule("purpose", "as it says", "the client names the call's purpose, with a word that is known", _has_purpose),
-    Rule(
-        "no tools", "auxiliary", "one question to a model that can do nothing, and nobody replies", _asks_without_tools
-    ),
-    Rule("own agent", "subagent", "the client names another agent than for its other calls", _names_its_agent),
-    Rule("spawned", "subagent", "it begins with what an earlier tool call was given", _was_spawned),
-    Rule("other tools", "auxiliary", "one question with tools of its own, and nobody replies", _asks_with_other_tools),
-    Rule("other", "subagent", "a conversation of its own that is none of these works by itself", _is_other),
+RULES = (
+    Rule("main", "main", "of the conversations, the one that does the task's work"),
+    Rule("continued", "compaction", "a request quotes a summary, or keeps only the history's end"),
+    Rule("forked", "as its origin", "a history that is changed, or goes on otherwise, stays what it was"),
+    Rule("purpose", "as it says", "the client names the call's purpose, with a word that is known"),
+    Rule("no tools", "auxiliary", "one question to a model that can do nothing, and nobody replies"),
+    Rule("own agent", "subagent", "the client names another agent than for its other calls"),
+    Rule("spawned", "subagent", "it begins with what an earlier tool call was given"),
+    Rule("other tools", "auxiliary", "one question with tools of its own, and nobody replies"),
+    Rule("other", "subagent", "a conversation of its own that is none of these works by itself"),
 )
-"""For segments; the first that applies decides."""
+"""For segments, in the order of `_decide_segment`; the first that applies decides."""
 
-
-def _was_cut_off(signals: Signals, turn: Turn) -> Decision | None:
-    return Decision(BranchKind.ABORTED, turn.parent) if turn.finish is FinishReason.ABORT else None
-
-
-def _was_asked_again(signals: Signals, turn: Turn) -> Decision | None:
-    instead = signals.used_instead(turn)
-    return None if instead is None else Decision(BranchKind.RETRY, instead)
-
-
-def _summarises(signals: Signals, turn: Turn) -> Decision | None:
-    # A summary that was asked for by a call of its own is a segment, and decided as such.
-    within = turn.parent is not None and turn.index in signals.summaries and turn.index not in signals.session.continued
-    return Decision(BranchKind.COMPACTION, turn.parent, SUMMARY) if within else None
-
-
-TURN_RULES: tuple[Rule[Turn], ...] = (
-    Rule("cut off", "aborted", "the agent never saw the answer", _was_cut_off),
-    Rule("asked again", "retry", "the agent went on with another answer to the same request", _was_asked_again),
-    Rule("summary", "compaction", "a later history begins with this answer, and nobody replied to it", _summarises),
+TURN_RULES = (
+    Rule("cut off", "aborted", "the agent never saw the answer"),
+    Rule("asked again", "retry", "the agent went on with another answer to the same request"),
+    Rule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
 )
-"""For single turns, before the rules for their segments; the first that applies decides."""
+"""For single turns, in the order of `lineages`, before the rules for their segments; the first that applies decides."""
 
 
 def lineages(turns: Sequence[Turn]) -> list[Lineage]:
     """One for each turn; `turns[i].index` must be `i`."""
     signals = Signals(turns)
     for segment in signals.session.segments:
-        signals.decide(segment, _segment_lineage(signals, segment))
+        signals.decide(segment, _decide_segment(signals, segment))
     _mark_summaries(signals)
     found = []
     for turn in turns:
         lineage = signals.lineages[signals.session.segment_of(turn.index).number]
-        for rule in TURN_RULES:
-            decision = rule.find(signals, turn)
-            if decision is not None:
-                lineage = Lineage(
-                    kind=decision.kind,
-                    parent=decision.parent,
-                    depth=lineage.depth + (1 if decision.kind is BranchKind.COMPACTION else 0),
-                    label=decision.label or lineage.label,
-                    rule=rule.name,
-                    main_line=False,
-                )
-                break
-        found.append(lineage)
+        if turn.finish is FinishReason.ABORT:
+            decision = Decision("cut off", BranchKind.ABORTED, turn.parent)
+        elif (instead := signals.used_instead(turn)) is not None:
+            decision = Decision("asked again", BranchKind.RETRY, instead)
+        elif (
+            turn.parent is not None  # else the summary is a segment of its own, and decided as such
+            and turn.index in signals.summaries
+            and turn.index not in signals.session.continued
+        ):
+            decision = Decision("summary", BranchKind.COMPACTION, turn.parent, SUMMARY)
+        else:
+            found.append(lineage)
+            continue
+        found.append(
+            Lineage(
+                kind=decision.kind,
+                parent=decision.parent,
+                depth=lineage.depth + (1 if decision.kind is BranchKind.COMPACTION else 0),
+                label=decision.label or lineage.label,
+                rule=decision.rule,
+                main_line=False,
+            )
+        )
     return found
 
 
-def _segment_lineage(signals: Signals, segment: Segment) -> Lineage:
-    rule, decision = next((rule, found) for rule in RULES if (found := rule.find(signals, segment)) is not None)
-    continued = signals.continued[segment.number]
-    # Depth counts from the segment whose place it takes, or from who called it.
-    origin = decision.parent
-    if rule.name == "forked":
-        origin = signals.origin(segment)
-    elif rule.name == "continued" and continued is not None:
-        origin = continued.old.index
-    before = None if origin is None else signals.lineages[signals.session.segment_of(origin).number]
-    stays = rule.name in ("main", "forked")
-    replaces = rule.name in ("continued", "forked")
-    return Lineage(
-        kind=decision.kind,
-        parent=decision.parent,
-        depth=(before.depth if before else 0) + (0 if stays else 1),
-        label=decision.label,
-        rule=rule.name,
-        main_line=rule.name == "main" or (replaces and before is not None and before.main_line),
-    )
+def _decide_segment(signals: Signals, segment: Segment) -> Decision:
+    """What the first of RULES that applies says; the module's heading gives the reasons for their order."""
+    if segment is signals.main:
+        return Decision("main", BranchKind.MAIN)
+
+    first = segment.first
+    continued, spawned = signals.continued[segment.number], signals.spawned.get(segment.number)
+    if continued is not None and not (spawned is not None and spawned.is_most_of_opening):
+        if continued.source is None:
+            return Decision("continued", BranchKind.COMPACTION, continued.old.index, "trimmed")
+        return Decision("continued", BranchKind.COMPACTION, continued.source.index, "continued")
+
+    origin = signals.origin(segment)
+    if origin is not None:
+        before = signals.lineages[signals.session.segment_of(origin).number]
+        if before.kind is BranchKind.AUXILIARY:  # the parent of a side call is who asks, also when it asks again
+            label = signals.label(segment) or before.label
+            return Decision("forked", before.kind, signals.caller(segment), label)
+        return Decision("forked", before.kind, origin, before.label)
+
+    purpose = (first.purpose or "").lower()
+    kind = PURPOSES.get(purpose)
+    if kind is not None:
+        label = SUMMARY if kind is BranchKind.COMPACTION else purpose
+        return Decision("purpose", kind, signals.caller(segment), label)
+
+    assert signals.main is not None  # a session's first segment starts a conversation
+    side_question, own_work = signals.is_side_question(segment), signals.is_own_agents_work(segment)
+    side_label = signals.label(segment) or first.purpose or ""
+    if side_question and not first.tools and not own_work:
+        return Decision("no tools", BranchKind.AUXILIARY, signals.starter(segment), side_label)
+    if first.parent_agent_id is not None or own_work:
+        return Decision("own agent", BranchKind.SUBAGENT, signals.starter(segment), signals.agent_name(segment))
+    if spawned is not None:
+        return Decision("spawned", BranchKind.SUBAGENT, signals.starter(segment), signals.agent_name(segment))
+    if side_question and first.tools != signals.main.first.tools:
+        return Decision("other tools", BranchKind.AUXILIARY, signals.starter(segment), side_label)
+    return Decision("other", BranchKind.SUBAGENT, signals.caller(segment), first.agent_id or "")
 
 
 def _mark_summaries(signals: Signals) -> None:
