@@ -84,8 +84,28 @@ class SegmentedSession:
             for message in turn.messages:
                 self._first_seen.setdefault(message, turn.index)
             segment = requests.get(request_key(turn))
+            if (
+                segment is None
+                and turn.parent is not None
+                and all(message.role is not Role.ASSISTANT for message in turn.messages)
+            ):
+                segment = self._segment_of[turn.parent]
             if segment is None:
-                segment = requests[request_key(turn)] = self._segment_for(turn)
+                conversation = self._conversations.setdefault(turn.conversation, [])
+                others = (at for at, message in enumerate(turn.messages) if message.role is not Role.SYSTEM)
+                system = turn.messages[: next(others, None)]
+                segment = Segment(
+                    number=len(self.segments),
+                    first=turn,
+                    starts_conversation=not conversation,
+                    turns=[],
+                    system=tuple(message.content for message in system),
+                )
+                self.segments.append(segment)
+                conversation.append(segment)
+                if (source := history_source(turn)) is not None:
+                    self.taken_over.setdefault(source, []).append(segment)
+            requests[request_key(turn)] = segment
             segment.turns.append(turn)
             self._segment_of.append(segment)
         self._said = [
@@ -94,23 +114,6 @@ class SegmentedSession:
         ]
         self._ancestry = _Ancestry(turns, self._said)
         self._steps_left = STEPS_PER_TURN * len(turns)
-
-    def _segment_for(self, turn: Turn) -> Segment:
-        """The segment of the first turn of a request."""
-        if turn.parent is not None and all(message.role is not Role.ASSISTANT for message in turn.messages):
-            return self._segment_of[turn.parent]
-        system = []
-        for message in turn.messages:
-            if message.role is not Role.SYSTEM:
-                break
-            system.append(message.content)
-        conversation = self._conversations.setdefault(turn.conversation, [])
-        segment = Segment(len(self.segments), turn, not conversation, [], tuple(system))
-        self.segments.append(segment)
-        conversation.append(segment)
-        if (source := history_source(turn)) is not None:
-            self.taken_over.setdefault(source, []).append(segment)
-        return segment
 
     def segment_of(self, index: int) -> Segment:
         """The segment of the turn with this index."""

@@ -127,19 +127,16 @@ class Renderer:
         self._parser = _create(tokenizer, family, retention="all")
         self.stop_ids = tuple(self._recorded_family.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
-        self._late_system = self._takes_late_system()
-
-    def _takes_late_system(self) -> bool:
-        """Whether the family and the template render a system message behind others."""
+        # Nothing says whether the family and the template render a system message behind others: it is tried.
+        self._late_system = True
         roles = (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)
         dicts = conversation_dicts([Message(role=role, content="x") for role in roles], late_system=True)
         try:
             self._parser.render_ids(dicts, add_generation_prompt=True)
-            if self._template is not None:
-                self._template.render(dicts, [])
+            if template is not None:
+                template.render(dicts, [])
         except UNRENDERABLE:
-            return False
-        return True
+            self._late_system = False
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -96,7 +96,18 @@ class ReplyStream:
     def finish(self) -> Reply:
         self._pending += self._decoder.finish()
         if self._renderer.markup is None:
-            return self._finish_unstreamed()
+            # Nothing was streamed of a family without markup: the reply is what its parser reads.
+            parsed = self._renderer.parse(self._tail, self._ids, self._tools)
+            unasked = () if self._tools else parsed.spans
+            markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)
+            content = self._cut("\n".join(part for part in (parsed.content, *parsed.malformed, *markup) if part))
+            message = Message(
+                role=Role.ASSISTANT,
+                content=content,
+                reasoning=parsed.reasoning or None,
+                tool_calls=self._named(parsed.calls) if self._tools else (),
+            )
+            return Reply(message, len(parsed.malformed), ReplyPart(content, parsed.reasoning or ""))
         drained = self._drain(final=True)
         calls: tuple[ToolCall, ...] = ()
         malformed, left = 0, ""
@@ -145,20 +156,6 @@ class ReplyStream:
         for stop in self._stop:
             text = text.partition(stop)[0]
         return text
-
-    def _finish_unstreamed(self) -> Reply:
-        """The reply of a family without markup, as its parser reads it."""
-        parsed = self._renderer.parse(self._tail, self._ids, self._tools)
-        unasked = () if self._tools else parsed.spans
-        markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)
-        content = self._cut("\n".join(part for part in (parsed.content, *parsed.malformed, *markup) if part))
-        message = Message(
-            role=Role.ASSISTANT,
-            content=content,
-            reasoning=parsed.reasoning or None,
-            tool_calls=self._named(parsed.calls) if self._tools else (),
-        )
-        return Reply(message, len(parsed.malformed), ReplyPart(content, parsed.reasoning or ""))
 
     def _named(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
         return tuple(
@@ -210,11 +207,13 @@ class ReplyStream:
             self._pending = self._pending[keep_from:]
             self._held_from = state
             return self._emit(state, shown, final=True)
-        keep = 0 if final else _overlap(self._pending, markers)
-        shown, self._pending = (
-            self._pending[: len(self._pending) - keep],
-            self._pending[len(self._pending) - keep :],
-        )
+        pending, keep = self._pending, 0
+        for marker in markers if not final else ():  # keep the longest end with which a marker begins
+            for length in range(min(len(marker) - 1, len(pending)), keep, -1):
+                if pending.endswith(marker[:length]):
+                    keep = length
+                    break
+        shown, self._pending = pending[: len(pending) - keep], pending[len(pending) - keep :]
         return self._emit(state, shown, final=final)
 
     def _emit(self, state: _State, shown: str, *, final: bool) -> ReplyPart:
@@ -232,14 +231,3 @@ class ReplyStream:
         if shown:
             channel.append(shown)
         return ReplyPart("", shown) if state is _State.REASONING else ReplyPart(shown, "")
-
-
-def _overlap(text: str, markers: dict[str, _State]) -> int:
-    """The length of the longest end of `text` with which a marker begins."""
-    longest = 0
-    for marker in markers:
-        for length in range(min(len(marker) - 1, len(text)), longest, -1):
-            if text.endswith(marker[:length]):
-                longest = length
-                break
-    return longest

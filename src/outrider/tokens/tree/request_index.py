@@ -203,8 +203,21 @@ class RequestIndexer:
 
     def index(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[IndexedRequest]:
         """Raises RequestError for a message that cannot be read, and TooLarge for too many tools."""
-        start = yield from self._tools_prefix(tools, tools_raw)
-        before = self._recall(messages, start)
+        # The conversation's first prefix is the digest of its tools, which is that of no message.
+        tools_digest = digest(tools_raw)
+        start = self._tools.get(tools_digest)
+        if start is None:
+            if len(tools_raw) > PIECE_BYTES:
+                yield len(tools_raw)
+            if len(tools_raw) > MAX_TOOL_VALUES and sum(map(tools_raw.count, (b"[", b"{", b","))) > MAX_TOOL_VALUES:
+                raise TooLarge(f"the tools have more than {MAX_TOOL_VALUES} JSON values", field="tools")
+            start = self._tools[tools_digest] = tools_key(list(tools))
+        before: _RememberedPrefix | None = None
+        for place, remembered in enumerate(self._remembered):
+            if remembered.prefixes[0] == start and remembered.begins(messages):
+                before = remembered
+                self._remembered.insert(0, self._remembered.pop(place))  # now it is the newest
+                break
         prefixes = before.prefixes.copy() if before else [start]
         keys = before.keys.copy() if before else []
         sizes = [before.size if before else 0]
@@ -261,23 +274,3 @@ class RequestIndexer:
         )
         others = [one for one in self._remembered if one.prefixes[-1] not in request.prefixes]
         self._remembered = [prefix, *others[: MAX_REMEMBERED - 1]]
-
-    def _recall(self, messages: WireMessages, start: bytes) -> _RememberedPrefix | None:
-        """The newest remembered prefix with which the messages begin; it becomes the newest one."""
-        for place, prefix in enumerate(self._remembered):
-            if prefix.prefixes[0] == start and prefix.begins(messages):
-                self._remembered.insert(0, self._remembered.pop(place))
-                return prefix
-        return None
-
-    def _tools_prefix(self, tools: Sequence[ToolSpec], raw: bytes) -> Steps[bytes]:
-        """The digest of the tools, which is the prefix of no message."""
-        raw_digest = digest(raw)
-        prefix = self._tools.get(raw_digest)
-        if prefix is None:
-            if len(raw) > PIECE_BYTES:
-                yield len(raw)
-            if len(raw) > MAX_TOOL_VALUES and sum(map(raw.count, (b"[", b"{", b","))) > MAX_TOOL_VALUES:
-                raise TooLarge(f"the tools have more than {MAX_TOOL_VALUES} JSON values", field="tools")
-            prefix = self._tools[raw_digest] = tools_key(list(tools))
-        return prefix

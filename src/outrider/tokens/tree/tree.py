@@ -206,7 +206,16 @@ class TokenTree:
             if parent.children:
                 return Joined(JoinKind.FORK, ForkCause.SIBLING, prompt, parent.index)
             return Joined(JoinKind.APPEND, None, prompt, None)
-        shared = self._first_sharing(request)
+        # The first prompt of those that share the longest prefix with the request.
+        shared: PromptNode | None = None
+        count = 0
+        for prefix in request.prefixes[1:]:
+            sharing = self._first_with_prefix.get(prefix)
+            if sharing is None:
+                break
+            shared, count = sharing, count + 1
+        if count <= request.system_count:
+            shared = None  # many agents have the same system messages: this one begins a conversation of its own
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
@@ -215,10 +224,20 @@ class TokenTree:
         if before is None:
             return Joined(JoinKind.ROOT, None, prompt, None)
         forked_from = shared.first_turn if shared is not None else None
-        if parent is None:
-            return Joined(JoinKind.FORK, self._cause(request), prompt, forked_from)
-        forked_from = parent.index if forked_from is None else forked_from
-        return Joined(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, forked_from)
+        if parent is not None:
+            forked_from = parent.index if forked_from is None else forked_from
+            return Joined(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, forked_from)
+        # Why a request that shares a history is rendered whole.
+        new_roles = {key.role for key in request.keys[request.covered :]}
+        if any(request.has_messages_of(other) for other in self._prompts.get(request.prefixes[-1], ())):
+            cause = ForkCause.SIBLING  # the same messages with thinking switched
+        elif request.matched is None or request.is_rewritten or not new_roles:
+            cause = ForkCause.HISTORY_REWRITTEN
+        elif self._history == "template" and new_roles & {Role.USER, Role.SYSTEM}:
+            cause = ForkCause.TEMPLATE_HISTORY
+        else:
+            cause = ForkCause.BRIDGE_REFUSED
+        return Joined(JoinKind.FORK, cause, prompt, forked_from)
 
     def _lay_out(self, request: IndexedRequest) -> Steps[_Layout]:
         """The request's ids: rules 2 to 4."""
@@ -282,29 +301,6 @@ class TokenTree:
             messages = request.parse_from(0)
             return self._renderer.bridge_rewritten(tail, sampled, messages, covered, request.tools, self._history)
         return self._renderer.bridge(tail, sampled, request.parse_from(covered), request.tools, self._history)
-
-    def _cause(self, request: IndexedRequest) -> ForkCause:
-        """Why a request that shares a history is rendered whole."""
-        if any(request.has_messages_of(prompt) for prompt in self._prompts.get(request.prefixes[-1], ())):
-            return ForkCause.SIBLING  # the same messages with thinking switched
-        new_roles = {key.role for key in request.keys[request.covered :]}
-        if request.matched is None or request.is_rewritten or not new_roles:
-            return ForkCause.HISTORY_REWRITTEN
-        if self._history == "template" and new_roles & {Role.USER, Role.SYSTEM}:
-            return ForkCause.TEMPLATE_HISTORY
-        return ForkCause.BRIDGE_REFUSED
-
-    def _first_sharing(self, request: IndexedRequest) -> PromptNode | None:
-        """The first prompt of those that share the longest prefix with the request; None if only system messages are
-        shared: then the request begins a conversation of its own."""
-        found: PromptNode | None = None
-        shared = 0
-        for prefix in request.prefixes[1:]:
-            prompt = self._first_with_prefix.get(prefix)
-            if prompt is None:
-                break
-            found, shared = prompt, shared + 1
-        return found if shared > request.system_count else None
 
     def _record(self, request: IndexedRequest, joined: Joined) -> None:
         """Add a new prompt to the tree."""
