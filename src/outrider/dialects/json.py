@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -43,8 +44,12 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
             text, path = text[: located.start()], located[1]
         if missing := _MISSING.search(text):
             path = f"{path}.{missing[1]}"
-        elif (surrogate := _path_of_surrogate(bytes(data))) is not None:
-            text, path = "an unpaired surrogate escape (\\ud800 to \\udfff) is not valid Unicode", surrogate
+        elif _SURROGATE_ESCAPE.search(bytes(data)) is not None:
+            # The decoder gives a byte offset, a person needs the field.
+            with suppress(ValueError, RecursionError):
+                surrogate = _find_surrogate(json.loads(bytes(data)), "")
+                if surrogate is not None:
+                    text, path = "an unpaired surrogate escape (\\ud800 to \\udfff) is not valid Unicode", surrogate
         refuse((where + path).lstrip("."), text[:1].lower() + text[1:], error)
 
 
@@ -83,18 +88,8 @@ def camel_case(key: str) -> str:
     return _UNDERSCORE_LETTER.sub(lambda found: found[1].upper(), key) if "_" in key else key
 
 
-def _path_of_surrogate(data: bytes) -> str | None:
-    """The path of the first string with an unpaired surrogate: the decoder gives a byte offset, a person needs the
-    field."""
-    if _SURROGATE_ESCAPE.search(data) is None:
-        return None
-    try:
-        return _find_surrogate(json.loads(data), "")
-    except (ValueError, RecursionError):
-        return None
-
-
 def _find_surrogate(value: Any, path: str) -> str | None:
+    """The path of the first string with an unpaired surrogate."""
     if isinstance(value, str):
         return path if _SURROGATE.search(value) else None
     if isinstance(value, list):

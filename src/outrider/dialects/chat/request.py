@@ -120,13 +120,27 @@ def parse_request(body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     _check_tool_choice(wire.tool_choice, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
+    # Whether the model is to think, in whichever of the clients' words for it: `reasoning.enabled` wins over an effort
+    # of `none`, and that over `thinking` and the template's variables.
+    thinking = asked_thinking(wire, wire.thinking, notes)
+    reasoning = wire.reasoning or {}
+    note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)
+    for effort, name in ((wire.reasoning_effort, "reasoning_effort"), (reasoning.get("effort"), "reasoning.effort")):
+        if effort == "none":
+            thinking = False
+        elif effort is not None:
+            notes.append(name)
+    if reasoning.get("max_tokens") is not None:
+        notes.append("reasoning.max_tokens")
+    if isinstance(enabled := reasoning.get("enabled"), bool):
+        thinking = enabled
     # `max_tokens` is deprecated; clients that send both mean the newer one.
     limit = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     sampling = asked_sampling(
         wire,
         max_tokens=limit,
         stop=wire.stop,
-        thinking=_asked_thinking(wire, notes),
+        thinking=thinking,
         constraint=response_format(wire.response_format, "response_format"),
     )
     return ModelRequest(
@@ -184,23 +198,6 @@ def _check_tool_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpe
     name = named.get("name") if isinstance(named, dict) else None
     if kind != "function" or name not in [spec["function"]["name"] for spec in tools]:
         refuse("tool_choice", "must name one of the functions among the tools")
-
-
-def _asked_thinking(wire: _Body, notes: list[str]) -> bool | None:
-    """Whether the model is to think, in whichever of the clients' words for it. `reasoning.enabled` wins over an effort
-    of `none`, and that over `thinking` and the template's variables."""
-    enabled = asked_thinking(wire, wire.thinking, notes)
-    reasoning = wire.reasoning or {}
-    note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)
-    for effort, name in ((wire.reasoning_effort, "reasoning_effort"), (reasoning.get("effort"), "reasoning.effort")):
-        if effort == "none":
-            enabled = False
-        elif effort is not None:
-            notes.append(name)
-    if reasoning.get("max_tokens") is not None:
-        notes.append("reasoning.max_tokens")
-    own = reasoning.get("enabled")
-    return own if isinstance(own, bool) else enabled
 
 
 class ChatMessages:

@@ -307,7 +307,20 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
         data = bytes(raw)
         if not any(letters in data for letters in _FUNCTION):
             return _ReadContent(Role.USER, key, (_PartRange(0),))
-        return _ReadContent(Role.USER, key, _ranges(parts_of(raw, where)))
+        # Every tool's answer is a message, and every run of other parts; empty parts beside an answer are none.
+        ranges: list[_PartRange] = []
+        start: int | None = None
+        for index, part in enumerate(parts_of(raw, where)):
+            if (answer := part.function_response) is not None:
+                if start is not None:
+                    ranges.append(_PartRange(start, index))
+                    start = None
+                ranges.append(_PartRange(index, index + 1, is_answer=True, name=answer.name, id=answer.id))
+            elif start is None and part.kinds:
+                start = index
+        if start is not None or not ranges:
+            ranges.append(_PartRange(start or 0))
+        return _ReadContent(Role.USER, key, tuple(ranges))
     parts = parts_of(raw, where)
     check_model_parts(parts, where)
     calls: list[_Call] = []
@@ -324,23 +337,6 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
         said=_digest_of_said(text, [(call.name, call.arguments) for call in calls]),
         hosted=tuple([name for part in parts for name in part.hosted]),
     )
-
-
-def _ranges(parts: Sequence[WirePart]) -> tuple[_PartRange, ...]:
-    """A user's parts by message; empty parts beside a tool's answer are no message."""
-    found: list[_PartRange] = []
-    start: int | None = None
-    for index, part in enumerate(parts):
-        if (answer := part.function_response) is not None:
-            if start is not None:
-                found.append(_PartRange(start, index))
-                start = None
-            found.append(_PartRange(index, index + 1, is_answer=True, name=answer.name, id=answer.id))
-        elif start is None and part.kinds:
-            start = index
-    if start is not None or not found:
-        found.append(_PartRange(start or 0))
-    return tuple(found)
 
 
 def _digest_of_said(text: str, calls: Sequence[tuple[str, bytes]]) -> bytes:

@@ -58,7 +58,12 @@ def asked_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools
     raw = bytes(body.get("tools", b""))
     tools = remembered_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]
-    calling = _read_calling(body.get("toolConfig", Raw()))
+    config = body.get("toolConfig", Raw())
+    sent = Raw() if is_absent(config) else fields(config, "toolConfig").get("functionCallingConfig", Raw())
+    at = "toolConfig.functionCallingConfig"
+    calling = _Calling() if is_absent(sent) else decode_object(_CALLING, sent, at)
+    if calling.mode is not None and calling.mode.upper() not in _MODES:
+        refuse(f"{at}.mode", f"unknown mode {quoted(calling.mode)}; known: {', '.join(sorted(_MODES))}")
     mode = (calling.mode or "AUTO").upper()
     if mode in _WISHES or calling.allowed_function_names:
         notes.append("toolConfig")
@@ -87,17 +92,6 @@ def _read_tools(raw: bytes) -> DeclaredTools:
             function = {"name": wire.name, **described, "parameters": schema}
             specs.append({"type": "function", "function": function})
     return DeclaredTools(tuple(specs), raw, tuple(hosted))
-
-
-def _read_calling(tool_config: Raw) -> _Calling:
-    calling = Raw() if is_absent(tool_config) else fields(tool_config, "toolConfig").get("functionCallingConfig", Raw())
-    if is_absent(calling):
-        return _Calling()
-    at = "toolConfig.functionCallingConfig"
-    read = decode_object(_CALLING, calling, at)
-    if read.mode is not None and read.mode.upper() not in _MODES:
-        refuse(f"{at}.mode", f"unknown mode {quoted(read.mode)}; known: {', '.join(sorted(_MODES))}")
-    return read
 
 
 def from_google_schema(schema: Any) -> Any:

@@ -149,21 +149,17 @@ def _tool(spec: dict[str, Any], namespace: str | None, where: str) -> Tool:
     flat = flat_name(namespace, spec["name"])
     if kind == "function":
         function = {key: flat if key == "name" else value for key, value in spec.items() if key not in _NOT_TOLD}
-    else:
-        text = {"type": "string", **_input_description(spec.get("format"), f"{where}.format")}
-        parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
-        function = {"name": flat, "description": spec.get("description") or "", "parameters": parameters}
-    return Tool({"type": "function", "function": function}, spec["name"], namespace, kind == "custom")
-
-
-def _input_description(form: Any, where: str) -> dict[str, str]:
-    """What the model is told of the form of a custom tool's input: nothing for free text."""
-    if form is None or form == {"type": "text"}:
-        return {}
-    if not isinstance(form, dict) or form.get("type") != "grammar":
-        refuse(f"{where}.type", "must be 'text' or 'grammar'")
-    for key in ("syntax", "definition"):
-        if not isinstance(form.get(key), str | None):
-            refuse(f"{where}.{key}", "must be a string")
-    syntax, definition = form.get("syntax") or "", form.get("definition") or ""
-    return {"description": f"Text that this {syntax} grammar accepts:\n{definition}"}
+        return Tool({"type": "function", "function": function}, spec["name"], namespace, custom=False)
+    text = {"type": "string"}
+    form, at = spec.get("format"), f"{where}.format"
+    if form is not None and form != {"type": "text"}:  # of free text there is nothing to say
+        if not isinstance(form, dict) or form.get("type") != "grammar":
+            refuse(f"{at}.type", "must be 'text' or 'grammar'")
+        for key in ("syntax", "definition"):
+            if not isinstance(form.get(key), str | None):
+                refuse(f"{at}.{key}", "must be a string")
+        syntax, definition = form.get("syntax") or "", form.get("definition") or ""
+        text["description"] = f"Text that this {syntax} grammar accepts:\n{definition}"
+    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+    function = {"name": flat, "description": spec.get("description") or "", "parameters": parameters}
+    return Tool({"type": "function", "function": function}, spec["name"], namespace, custom=True)
