@@ -71,7 +71,30 @@ def find_apptainer() -> Apptainer:
     """Raises RuntimeUnavailable, with what to do about it, when there is none that works. Blocks."""
     path = apptainer_program()
     found = Apptainer(path, _version(path))
-    if fault := _works(found):
+    # It works if the portable interpreter starts in an empty root.
+    with tempfile.TemporaryDirectory(prefix="outrider-probe-") as folder:
+        root = Path(folder, "root")
+        for name in EMPTY_FOLDERS:
+            (root / name).mkdir(parents=True)
+        binds = [Bind(str(portable_python()), PORTABLE_AT)]
+        command = [*exec_command(found, str(root), binds, {}), *portable_command(), *FLAGS, "-c", "pass"]
+        fault = ""
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=program_environment(Path(folder)),
+                timeout=PROBE_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            fault = str(error)
+        else:
+            if done.returncode != 0:
+                fault = done.stderr.strip()[-500:] or f"exit code {done.returncode}"
+    if fault:
         raise RuntimeUnavailable(
             f"{path} cannot make a sandbox for this user: {fault}",
             hint="it needs Apptainer 1.1 or newer, user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
@@ -87,29 +110,6 @@ def _version(path: str) -> str:
         raise RuntimeUnavailable(f"{path} does not run: {error}") from error
     match = re.search(r"\d+\.\d+\S*", done.stdout)
     return match.group() if match else done.stdout.strip()
-
-
-def _works(found: Apptainer) -> str | None:
-    """None when the portable interpreter starts in an empty root, else the error text."""
-    with tempfile.TemporaryDirectory(prefix="outrider-probe-") as folder:
-        root = Path(folder, "root")
-        for name in EMPTY_FOLDERS:
-            (root / name).mkdir(parents=True)
-        binds = [Bind(str(portable_python()), PORTABLE_AT)]
-        command = [*exec_command(found, str(root), binds, {}), *portable_command(), *FLAGS, "-c", "pass"]
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env=program_environment(Path(folder)),
-                timeout=PROBE_SECONDS,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-    return None if done.returncode == 0 else done.stderr.strip()[-500:] or f"exit code {done.returncode}"
 
 
 def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mapping[str, str]) -> list[str]:

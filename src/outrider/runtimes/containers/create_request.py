@@ -55,22 +55,7 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def body(self, sized: bool) -> dict[str, Any]:
         """The JSON body. `sized`: the daemon can bound the size of a container's file system."""
-        return {
-            "Image": self.image,
-            "Entrypoint": list(self.command[:1]),
-            "Cmd": list(self.command[1:]),
-            "Env": [f"{name}={value}" for name, value in {**NEUTRAL, **self.env}.items()],
-            "Labels": dict(self.labels),
-            "Hostname": "sandbox",
-            "User": "0:0",
-            "WorkingDir": "/",
-            "StopSignal": "SIGKILL",
-            "Healthcheck": {"Test": ["NONE"]},
-            "HostConfig": self._host_config(sized),
-        }
-
-    def _host_config(self, sized: bool) -> dict[str, Any]:
-        config: dict[str, Any] = {
+        host: dict[str, Any] = {
             "AutoRemove": True,
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
@@ -89,15 +74,27 @@ class ContainerRequest(msgspec.Struct, frozen=True, kw_only=True):
             "LogConfig": {"Type": "none", "Config": {}},
         }
         if self.oci_runtime is not None:
-            config["Runtime"] = self.oci_runtime
+            host["Runtime"] = self.oci_runtime
         if sized:
-            config["StorageOpt"] = {"size": f"{self.resources.disk_mb}m"}
+            host["StorageOpt"] = {"size": f"{self.resources.disk_mb}m"}
         if self.limits:
-            config["PidsLimit"] = self.resources.pids
-            config["Memory"] = config["MemorySwap"] = self.resources.most_memory_mb * MEBIBYTE
+            host["PidsLimit"] = self.resources.pids
+            host["Memory"] = host["MemorySwap"] = self.resources.most_memory_mb * MEBIBYTE
             if self.resources.cpus is not None:
-                config["NanoCpus"] = max(MIN_NANO_CPUS, round(self.resources.cpus * 1e9))
-        return config
+                host["NanoCpus"] = max(MIN_NANO_CPUS, round(self.resources.cpus * 1e9))
+        return {
+            "Image": self.image,
+            "Entrypoint": list(self.command[:1]),
+            "Cmd": list(self.command[1:]),
+            "Env": [f"{name}={value}" for name, value in {**NEUTRAL, **self.env}.items()],
+            "Labels": dict(self.labels),
+            "Hostname": "sandbox",
+            "User": "0:0",
+            "WorkingDir": "/",
+            "StopSignal": "SIGKILL",
+            "Healthcheck": {"Test": ["NONE"]},
+            "HostConfig": host,
+        }
 
 
 def ulimit(name: str, kind: int, most: int) -> dict[str, Any]:

@@ -85,21 +85,21 @@ class Pair:
                 self._watch()
 
     def _watch(self) -> None:
-        """Watch only for what would be done: `poll` reports readiness over and over, and a socket that waits for the
-        other one would keep the loop spinning."""
         one, two = self.streams
-        for inward, outward in ((one, two), (two, one)):
-            fd = inward.source.fileno()
-            reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
-            mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
-            if self.masks.get(fd) != mask:
-                self.masks[fd] = mask
-                self.loop.forget(fd)
-                if mask:
-                    self.loop.watch(fd, mask, self._handler(inward, outward))
+        self._watch_socket(one, two)
+        self._watch_socket(two, one)
 
-    def _handler(self, inward: Stream, outward: Stream) -> Callable[[int], None]:
-        return lambda events: self._ready(inward, outward, events)
+    def _watch_socket(self, inward: Stream, outward: Stream) -> None:
+        """Watch the socket that `inward` reads from and `outward` writes to, and only for what would be done: `poll`
+        reports readiness over and over, and a socket that waits for the other one would keep the loop spinning."""
+        fd = inward.source.fileno()
+        reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
+        mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
+        if self.masks.get(fd) != mask:
+            self.masks[fd] = mask
+            self.loop.forget(fd)
+            if mask:
+                self.loop.watch(fd, mask, lambda events: self._ready(inward, outward, events))
 
     def _close(self) -> None:
         self.open = False

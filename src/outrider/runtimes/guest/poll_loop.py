@@ -66,15 +66,13 @@ class Loop:
                 handler = self.handlers.get(fd)  # an earlier handler of this round may have removed it
                 if handler is not None:
                     handler(events)
-            if soonest <= time.monotonic():
-                self._fire()
-
-    def _fire(self) -> None:
-        now = time.monotonic()
-        for key, (deadline, action) in list(self.timers.items()):
-            if deadline <= now and self.timers.get(key) == (deadline, action):
-                del self.timers[key]
-                action()
+            now = time.monotonic()
+            if soonest <= now:
+                for key, (deadline, action) in list(self.timers.items()):
+                    # An earlier action of this round may have removed it, or set it anew.
+                    if deadline <= now and self.timers.get(key) == (deadline, action):
+                        del self.timers[key]
+                        action()
 
     def _reap(self, wakeup: int) -> None:
         read_ready(wakeup)

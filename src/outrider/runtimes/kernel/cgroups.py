@@ -58,24 +58,15 @@ NONE = Hierarchies(0, {})
 def find(*, mount: Path = MOUNT, own: str | None = None) -> Hierarchies:
     """The hierarchies that this process can use. `own` is the text of /proc/self/cgroup."""
     paths = by_controller(OWN_GROUPS.read_text() if own is None else own)
-    if (mount / "cgroup.controllers").exists():
-        return _unified(mount / paths.get(UNIFIED, "/").lstrip("/"))
-    found = {}
-    for name, path in paths.items():
-        folder = mount / name / path.lstrip("/")
-        if name in CONTROLLERS and os.access(folder, os.W_OK):
-            found[name] = folder
-    return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
-
-
-def by_controller(own: str) -> dict[str, str]:
-    """The path of a process's group for each controller, from the text of its /proc/PID/cgroup."""
-    lines = [line.split(":", 2) for line in own.splitlines()]
-    return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
-
-
-def _unified(folder: Path) -> Hierarchies:
-    """Of version 2: our own group, or the one above if this process has moved into OWN before."""
+    if not (mount / "cgroup.controllers").exists():
+        found = {}
+        for name, path in paths.items():
+            folder = mount / name / path.lstrip("/")
+            if name in CONTROLLERS and os.access(folder, os.W_OK):
+                found[name] = folder
+        return Hierarchies(1, dict(sorted(found.items()))) if found else NONE
+    # Version 2: our own group, or the one above if this process has moved into OWN before.
+    folder = mount / paths.get(UNIFIED, "/").lstrip("/")
     folder = folder.parent if folder.name == OWN else folder
     try:
         offered = (folder / "cgroup.controllers").read_text().split()
@@ -85,6 +76,12 @@ def _unified(folder: Path) -> Hierarchies:
     if not usable or not os.access(folder, os.W_OK) or not os.access(folder / "cgroup.procs", os.W_OK):
         return NONE
     return Hierarchies(2, dict.fromkeys(usable, folder))
+
+
+def by_controller(own: str) -> dict[str, str]:
+    """The path of a process's group for each controller, from the text of its /proc/PID/cgroup."""
+    lines = [line.split(":", 2) for line in own.splitlines()]
+    return {controller: path for _, controllers, path in lines for controller in controllers.split(",")}
 
 
 def settings(version: int, resources: Resources) -> Mapping[str, Mapping[str, str]]:
@@ -211,14 +208,11 @@ class Cgroups:
                 with contextlib.suppress(OSError):
                     _removed(folder)
             raise RuntimeFailure(f"the sandbox's limits cannot be set: {error}") from error
-        return Group(tuple(folders), self._kills_lately())
-
-    def _kills_lately(self) -> int:
-        """`host_kills()` of at most a second ago: reading that file takes a tenth of the time of a sandbox's start."""
+        # Read at most once a second: reading that file takes a tenth of the time of a sandbox's start.
         now = time.monotonic()
         if now > self._kills_until:
             self._kills, self._kills_until = host_kills(), now + KILLS_SECONDS
-        return self._kills
+        return Group(tuple(folders), self._kills)
 
     def _open(self) -> None:
         try:

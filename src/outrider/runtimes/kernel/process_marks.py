@@ -50,10 +50,20 @@ def marked(mark: str) -> set[int]:
     """The living processes, without this one, whose mark begins with `mark`, and all below them."""
     needle = f"\0{VARIABLE}={mark}".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    found = {pid for pid in pids if needle in _environ(pid)}
+    found = set()
+    for pid in pids:
+        # The environment it was started with; empty for a dead process, or another user's.
+        environ = _bytes(f"/proc/{pid}/environ")
+        if not environ and _state(pid)[0] in "ZX":
+            for thread in _threads(pid):
+                environ = environ or _bytes(f"/proc/{pid}/task/{thread}/environ")
+        if needle in b"\0" + environ:
+            found.add(pid)
     below: dict[int, set[int]] = {}
     for pid in pids if found else ():
-        below.setdefault(_parent(pid), set()).add(pid)
+        state, parent = _state(pid)
+        if state not in "ZX" or _threads(pid):  # else it is gone, or a zombie, which has no children
+            below.setdefault(parent, set()).add(pid)
     new = found
     while new := {child for pid in new for child in below.get(pid, ())} - found:
         found |= new
@@ -65,7 +75,10 @@ def _kill(mark: str) -> None:
     held: dict[int, int] = {}
     try:
         while new := marked(mark) - held.keys():
-            opened = {pid: held_by for pid in new if (held_by := _hold(pid)) >= 0}
+            opened: dict[int, int] = {}
+            for pid in new:
+                with contextlib.suppress(OSError):  # it is gone
+                    opened[pid] = os.pidfd_open(pid)
             held |= opened
             _signal(marked(mark) & opened.keys(), held, signal.SIGSTOP)
             if not opened:
@@ -76,33 +89,10 @@ def _kill(mark: str) -> None:
             os.close(descriptor)
 
 
-def _hold(pid: int) -> int:
-    """A pidfd; -1 for a process that is gone."""
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
-
-
 def _signal(pids: set[int], held: dict[int, int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(held[pid], number)
-
-
-def _environ(pid: int) -> bytes:
-    """The environment it was started with, each entry after a NUL; empty for a dead process, or another user's."""
-    found = _bytes(f"/proc/{pid}/environ")
-    if not found and _state(pid)[0] in "ZX":
-        for thread in _threads(pid):
-            found = found or _bytes(f"/proc/{pid}/task/{thread}/environ")
-    return b"\0" + found
-
-
-def _parent(pid: int) -> int:
-    """The parent's number; 0 for a process that is gone, and for a zombie, which has no children."""
-    state, parent = _state(pid)
-    return 0 if state in "ZX" and not _threads(pid) else parent
 
 
 def _state(pid: int) -> tuple[str, int]:

@@ -91,7 +91,10 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
     # process that starts meanwhile would be missed.
     zygote = await context.host.part(Zygote)
     root, image_env = _root(spec, zygote)
-    root, python = await _with_python(root)
+    python: list[str] = []
+    if not _has_python(root):
+        shown = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
+        root, python = Root(root.layers, (*root.shown, shown)), portable_command()
     memory = counted_memory(spec.resources, groups.hierarchies.folders)
     async with AsyncExitStack() as undo:
         group = groups.make(name, spec.resources)
@@ -160,15 +163,6 @@ def _root(spec: RuntimeSpec, zygote: Zygote) -> tuple[Root, dict[str, str]]:
             f"rootfs {folder} belongs to another user", hint="unpack it as the user that runs Outrider"
         )
     return image_root(folder), {}
-
-
-async def _with_python(root: Root) -> tuple[Root, list[str]]:
-    """The root with the portable interpreter mounted where it has no Python of its own, and the command that starts
-    that; else as it is, and no command."""
-    if _has_python(root):
-        return root, []
-    shown = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
-    return Root(root.layers, (*root.shown, shown)), portable_command()
 
 
 def _has_python(root: Root) -> bool:

@@ -32,7 +32,18 @@ def user_ids(count: int) -> UserIds | None:
         return None
     own = {"uid": os.geteuid(), "gid": os.getegid()}
     ids = {kind: ((0, own[kind], 1), (1, _range(kind, count - 1), count - 1)) for kind in FILES}
-    return UserIds(ids["uid"], ids["gid"], {} if os.geteuid() == 0 else {kind: _mapper(kind) for kind in FILES})
+    mappers = {}
+    for kind in FILES if os.geteuid() != 0 else ():  # root writes the maps itself
+        program = f"new{kind}map"
+        found = shutil.which(program)
+        if found is None:
+            raise RuntimeUnavailable(
+                f"{program} is not installed, which gives a sandbox more than one user",
+                field="task.runtime.users",
+                hint="install your distribution's uidmap (or shadow-utils)",
+            )
+        mappers[kind] = found
+    return UserIds(ids["uid"], ids["gid"], mappers)
 
 
 def _range(kind: str, count: int) -> int:
@@ -55,15 +66,4 @@ def _range(kind: str, count: int) -> int:
         f"{FILES[kind]} sets no {count} ids aside for {' or '.join(sorted(names))}",
         field="task.runtime.users",
         hint=f"as root: usermod --add-sub{kind}s 100000-165535 {max(names, key=len)}",
-    )
-
-
-def _mapper(kind: str) -> str:
-    program = f"new{kind}map"
-    if found := shutil.which(program):
-        return found
-    raise RuntimeUnavailable(
-        f"{program} is not installed, which gives a sandbox more than one user",
-        field="task.runtime.users",
-        hint="install your distribution's uidmap (or shadow-utils)",
     )

@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -106,11 +105,12 @@ class Zygote:
             self._spares.append(os.dup(log))
             pid, pidfd = await self._ask(file.fileno(), tool_server.fileno(), log)
             undo.pop_all()
-        return Child(pid, pidfd, log), partial(self._lives, maker)
 
-    async def _lives(self, maker: Child | None) -> bool:
-        """Waits a moment, because the death of a sandbox may be seen before that of the zygote which caused it."""
-        return maker is not None and maker is self._child and not await maker.ends_within(PAUSE_SECONDS)
+        async def maker_lives() -> bool:
+            """Waits a moment, because the death of a sandbox may be seen before that of the zygote which caused it."""
+            return maker is not None and maker is self._child and not await maker.ends_within(PAUSE_SECONDS)
+
+        return Child(pid, pidfd, log), maker_lives
 
     async def _ask(self, *fds: int) -> tuple[int, int]:
         self._number += 1

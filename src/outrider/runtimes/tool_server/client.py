@@ -212,7 +212,14 @@ class ToolClient(asyncio.Protocol):
         try:
             fields = await outcome
         except asyncio.CancelledError:
-            await self._cancel(number)
+            # Have the server kill the call's processes, and wait until it has, but not for ever.
+            if self._lost is None:
+                ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+                self._calls[number] = Call(ended)
+                self._send(self._frame(0, "cancel", {"call": number}))
+                with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
+                    async with asyncio.timeout(CANCEL_SECONDS):
+                        await ended
             raise
         finally:
             alarm.cancel()
@@ -245,17 +252,6 @@ class ToolClient(asyncio.Protocol):
         self._lose("the sandbox was stopped", "closed")
         if self._transport is not None:
             await self._closed.wait()
-
-    async def _cancel(self, number: int) -> None:
-        """Have the server kill the call's processes, and wait until it has, but not for ever."""
-        if self._lost is not None:
-            return
-        ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
-        self._calls[number] = Call(ended)
-        self._send(self._frame(0, "cancel", {"call": number}))
-        with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
-            async with asyncio.timeout(CANCEL_SECONDS):
-                await ended
 
     def _frame(self, number: int, method: str, args: Mapping[str, Any]) -> bytes:
         try:

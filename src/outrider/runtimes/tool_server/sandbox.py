@@ -312,16 +312,14 @@ class ToolServerSandbox:
             elif entry.folder:
                 await self.server.tools.call("folder", {"path": place}, Done)
             else:
-                await self._upload_file(entry.path, place)
-
-    async def _upload_file(self, path: Path, place: str) -> None:
-        async with opened_in_thread(partial(open_plain, path), lambda plain: os.close(plain[0])) as (fd, mode):
-            offset = 0
-            while data := await asyncio.to_thread(os.pread, fd, PIECE, offset):
-                await self._write(place, data, mode, append=offset > 0)
-                offset += len(data)
-            if offset == 0:
-                await self._write(place, b"", mode, append=False)
+                opened = opened_in_thread(partial(open_plain, entry.path), lambda plain: os.close(plain[0]))
+                async with opened as (fd, mode):
+                    offset = 0
+                    while data := await asyncio.to_thread(os.pread, fd, PIECE, offset):
+                        await self._write(place, data, mode, append=offset > 0)
+                        offset += len(data)
+                    if offset == 0:  # an empty file is made, too
+                        await self._write(place, b"", mode, append=False)
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
         named = [[self._paths.place(path), self._paths.member(path)] for path in paths]

@@ -417,34 +417,31 @@ class Interpreter:
         self.shell.capture.add(data)
 
     def _answered(self, events: int) -> None:
+        shell = self.shell
         data = read_ready(self.results)
         if data is None:
-            self.shell.calls.loop.forget(self.results)
+            shell.calls.loop.forget(self.results)
             return
         self.frames += data
         while len(self.frames) >= 4:
             size = int.from_bytes(self.frames[:4], "big")
             if not 12 <= size <= FRAME_MAX:
-                self.shell.restart(b"the shell sent no readable result")
+                shell.restart(b"the shell sent no readable result")
                 return
             if len(self.frames) < 4 + size:
                 return
             frame = bytes(self.frames[4 : 4 + size])
             del self.frames[: 4 + size]
-            self._take_frame(frame)
-
-    def _take_frame(self, frame: bytes) -> None:
-        """Read a frame of python_program.py: number, status, length of the echo, the echo, rich results."""
-        number, status, length = (int.from_bytes(frame[at : at + 4], "big") for at in (0, 4, 8))
-        shell = self.shell
-        shell.drain()
-        if number == 0 and shell.opening:
-            shell.capture = Capture(shell.cap)
-            shell.opened()
-        elif number == shell.sequence and shell.call:
-            shell.capture.add(frame[12 : 12 + length])
-            shell.shown = frame[12 + length :]
-            shell.finish(status)
+            # A frame of python_program.py: number, status, length of the echo, the echo, rich results.
+            number, status, length = (int.from_bytes(frame[at : at + 4], "big") for at in (0, 4, 8))
+            shell.drain()
+            if number == 0 and shell.opening:
+                shell.capture = Capture(shell.cap)
+                shell.opened()
+            elif number == shell.sequence and shell.call:
+                shell.capture.add(frame[12 : 12 + length])
+                shell.shown = frame[12 + length :]
+                shell.finish(status)
 
     def ended(self) -> None:
         """The program has exited."""
