@@ -130,8 +130,15 @@ def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 def _oci(open_: Open) -> Layered:
     """The image of an OCI layout: of several the one for this machine, else the only one."""
     document = _document(open_("index.json"), "index.json", Manifest)
+    machine = MACHINES.get(platform.machine(), platform.machine())
     for _ in range(MAX_NESTING):
-        chosen = _chosen(document.manifests)
+        manifests = document.manifests
+        fitting = [one for one in manifests if one.platform is None or one.platform.architecture in (machine, None)]
+        if len(fitting) != 1:
+            fitting = [one for one in fitting if one.platform is not None and one.platform.os == "linux"]
+        if len(fitting) != 1:
+            raise BadImage(f"the index names {len(manifests)} images, and not exactly one for linux on {machine}")
+        chosen = fitting[0]
         document = _document(_blob(open_, chosen.digest), chosen.digest, Manifest)
         if chosen.media_type not in NESTED and not document.manifests:
             break
@@ -142,16 +149,6 @@ def _oci(open_: Open) -> Layered:
     names = [layer.digest for layer in document.layers]
     config = _document(_blob(open_, document.config.digest), document.config.digest, Configuration)
     return _with_config(chosen.digest, lambda: (_blob(open_, name) for name in names), config)
-
-
-def _chosen(manifests: list[Descriptor]) -> Descriptor:
-    machine = MACHINES.get(platform.machine(), platform.machine())
-    fitting = [one for one in manifests if one.platform is None or one.platform.architecture in (machine, None)]
-    if len(fitting) != 1:
-        fitting = [one for one in fitting if one.platform is not None and one.platform.os == "linux"]
-    if len(fitting) != 1:
-        raise BadImage(f"the index names {len(manifests)} images, and not exactly one for linux on {machine}")
-    return fitting[0]
 
 
 def _saved(open_: Open) -> Layered:

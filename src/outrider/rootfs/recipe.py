@@ -133,7 +133,21 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     """The definition of a recipe. Blocks while it reads the base and the files for their digests. Raises InvalidField,
     and NotFound for an image that was not imported."""
     _check(recipe)
-    header, identity = _base(recipe.base, store)
+    # The header names the base to Apptainer; the identity is a digest of the base's content.
+    base = recipe.base
+    if base.kind == "image":
+        image = store.image(base.source)
+        header, identity = local_base(store.root(image)), image.digest
+    elif base.kind == "debootstrap":
+        if base.mirror is None:
+            raise InvalidField("debootstrap needs a mirror", field="base.mirror", hint="the address of a Debian mirror")
+        header = Header(base.kind, (("OSVersion", base.source), ("MirrorURL", base.mirror)))
+        identity = f"{base.mirror} {base.source}"
+    else:
+        path = _existing(base.source, "base.source")
+        header = Header(base.kind, (("From", str(path)),))
+        # The index of an OCI layout holds the digests of all else in there.
+        identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
     pip = "".join(f"{line}\n" for line in recipe.pip)
     if recipe.requirements is not None:
         pip = _existing(recipe.requirements, "requirements").read_text(encoding="utf-8") + pip
@@ -171,23 +185,6 @@ def digest_of(path: Path) -> str:
                 while chunk := file.read(CHUNK):
                     found.update(chunk)
     return found.hexdigest()
-
-
-def _base(base: Base, store: ImageStore) -> tuple[Header, str]:
-    """The header that names a base to Apptainer, and a digest of the base's content."""
-    if base.kind == "image":
-        image = store.image(base.source)
-        return local_base(store.root(image)), image.digest
-    if base.kind == "debootstrap":
-        if base.mirror is None:
-            raise InvalidField("debootstrap needs a mirror", field="base.mirror", hint="the address of a Debian mirror")
-        return Header(
-            base.kind, (("OSVersion", base.source), ("MirrorURL", base.mirror))
-        ), f"{base.mirror} {base.source}"
-    path = _existing(base.source, "base.source")
-    if base.kind == "oci":
-        return Header(base.kind, (("From", str(path)),)), digest_of(_existing(f"{path}/index.json", "base.source"))
-    return Header(base.kind, (("From", str(path)),)), digest_of(path)
 
 
 def _existing(path: str, field: str) -> Path:

@@ -120,7 +120,14 @@ class _Layer:
         for member in archive:
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
-                self._white_out(folder, name)
+                # Remove what lower layers have written: one name, or all that is in the folder.
+                gone = os.listdir(folder) if name == OPAQUE else [name.removeprefix(WHITEOUT)]
+                if not all(gone) or {".", ".."} & set(gone):
+                    raise BadImage(f"{name!r} takes nothing away")
+                for each in gone:
+                    place = os.path.join(folder, each)
+                    if place not in self._own:
+                        _clear(place)
                 continue
             place = os.path.join(folder, name) if name else folder
             above = place
@@ -170,16 +177,6 @@ class _Layer:
         else:
             return False
         return True
-
-    def _white_out(self, folder: str, name: str) -> None:
-        """Remove what lower layers have written: one name, or all that is in a folder."""
-        gone = os.listdir(folder) if name == OPAQUE else [name.removeprefix(WHITEOUT)]
-        if not all(gone) or {".", ".."} & set(gone):
-            raise BadImage(f"{name!r} takes nothing away")
-        for each in gone:
-            place = os.path.join(folder, each)
-            if place not in self._own:
-                _clear(place)
 
     def _make_folder(self, place: str) -> None:
         if os.path.islink(place) or not os.path.isdir(place):

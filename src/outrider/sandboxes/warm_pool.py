@@ -277,9 +277,14 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], files: Path) -> str | 
                         f"{entry.name}\0{entry.link}\0{_state(entry.path)}\0".encode("utf-8", "surrogateescape")
                     )
         for root in filter(None, (spec.rootfs, spec.image)):
-            digest.update(
-                (_state(Path(root).resolve(strict=True)) if os.path.isabs(root) else _image_digest(root)).encode()
-            )
+            if os.path.isabs(root):
+                state = _state(Path(root).resolve(strict=True))
+            else:
+                try:
+                    state = ImageStore().image(root).digest
+                except RequestError:
+                    state = ""  # only a container engine knows an image by that name: its runtime is `TellsImage`
+            digest.update(state.encode())
     except (RuntimeFailure, OSError):
         return None
     return digest.hexdigest()
@@ -289,11 +294,3 @@ def _state(path: Path) -> str:
     """Changes when a file does, without reading it."""
     status = path.lstat()
     return f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-
-
-def _image_digest(image: str) -> str:
-    """Of the image by that name. "" for one that only a container engine knows: its runtime is then `TellsImage`."""
-    try:
-        return ImageStore().image(image).digest
-    except RequestError:
-        return ""
