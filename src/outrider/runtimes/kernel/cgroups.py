@@ -217,25 +217,22 @@ class Cgroups:
     def _open(self) -> None:
         try:
             if self.hierarchies.version == 2:
-                self._delegate()
+                # Move this process's group out of the way: only a group without members can pass its controllers on to
+                # groups below it.
+                (folder,) = self._parents()
+                own = folder / OWN
+                own.mkdir(exist_ok=True)
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    with contextlib.suppress(ProcessLookupError):
+                        _set(own / "cgroup.procs", pid)
+                wanted = " ".join(f"+{name}" for name in self.hierarchies.folders)
+                _set(folder / "cgroup.subtree_control", wanted)
+                (folder / self._name).mkdir(exist_ok=True)
+                _set(folder / self._name / "cgroup.subtree_control", wanted)
             for folder in self._parents():
                 (folder / self._name).mkdir(exist_ok=True)
         except OSError:
             self.hierarchies = NONE  # what looked writable is not
-
-    def _delegate(self) -> None:
-        """Move this process's group out of the way: only a group without members can pass its controllers on to groups
-        below it."""
-        (folder,) = self._parents()
-        own = folder / OWN
-        own.mkdir(exist_ok=True)
-        for pid in (folder / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                _set(own / "cgroup.procs", pid)
-        wanted = " ".join(f"+{name}" for name in self.hierarchies.folders)
-        _set(folder / "cgroup.subtree_control", wanted)
-        (folder / self._name).mkdir(exist_ok=True)
-        _set(folder / self._name / "cgroup.subtree_control", wanted)
 
     def _parents(self) -> list[Path]:
         return _parents(self.hierarchies)
