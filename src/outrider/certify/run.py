@@ -13,13 +13,12 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from outrider.api.server import serving
-from outrider.certify.gateway_tap import GatewayTap, tapped
+from outrider.certify.gateway_tap import tapped
 from outrider.certify.judge import Certificate, Evidence, RowVerdict, Subject, holds, judge
 from outrider.certify.rows import FIRST_WORD, MARK, Row
 from outrider.certify.scripted_model import ScriptedModel
 from outrider.client import AsyncClient
 from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
-from outrider.schemas import GroupView
 from outrider.service.assembly import open_service
 from outrider.spec import EvaluatorSpec, GroupSpec, Limits, TaskSpec, Write
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -68,7 +67,17 @@ async def certify(
             verdicts: dict[str, RowVerdict] = {}
             async for group in client.follow(samples=True):
                 row = submitted[group.id]
-                evidence = await _evidence(group, client, model, tap)
+                [session] = group.sessions  # a row is a group of one session
+                assert session.result is not None
+                key = f"{session.id}-{session.result.attempt}"
+                evidence = Evidence(
+                    result=session.result,
+                    samples=group.samples or (),
+                    turns=await client.turns(session.id),
+                    calls=[call for call in model.calls if call.session_key == key],
+                    streams=tap.streams,
+                    in_time=FIRST_WORD in tap.in_time,
+                )
                 verdicts[row.name] = judge(row, evidence, hint=subject.hint, dialect=subject.dialect)
                 watch(verdicts[row.name])
                 if len(verdicts) == len(rows):
@@ -81,21 +90,6 @@ async def certify(
         ok=holds(judged),
         rows=judged,
         seconds=round(time.monotonic() - started, 2),
-    )
-
-
-async def _evidence(group: GroupView, client: AsyncClient, model: ScriptedModel, tap: GatewayTap) -> Evidence:
-    """What the only session of a group left."""
-    [session] = group.sessions
-    assert session.result is not None
-    key = f"{session.id}-{session.result.attempt}"
-    return Evidence(
-        result=session.result,
-        samples=group.samples or (),
-        turns=await client.turns(session.id),
-        calls=[call for call in model.calls if call.session_key == key],
-        streams=tap.streams,
-        in_time=FIRST_WORD in tap.in_time,
     )
 
 

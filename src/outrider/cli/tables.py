@@ -21,6 +21,9 @@ MAX_ERROR = 72
 STAGES = ("wait s>", "init s>", "run s>", "eval s>")
 """Columns of `stage_seconds`."""
 
+UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+"""Units of an age of a minute or more, with their seconds."""
+
 STYLES = {
     StopReason.COMPLETED.value: "green",
     StopReason.ERROR.value: "bold red",
@@ -93,19 +96,21 @@ def session_table(group: GroupView) -> RenderableType:
 def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
     """One row for each group."""
     columns = ("group", "state", "sessions>", "done>", "errors>", "reward>", "age>", "labels")
-    rows = [
-        (
+    rows = []
+    for group in groups:
+        age = max(0.0, time.time() - group.created)
+        unit, size = next((each for each in UNITS if age >= each[1]), ("s", 1))
+        row = (
             group.id,
             word("cancelled" if group.cancelled else group.state.value),
             str(group.n),
             str(group.done),
             str(group.errors),
             number(group.mean_reward),
-            _age(time.time() - group.created),
+            f"{age / size:.0f} {unit}",
             printable(" ".join(f"{name}={value}" for name, value in group.labels.items())),
         )
-        for group in groups
-    ]
+        rows.append(row)
     return table(columns, rows, title="groups")
 
 
@@ -156,10 +161,3 @@ def stage_seconds(seconds: StageSeconds) -> tuple[str, str, str, str]:
     """Seconds spent waiting (all waits together), preparing, running and grading."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
     return number(waited), number(seconds.init), number(seconds.run), number(seconds.eval)
-
-
-def _age(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
