@@ -97,7 +97,20 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
             sources.append((str(file), tomllib.loads(file.read_text())))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InvalidField(f"cannot read config file {file}: {error}", field="config") from error
-    sources.append(("the environment", _from_environment(variables())))
+    from_environment: dict[str, Any] = {}
+    for name, text in sorted(variables().items()):  # sorted: OUTRIDER_LANES comes before OUTRIDER_LANES__RUN
+        levels = name.removeprefix(PREFIX).lower().split("__")
+        # An empty variable counts as not set: in shells and compose files that is the usual way to unset one.
+        if not name.startswith(PREFIX) or levels[0] not in Config.model_fields or not text:
+            continue
+        setting: Any = text  # which pydantic converts, except that lists and objects are JSON
+        if text[0] in "[{":
+            with suppress(json.JSONDecodeError):
+                setting = json.loads(text)
+        for level in reversed(levels):
+            setting = {level: setting}
+        _merge(from_environment, setting)
+    sources.append(("the environment", from_environment))
     sources.append(("flags", _without_none(flags)))
     for _, values in sources:
         _merge(merged, values)
@@ -108,27 +121,6 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
         path = ".".join(str(part) for part in first["loc"])
         source = next((name for name, values in reversed(sources) if _has_value(values, first["loc"])), "nowhere")
         raise InvalidField(f"setting {path!r} from {source}: {first['msg']}", field=path) from error
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings in OUTRIDER_* variables. Lists and objects are JSON; any other value is text that pydantic converts.
-
-    An empty variable counts as not set: in shells and compose files that is the usual way to unset one.
-    """
-    known = set(Config.model_fields)
-    found: dict[str, Any] = {}
-    for name, text in sorted(environ.items()):  # sorted, so that OUTRIDER_LANES comes before OUTRIDER_LANES__RUN
-        path = name.removeprefix(PREFIX).lower().split("__")
-        if not name.startswith(PREFIX) or path[0] not in known or not text:
-            continue
-        setting: Any = text
-        if text[0] in "[{":
-            with suppress(json.JSONDecodeError):
-                setting = json.loads(text)
-        for part in reversed(path):
-            setting = {part: setting}
-        _merge(found, setting)
-    return found
 
 
 def _without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
