@@ -10,7 +10,6 @@ import fcntl
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 from outrider.concurrency.backoff import Backoff
@@ -57,7 +56,14 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
     sandboxes = config.sandboxes
     async with AsyncExitStack() as stack:
         config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stack.callback(os.close, _lock_folder(config.data))
+        # A lock of the kernel and not a file with a process id: it is released however the process dies.
+        lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            hint = "stop it, or give this one a folder of its own: --data DIR"
+            raise ServiceError(f"another service is using {config.data}", hint=hint) from error
         offload = OffloadThread()
         stack.push_async_callback(offload.close)
         store = await stack.enter_async_context(sqlite_store(config.data / "outrider.sqlite3"))
@@ -104,17 +110,3 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             pauses=pauses,
         )
         yield Opened(service, node)
-
-
-def _lock_folder(folder: Path) -> int:
-    """Take the data folder's lock; the descriptor that holds it. Raises ServiceError if another process has it."""
-    # A lock of the kernel and not a file with a process id: it is released however the process dies.
-    descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ServiceError(
-            f"another service is using {folder}", hint="stop it, or give this one a folder of its own: --data DIR"
-        ) from error
-    return descriptor
