@@ -130,7 +130,15 @@ class CommandHarness:
             # The session's own clock ends it sooner, and does not count time in which the service stood still.
             seconds=context.task.runtime.lifetime_seconds,
         )
-        log_tail = result.log_tail() + await self._own_log(context, words)
+        log_tail = result.log_tail()
+        if self._preset.logs:
+            script = TAIL_OF_NEWEST.format(patterns=" ".join(f'"$HOME"/{pattern}' for pattern in self._preset.logs))
+            try:
+                told = await context.runtime.exec(script, env=environment, seconds=LOOKUP_SECONDS)
+                own = told.stdout.decode("utf-8", errors="replace").strip()
+                log_tail += f"\n--- {self._preset.name}'s own log ---\n{own}" if own else ""
+            except RuntimeFailure as error:  # the run has ended; a lost log must not change how
+                log_tail += f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
         if result.exit_code != 0:
             missing = await find_missing(context.runtime, command, environment, result)
             if result.exit_code is None:
@@ -176,18 +184,6 @@ class CommandHarness:
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
         own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
         return own | endpoint_environment(context.endpoint, context.task.instruction)
-
-    async def _own_log(self, context: HarnessContext, words: Mapping[str, str]) -> str:
-        """The end of the newest of the program's own logs below a heading; empty where there is none."""
-        if not self._preset.logs:
-            return ""
-        script = TAIL_OF_NEWEST.format(patterns=" ".join(f'"$HOME"/{pattern}' for pattern in self._preset.logs))
-        try:
-            result = await context.runtime.exec(script, env=self._environment(context, words), seconds=LOOKUP_SECONDS)
-        except RuntimeFailure as error:  # the run has ended; a lost log must not change how
-            return f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
-        text = result.stdout.decode("utf-8", errors="replace").strip()
-        return f"\n--- {self._preset.name}'s own log ---\n{text}" if text else ""
 
 
 def check_instruction(instruction: str) -> None:
