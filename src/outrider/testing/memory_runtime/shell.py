@@ -167,7 +167,13 @@ class MemoryShell:
                 case "test" | "[":
                     return self._test([arg for arg in args if arg != "]"])
                 case "cat":
-                    return self._cat(args, stdin)
+                    out, err = b"", ""
+                    for name in args or ["-"]:
+                        try:
+                            out += stdin if name == "-" else self.files.read(self._path(name))
+                        except OSError as error:  # the others are still shown
+                            err += f"cat: {name}: {error.strerror}\n"
+                    return Output(int(bool(err)), out, err.encode())
                 case "mkdir":
                     for name in names:
                         path = self._path(name)
@@ -223,15 +229,6 @@ class MemoryShell:
             case _:
                 return Output(2, err=f"bash: test: not known here: {' '.join(words)}\n".encode())
         return Output(int(not holds))
-
-    def _cat(self, names: list[str], stdin: bytes) -> Output:
-        out, err = b"", ""
-        for name in names or ["-"]:
-            try:
-                out += stdin if name == "-" else self.files.read(self._path(name))
-            except OSError as error:
-                err += f"cat: {name}: {error.strerror}\n"
-        return Output(int(bool(err)), out, err.encode())
 
 
 def parse(text: str) -> list[Simple]:
