@@ -86,12 +86,17 @@ def read_venv(path: str) -> Venv:
     named = list(dict.fromkeys(place for path in wanted for place in (path, Path(os.path.realpath(path)))))
     outermost = [path for path in named if not any(path != other and path.is_relative_to(other) for other in named)]
     libraries = [] if _of_system(base) else _libraries(base)
+    seen = []
+    for place in (prefix / "pyvenv.cfg", interpreter, *packages, *editable):
+        with contextlib.suppress(OSError):  # it has just been removed
+            status = place.stat()
+            seen.append((str(place), status.st_mtime_ns, status.st_ino))
     return Venv(
         prefix=prefix,
         shown=tuple(place for place in outermost if not _of_system(place)),
         of_system=_of_system(base),
         sources=tuple(dict.fromkeys(place.resolve() for place in (*packages, *editable, *libraries))),
-        stamp=_stamp([prefix / "pyvenv.cfg", interpreter, *packages, *editable]),
+        stamp=hashlib.sha256(json.dumps(seen).encode()).hexdigest(),
     )
 
 
@@ -237,16 +242,3 @@ def _text(path: Path) -> str:
         return path.read_text("utf-8", errors="surrogateescape")
     except OSError:
         return ""
-
-
-def _stamp(paths: Sequence[Path]) -> str:
-    """A digest that changes when something is installed in or removed from the paths."""
-    seen = []
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError:
-            seen.append((str(path), 0, 0))
-        else:
-            seen.append((str(path), status.st_mtime_ns, status.st_ino))
-    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
