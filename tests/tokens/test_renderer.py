@@ -174,6 +174,18 @@ def test_a_model_with_a_template_of_its_own(tmp_path: Path) -> None:
         renderer.render([Message(role=Role.SYSTEM, content="x")], ())
 
 
+def test_tojson_takes_what_published_templates_pass() -> None:
+    tools = [{"name": "é", "a": 1}]
+    for arguments, expected in (
+        ("", '{"name": "é", "a": 1}'),
+        ("(ensure_ascii=False)", '{"name": "é", "a": 1}'),  # GLM
+        ("(ensure_ascii=True, sort_keys=True, separators=(',', ':'))", '{"a":1,"name":"\\u00e9"}'),
+        ("(indent=1)", '{\n "name": "é",\n "a": 1\n}'),
+    ):
+        template = ChatTemplate("{{ tools[0] | tojson" + arguments + " }}", special={})
+        assert template.render([], tools) == expected
+
+
 def test_templates_cannot_reach_out() -> None:
     unsafe = ChatTemplate("{{ messages.__class__.__mro__ }}", special={})
     with pytest.raises(ValueError, match="unsafe"):
