@@ -40,6 +40,7 @@ LAYERS = (
         "store",
         "client",
         "sample_files",
+        "sampling",
         "testing",
     ),
     ("sandboxes", "sessions", "service"),

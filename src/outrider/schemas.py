@@ -249,10 +249,12 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of the service. `sessions` counts sessions by state."""
+    """The status of the service. `sessions` counts sessions by state; `cursor` is that of the newest result, from which
+    the results to come can be followed."""
 
     version: str
     model: str
     sessions: dict[str, int]
+    cursor: int
     nodes: tuple[NodeStats, ...]
     engines: tuple[EngineStatus, ...]

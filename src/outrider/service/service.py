@@ -175,6 +175,7 @@ class Service:
             version=version("outrider"),
             model=self.config.model.name,
             sessions={state.value: number for state, number in counts.items()},
+            cursor=await self.store.last_cursor(),
             nodes=tuple(self._scheduler.stats()),
             engines=tuple(self.pool.status()),
         )

@@ -351,6 +351,12 @@ class Store:
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, limit)))
         return [rows.group_from(row) for row in found]
 
+    async def last_cursor(self) -> int:
+        """The cursor of the newest result; 0 without any."""
+        (row,) = await self._db.read(lambda tx: tx.fetch("SELECT COALESCE(MAX(cursor), 0) FROM groups"))
+        cursor: int = row[0]
+        return cursor
+
     async def events(self, *, after: int, limit: int) -> list[Event]:
         """Events with a cursor greater than `after`, in order."""
         sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ? ORDER BY cursor LIMIT ?"

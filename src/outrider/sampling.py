@@ -1,0 +1,492 @@
+"""Batches of rollouts for a trainer, without the prompts that teach nothing (the dynamic sampling of DAPO).
+
+A group whose samples all have the same reward has no advantage and no gradient. The sampler keeps groups running, keeps
+those that are informative, replaces the others at once, and gives a batch as soon as it has enough. It speaks the
+control API and knows no trainer.
+
+    async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
+        async for batch in sampler:
+            await sampler.set_version(train_on(batch))
+
+Invariant: a prompt that was taken from the source is waiting, running or ready until it is delivered or dropped, and
+each drop is counted under its reason. `state()` has all prompts that are not delivered or dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from statistics import fmean, pstdev
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypeVar
+
+import msgspec
+
+from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.events import Broadcast
+from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.lifecycle import GroupState
+from outrider.schemas import GroupView, ResultsPage, ServiceStatus
+from outrider.spec import TaskSpec
+from outrider.trajectory import Sample
+
+log = logging.getLogger("outrider.sampling")
+
+T = TypeVar("T")
+Task = TaskSpec | Mapping[str, Any]
+Source = Sequence[Task] | Callable[[int], Task]
+Refill = Literal["asynchronous", "synchronous", "static"]
+Surplus = Literal["carry", "finished", "cancel"]
+
+SAME = 1e-9
+"""Rewards that differ by no more than this are the same."""
+LONG_POLL = 30.0
+RETRIES = Backoff(first=0.25, longest=10.0)
+PATIENCE = 300.0
+"""Seconds for which the service may be out of reach, as while it is restarted."""
+FAILED_IN_A_ROW = 16
+"""So many groups without a grade, and none with one between, mean that something is broken for all of them."""
+FRUITLESS_BATCHES = 20
+"""A batch that is not full after so many times its groups were graded is given up: the tasks do not fit the policy."""
+
+
+class Rollouts(Protocol):
+    """What the sampler needs of a service; `client.AsyncClient` is one."""
+
+    async def submit(self, group: Mapping[str, Any]) -> GroupView: ...
+    async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView: ...
+    async def cancel(self, group_id: str) -> GroupView: ...
+    async def results(
+        self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False
+    ) -> ResultsPage: ...
+    async def status(self) -> ServiceStatus: ...
+
+
+class Counts(msgspec.Struct, kw_only=True):
+    """What became of groups. `submitted` = informative + uninformative + failed + stale + stopped + those that run.
+
+    `informative` groups were kept. The prompt of an `uninformative` or `failed` group is dropped; that of a `stale` one
+    (sampled by a policy too old) or a `stopped` one (it was not needed for its batch) is submitted again.
+    """
+
+    submitted: int = 0
+    informative: int = 0
+    uninformative: int = 0
+    failed: int = 0
+    stale: int = 0
+    stopped: int = 0
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups of one training step, with samples, in the order in which they finished.
+
+    `prompts` are the numbers of their prompts. `version` is the policy's when the batch was given out. `waited` is how
+    many seconds the trainer waited for it. `counts` says what became of groups since the batch before.
+    """
+
+    number: int
+    groups: tuple[GroupView, ...]
+    prompts: tuple[int, ...]
+    version: int
+    waited: float
+    counts: Counts
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The training rows of all groups."""
+        return [sample for group in self.groups for sample in group.samples or ()]
+
+
+class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampler between two batches, as a checkpoint keeps it. `pending` are the prompts taken from the source and not
+    delivered or dropped, each with the number of its try."""
+
+    run: str
+    next: int
+    pending: tuple[tuple[int, int], ...]
+    version: int
+    batches: int
+
+
+class _Prompt(msgspec.Struct):
+    """A prompt on its way. `protected`: it was stopped once and is not again, or slow tasks would never be seen."""
+
+    number: int
+    attempt: int = 0
+    version: int = 0
+    protected: bool = False
+    stopping: Literal["stopped", "stale"] | None = None
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    prompt: _Prompt
+    group: GroupView
+
+
+def rewards_of(group: GroupView) -> list[float]:
+    """The rewards of the sessions that were graded, in sample order."""
+    results = (session.result for session in group.sessions)
+    return [result.verdict.reward for result in results if result is not None and result.verdict is not None]
+
+
+def rewards_differ(group: GroupView) -> bool:
+    """The filter of DAPO: whether some sample did better than another."""
+    rewards = rewards_of(group)
+    return max(rewards) - min(rewards) > SAME
+
+
+def group_advantages(
+    rewards: Sequence[float], kind: Literal["grpo", "mean", "leave_one_out"] = "grpo", *, epsilon: float = 1e-4
+) -> list[float]:
+    """The advantage of each sample of a group over the others, for trainers that do not compute it.
+
+    "grpo": (reward - mean) / (standard deviation + epsilon), of the population. "mean": reward - mean (Dr. GRPO).
+    "leave_one_out": reward - mean of the others (RLOO); 0 for a single sample.
+    """
+    mean = fmean(rewards)
+    centred = [reward - mean for reward in rewards]
+    if kind == "grpo":
+        scale = pstdev(rewards, mean) + epsilon
+        return [value / scale for value in centred]
+    if kind == "leave_one_out":
+        others = len(rewards) - 1
+        return [value * len(rewards) / others if others else 0.0 for value in centred]
+    return centred
+
+
+class DynamicSampler:
+    """`async with DynamicSampler(client, source, n=8, target=32) as sampler`.
+
+    `source`: the tasks. A sequence is gone through again and again; a function gives the task of prompt number 0, 1,
+    2, ... and raises IndexError behind the last. It must give the same task again for the same number.
+    `n` samples for each prompt, `target` groups in a batch, `inflight` groups running (by default twice the target).
+    `informative` says whether to keep a group, all of whose graded sessions have a result.
+
+    `refill`: "asynchronous" replaces a group as soon as it is done. For comparison, "synchronous" waits for all that
+    are running before it submits as many again, as DAPO did at first, and "static" submits one batch, waits for
+    all of it, and filters nothing.
+
+    `surplus`: what happens to groups that still run when a batch is full. "carry" lets them run on, for a later batch.
+    "cancel" stops them; "finished" too, but keeps such a group if its finished sessions are informative. A prompt that
+    was stopped is submitted again first, and not stopped a second time: no task is left out because it is slow.
+
+    `max_age`: how many policy versions older than the current one a trained token may be; older groups are dropped and
+    their prompts submitted again. None sets no bound; with 0 nothing runs while the trainer trains.
+
+    `state` continues another sampler, from its `state()`. Groups are recognised by their idempotency keys, so what ran
+    meanwhile is used and nothing is trained twice.
+    """
+
+    def __init__(
+        self,
+        client: Rollouts,
+        source: Source,
+        *,
+        n: int,
+        target: int,
+        inflight: int | None = None,
+        informative: Callable[[GroupView], bool] = rewards_differ,
+        refill: Refill = "asynchronous",
+        surplus: Surplus = "carry",
+        max_age: int | None = None,
+        priority: int = 0,
+        state: SamplerState | None = None,
+    ) -> None:
+        _check_positive("n", n)
+        _check_positive("target", target)
+        self._client = client
+        self._task = source if callable(source) else lambda number: source[number % len(source)]
+        self._n = n
+        self._target = target
+        self._inflight = target if refill == "static" else inflight or 2 * target
+        _check_positive("inflight", self._inflight)
+        self._informative = informative
+        self._refill = refill
+        self._surplus = surplus
+        self._max_age = max_age
+        self._priority = priority
+        state = state or SamplerState(run=secrets.token_hex(8), next=0, pending=(), version=0, batches=0)
+        self._run = state.run
+        self._next = state.next
+        self._batches = state.batches
+        self._waiting = deque(_Prompt(number, attempt, protected=True) for number, attempt in state.pending)
+        self._submitting: _Prompt | None = None
+        self._early: dict[str, GroupView] = {}
+        """Groups that were done before the reply to their submission was read; they may be somebody else's."""
+        self._running: dict[str, _Prompt] = {}
+        self._ready: deque[_Ready] = deque()
+        self._version = state.version
+        self._counts = Counts()
+        self._graded = 0
+        self._failed_in_a_row = 0
+        self._wanted = False
+        self._exhausted = False
+        self._failure: Exception | None = None
+        self._changed = Broadcast()
+        self._tasks = asyncio.TaskGroup()
+        self._workers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        cursor = (await self._patiently(self._client.status)).cursor
+        await self._tasks.__aenter__()
+        for work in (self._submit_prompts(), self._follow_results(cursor)):
+            self._workers.append(self._tasks.create_task(self._guarded(work), name="sampler"))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop following. Groups that run go on in the service; a sampler that continues from `state()` uses them."""
+        for worker in self._workers:
+            worker.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def __aiter__(self) -> AsyncIterator[Batch]:
+        while (batch := await self.batch()) is not None:
+            yield batch
+
+    @property
+    def version(self) -> int:
+        """The current policy version."""
+        return self._version
+
+    def state(self) -> SamplerState:
+        """To be kept in a checkpoint after a training step: batches given out so far count as trained on."""
+        prompts = [ready.prompt for ready in self._ready]
+        prompts += self._running.values()
+        prompts += [self._submitting] if self._submitting else []
+        prompts += self._waiting
+        return SamplerState(
+            run=self._run,
+            next=self._next,
+            # A group that is being stopped is of no use any more: its prompt's next try is another group.
+            pending=tuple((prompt.number, prompt.attempt + (prompt.stopping is not None)) for prompt in prompts),
+            version=self._version,
+            batches=self._batches,
+        )
+
+    async def batch(self) -> Batch | None:
+        """The next batch, once it is full; a last one with fewer groups when the source has ended; then None.
+
+        Raises ServiceError when the service is gone or all groups fail, and when nothing informative is found.
+        """
+        began = _now()
+        self._wanted = True
+        self._graded = 0
+        self._changed.send()
+        try:
+            while not self._is_full():
+                if self._failure is not None:
+                    raise self._failure
+                if self._graded >= FRUITLESS_BATCHES * self._target:
+                    raise ServiceError(
+                        f"{self._graded} groups were graded for a batch of {self._target}, and {len(self._ready)} of"
+                        " them are informative",
+                        hint="the tasks are all too hard or too easy for the policy: change them, n or the filter",
+                    )
+                await self._changed.next().wait()
+        finally:
+            self._wanted = False
+        taken = [self._ready.popleft() for _ in range(min(self._target, len(self._ready)))]
+        if not taken:
+            return None
+        if self._surplus != "carry":
+            await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
+        counts, self._counts = self._counts, Counts()
+        self._batches += 1
+        self._changed.send()
+        return Batch(
+            number=self._batches - 1,
+            groups=tuple(each.group for each in taken),
+            prompts=tuple(each.prompt.number for each in taken),
+            version=self._version,
+            waited=_now() - began,
+            counts=counts,
+        )
+
+    async def stop(self) -> None:
+        """Cancel all groups that still run, when no more batches are wanted."""
+        await self._stop(list(self._running), "stopped")
+
+    async def set_version(self, version: int) -> None:
+        """Tell that the engines serve a new policy version from now on. Groups that are too old by it are stopped."""
+        if version < self._version:
+            raise InvalidField(f"version {version} is older than {self._version}", field="version")
+        self._version = version
+        fresh = [each for each in self._ready if not self._is_stale(each.prompt.version, each.group)]
+        for each in self._ready:
+            if each not in fresh:
+                self._counts.informative -= 1
+                self._submit_again(each.prompt, "stale")
+        self._ready = deque(fresh)
+        await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt.version)], "stale")
+        self._changed.send()
+
+    def _is_full(self) -> bool:
+        idle = not (self._running or self._submitting)
+        if self._exhausted and idle and not self._waiting:
+            return True
+        return len(self._ready) >= self._target and (idle or self._refill != "static")
+
+    def _room(self) -> int:
+        """How many groups to submit now."""
+        if not self._wanted and self._max_age == 0:
+            return 0
+        running = len(self._running)
+        if self._refill == "static":
+            return self._target - running - len(self._ready) if self._wanted else 0
+        if self._refill == "synchronous":
+            return self._inflight if not running and self._wanted and len(self._ready) < self._target else 0
+        # While the trainer is busy, at most so many batches are made ahead as may be trained on before they are stale.
+        ahead = self._target * max(1, self._max_age or 1)
+        return self._inflight - running if len(self._ready) < ahead else 0
+
+    async def _submit_prompts(self) -> None:
+        while True:
+            changed = self._changed.next()
+            for _ in range(self._room()):
+                if (prompt := self._next_prompt()) is None:
+                    break
+                await self._submit(prompt)
+            await changed.wait()
+
+    def _next_prompt(self) -> _Prompt | None:
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._exhausted:
+            return None
+        return _Prompt(self._next)
+
+    async def _submit(self, prompt: _Prompt) -> None:
+        self._submitting = prompt
+        try:
+            try:
+                task = self._task(prompt.number)
+            except IndexError:
+                self._exhausted = True
+                self._changed.send()
+                return
+            self._next = max(self._next, prompt.number + 1)
+            body = {
+                "task": task.model_dump(mode="json") if isinstance(task, TaskSpec) else task,
+                "n": self._n,
+                "priority": self._priority,
+                "idempotency_key": f"{self._run}/{prompt.number}/{prompt.attempt}",
+            }
+            prompt.version = self._version
+            group = await self._patiently(partial(self._client.submit, body))
+            self._counts.submitted += 1
+            self._running[group.id] = prompt
+            group = self._early.get(group.id, group)
+        finally:
+            self._submitting = None
+            self._early.clear()
+        if group.state is GroupState.DONE:  # at once, or it ran for the sampler that this one continues
+            await self._settle(group)
+
+    async def _follow_results(self, cursor: int) -> None:
+        while True:
+            page = await self._patiently(partial(self._client.results, after=cursor, wait=LONG_POLL))
+            for group in page.groups:
+                await self._settle(group)
+            cursor = page.cursor
+
+    async def _settle(self, group: GroupView) -> None:
+        """Keep a group that is done, or drop it and make room for another."""
+        prompt = self._running.get(group.id)
+        if prompt is None:  # somebody else's, settled already, or just submitted
+            if self._submitting is not None:
+                self._early[group.id] = group
+            return
+        rewards = rewards_of(group)
+        stopped = prompt.stopping if group.cancelled else None  # it may have ended before it could be stopped
+        kept = None
+        wanted = stopped is None or (stopped == "stopped" and self._surplus == "finished")
+        if wanted and len(rewards) >= min(self._n, 2) and (self._refill == "static" or self._informative(group)):
+            kept = await self._patiently(partial(self._client.group, group.id, samples=True))
+        if self._running.pop(group.id, None) is None:  # settled while its samples were fetched
+            return
+        if kept is not None and self._is_stale(prompt.version, kept):
+            self._submit_again(prompt, "stale")
+        elif kept is not None:
+            self._counts.informative += 1
+            self._ready.append(_Ready(prompt, kept))
+        elif stopped is not None:
+            self._submit_again(prompt, stopped)
+        elif len(rewards) < min(self._n, 2):
+            self._counts.failed += 1
+            self._note_failure(group)
+        else:
+            self._counts.uninformative += 1
+        self._graded += bool(rewards)
+        self._failed_in_a_row = 0 if rewards else self._failed_in_a_row
+        self._changed.send()
+
+    def _note_failure(self, group: GroupView) -> None:
+        errors = [session.result.error for session in group.sessions if session.result and session.result.error]
+        why = errors[0].message if errors else "it was cancelled" if group.cancelled else "no session was graded"
+        log.warning("group %s of the batch failed and is replaced: %s", group.id, why)
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= FAILED_IN_A_ROW:
+            self._failure = ServiceError(
+                f"{FAILED_IN_A_ROW} groups in a row have failed, the last one with: {why}",
+                hint=f"look at it: outrider show {group.id}",
+            )
+
+    def _submit_again(self, prompt: _Prompt, reason: Literal["stopped", "stale"]) -> None:
+        if reason == "stopped":
+            self._counts.stopped += 1
+        else:
+            self._counts.stale += 1
+        self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, protected=True))
+
+    def _is_stale(self, version: int, group: GroupView | None = None) -> bool:
+        """Whether a group that was submitted under `version` is too old; its samples tell the real versions."""
+        if self._max_age is None:
+            return False
+        if group is not None:
+            version = min(
+                (sample.min_version for sample in group.samples or () if sample.min_version >= 0), default=version
+            )
+        return version < self._version - self._max_age
+
+    async def _stop(self, group_ids: Iterable[str], reason: Literal["stopped", "stale"]) -> None:
+        stopping = [key for key in group_ids if self._running[key].stopping is None]
+        for key in stopping:
+            self._running[key].stopping = reason
+        for key in stopping:
+            await self._patiently(partial(self._client.cancel, key))
+
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        """Keep the error of background work for whoever asks for a batch."""
+        try:
+            await work
+        except Exception as error:  # whatever it is: the trainer must not wait for ever
+            self._failure = error
+            self._changed.send()
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Call the service; while it is out of reach, again after a wait."""
+        give_up_at = _now() + PATIENCE
+        tries = 0
+        while True:
+            try:
+                return await call()
+            except OutriderError as error:
+                if not (isinstance(error, ServiceError) and error.retryable) or _now() >= give_up_at:
+                    raise
+                await asyncio.sleep(RETRIES.wait(tries))
+                tries += 1
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise InvalidField(f"{name} is {value}; it must be at least 1", field=name)
