@@ -233,7 +233,7 @@ class DynamicSampler:
     async def __aenter__(self) -> Self:
         cursor = (await self._patiently(self._client.status)).cursor
         await self._tasks.__aenter__()
-        for work in (self._submit_prompts(), self._follow_results(cursor)):
+        for work in (self._submit_prompts, partial(self._follow_results, cursor)):
             self._workers.append(self._tasks.create_task(self._guarded(work), name="sampler"))
         return self
 
@@ -371,14 +371,11 @@ class DynamicSampler:
                 self._changed.send()
                 return
             self._next = max(self._next, prompt.number + 1)
-            body = {
-                "task": task.model_dump(mode="json") if isinstance(task, TaskSpec) else task,
-                "n": self._n,
-                "priority": self._priority,
-                "idempotency_key": f"{self._run}/{prompt.number}/{prompt.attempt}",
-            }
             prompt.version = self._version
-            group = await self._patiently(partial(self._client.submit, body))
+            group = await self._submit_group(prompt, task)
+            while group.cancelled:  # after the state was saved that this sampler continues from
+                prompt.attempt += 1
+                group = await self._submit_group(prompt, task)
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
@@ -387,6 +384,15 @@ class DynamicSampler:
             self._early.clear()
         if group.state is GroupState.DONE:  # at once, or it ran for the sampler that this one continues
             await self._settle(group)
+
+    async def _submit_group(self, prompt: _Prompt, task: Task) -> GroupView:
+        body = {
+            "task": task.model_dump(mode="json") if isinstance(task, TaskSpec) else task,
+            "n": self._n,
+            "priority": self._priority,
+            "idempotency_key": f"{self._run}/{prompt.number}/{prompt.attempt}",
+        }
+        return await self._patiently(partial(self._client.submit, body))
 
     async def _follow_results(self, cursor: int) -> None:
         while True:
@@ -461,10 +467,10 @@ class DynamicSampler:
         for key in stopping:
             await self._patiently(partial(self._client.cancel, key))
 
-    async def _guarded(self, work: Awaitable[None]) -> None:
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """Keep the error of background work for whoever asks for a batch."""
         try:
-            await work
+            await work()
         except Exception as error:  # whatever it is: the trainer must not wait for ever
             self._failure = error
             self._changed.send()
