@@ -282,6 +282,42 @@ def _store(found: Any) -> list[Sheet]:
     return [Sheet(title="Store: SQLite in a file", columns=("what", "p50 ms", "p99 ms", "per second"), rows=rows)]
 
 
+def _sampling(found: Any) -> list[Sheet]:
+    return [
+        Sheet(
+            title=f"Sampling: batches of {found['n']}-sample groups, {where}",
+            columns=(
+                "prompts that teach nothing",
+                "groups are submitted",
+                "per batch",
+                "slots idle",
+                "batches per hour",
+            ),
+            rows=[
+                (
+                    f"{100 * row['useless']:.0f} %",
+                    row["way"],
+                    number(row["per_batch"]),
+                    f"{100 * row['idle']:.0f} %",
+                    f"{waves['per_batch'] / row['per_batch']:.2f}",
+                )
+                for row in rows
+                for waves in rows
+                if waves["useless"] == row["useless"] and waves["way"].endswith("waves of 3 batches")
+            ],
+            note=note,
+        )
+        for where, rows, note in (
+            (
+                "simulated",
+                found["simulated"],
+                "Times are in shortest rollouts. Batches per hour are held against those of waves of 3 batches.",
+            ),
+            ("the whole service, sandboxes in memory", found["real"], "Times are in seconds."),
+        )
+    ]
+
+
 SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "gateway": _gateway,
     "turns": _turns,
@@ -292,4 +328,5 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "sandboxes": _sandboxes,
     "tools": _tools,
     "store": _store,
+    "sampling": _sampling,
 }

@@ -16,7 +16,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from bench import dialects, floods, gateway, memory, report, sandboxes, sessions, sheets, store, tools, turns
+from bench import dialects, floods, gateway, memory, report, sampling, sandboxes, sessions, sheets, store, tools, turns
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +124,15 @@ async def test_tool_calls_are_answered_whichever_way_is_here(monkeypatch: pytest
 
     assert found["ways"]["process: bash"]["calls"] == found["ways"]["process: ipython"]["calls"] == 2
     check_shown("tools", found)
+
+
+async def test_the_sampler_is_compared_with_those_that_wait() -> None:
+    found = await sampling.measure(sampling.Plan(6, 4, (0.5,), 1, 1, 0.01))
+
+    simulated = {row["way"]: row["per_batch"] for row in found["simulated"]}
+    assert simulated["asynchronous, 3 batches running"] < simulated["synchronous, waves of 3 batches"]
+    assert [row["way"] for row in found["real"]] == [way.name for way in sampling.WAYS]
+    check_shown("sampling", found)
 
 
 async def test_the_store_takes_turns() -> None:
