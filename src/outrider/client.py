@@ -11,11 +11,10 @@ NotFound, ...), and ServiceError when the service cannot be reached or the clien
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
@@ -24,6 +23,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from outrider.concurrency.loop_thread import LoopThread
 from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
@@ -229,7 +229,7 @@ def _blocking(
 
     @wraps(method)
     def call(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
-        return self._wait(method(self._client, *args, **named))
+        return self.run(method(self.asynchronous, *args, **named))
 
     return call
 
@@ -239,14 +239,14 @@ def _blocking_iterator(
 ) -> Callable[Concatenate[Client, P], Iterator[T]]:
     @wraps(method)
     def call(self: Client, /, *args: P.args, **named: P.kwargs) -> Iterator[T]:
-        items = method(self._client, *args, **named)
+        items = method(self.asynchronous, *args, **named)
 
         async def next_item() -> T:
             return await anext(items)
 
         while True:
             try:
-                item = self._wait(next_item())
+                item = self.run(next_item())
             except StopAsyncIteration:
                 return
             yield item
@@ -257,41 +257,40 @@ def _blocking_iterator(
 class Client:
     """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
 
-    While it is open (`with Client(url) as client`) it runs an AsyncClient on an event loop in a thread of its own, so
-    it also works in a notebook, where the caller's thread already runs a loop.
+    While it is open (`with Client(url) as client`) it runs an AsyncClient, `asynchronous`, on an event loop in a thread
+    of its own, so it also works in a notebook, where the caller's thread already runs a loop. `run` and `open` let
+    other asynchronous code, such as a `DynamicSampler`, use the same connections.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
-        self._client = AsyncClient(url, token=token)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.asynchronous = AsyncClient(url, token=token)
+        self._loop: LoopThread | None = None
 
     def __enter__(self) -> Self:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider client", daemon=True)
-        self._thread.start()
-        self._wait(self._client.__aenter__())
+        self._loop = LoopThread("outrider client").__enter__()
+        self.run(self.asynchronous.__aenter__())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._wait(self._client.__aexit__(None, None, None))
+        self.run(self.asynchronous.__aexit__(None, None, None))
         loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join()
-            loop.close()
+            loop.__exit__(None, None, None)
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine, which runs on the client's event loop."""
         if self._loop is None:
             work.close()
             raise _not_open()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
+        return self._loop.run(work)
+
+    def open(self, manager: AbstractAsyncContextManager[T]) -> AbstractContextManager[T]:
+        """Enter an asynchronous context manager on the client's event loop: `with client.open(sampler) as sampler`."""
+        if self._loop is None:
+            raise _not_open()
+        return self._loop.open(manager)
 
     submit = _blocking(AsyncClient.submit)
     group = _blocking(AsyncClient.group)
