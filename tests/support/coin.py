@@ -1,0 +1,41 @@
+"""A task that needs no program: its agent calls the model once, and its grade is drawn by the prompt's number."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.messages import Message, Role
+
+
+class OneCall:
+    """An agent that says what it is told, after `seconds`."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._seconds = float(options.get("seconds", 0.0))
+
+    async def init(self, context: HarnessContext) -> None:
+        pass
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        await asyncio.sleep(self._seconds)
+        await context.model.chat([Message(role=Role.USER, content=context.task.instruction)])
+        return HarnessOutcome()
+
+
+def grade(outcome: Outcome) -> float:
+    """A fair coin where the task teaches something, else always 1."""
+    return float(random.random() < 0.5 or not outcome.task.evaluator.options["teaches"])
+
+
+def coin_task(number: int, *, teaches: bool, seconds: float = 0.0) -> dict[str, Any]:
+    return {
+        "instruction": f"Prompt {number}.",
+        "harness": {"agent": "support.coin:OneCall", "options": {"seconds": seconds}},
+        "runtime": {"kind": "memory"},
+        "evaluator": {"kind": "callable", "path": "support.coin:grade", "options": {"teaches": teaches}},
+    }
