@@ -1,4 +1,4 @@
-"""A run's report: printed as tables, written as JSON and Markdown. It knows no benchmark by name."""
+"""A run's report: printed as tables, written as JSON and Markdown, with a picture of the one benchmark that has one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from bench.plots import sampling_svg
 from bench.sheets import sheets
 from bench.tables import Results, Sheet
 
@@ -63,10 +64,12 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def keep(report: Report) -> Path:
-    """Write the report into the results folder, as JSON under its date and as the latest in Markdown."""
+    """Write the report of all benchmarks into the results folder: JSON under its date, the latest in Markdown, and the
+    picture of the sampler's."""
     path = FOLDER / f"{report.at[:10]}.json"
     write_json(report, path)
     (FOLDER / "latest.md").write_text(markdown(report))
+    (FOLDER / "sampling.svg").write_text(sampling_svg(report.results["sampling"]))
     return path
 
 
