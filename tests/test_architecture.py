@@ -45,7 +45,7 @@ LAYERS = (
     ),
     ("sandboxes", "sessions", "service"),
     ("api",),
-    ("cli", "doctor", "demo", "certify", "outrider"),
+    ("bridges", "cli", "doctor", "demo", "certify", "outrider"),
 )
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SIDEWAYS = {

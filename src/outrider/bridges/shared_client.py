@@ -1,0 +1,165 @@
+"""One client of the control API for all rollouts that run at once on an event loop.
+
+For trainers that make a new object for each trajectory and give it nothing that lives longer. The first rollout opens
+the client, the last one closes it. It knows no trainer. Invariants: an event loop has at most one open client for each
+service; finished groups are learned from one request at a time, however many rollouts wait; and a rollout that is
+cancelled cancels its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from outrider.client import LONG_POLL, AsyncClient
+from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.events import Broadcast
+from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.lifecycle import GroupState
+from outrider.schemas import GroupView
+
+T = TypeVar("T")
+
+RETRIES = Backoff(first=0.25, longest=10.0)
+FIRST_PATIENCE = 10.0
+"""Seconds for which a service may be out of reach before it has answered once: its address may be wrong."""
+PATIENCE = 300.0
+"""The same for one that has answered, as while it is restarted."""
+
+
+class SharedClient:
+    """Runs groups. Made by `shared_client` only.
+
+    Raises what the service answers with, and ServiceError when it stays out of reach.
+    """
+
+    _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], SharedClient]]] = (
+        WeakKeyDictionary()
+    )
+    """The open clients of each event loop. It is kept here because no object of the trainer lives long enough."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.users = 0
+        self.client = AsyncClient(url, token=token)
+        self._cursor: int | None = None
+        self._first = asyncio.Lock()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._following = False
+        self._changed = Broadcast()
+
+    async def run(self, group: Mapping[str, Any]) -> GroupView:
+        """Submit a group and wait until it is done; it is returned with its samples. `group` needs an idempotency key,
+        because the submission is repeated when its reply is lost."""
+        async with self._first:
+            if self._cursor is None:  # taken before the submission, so that the end of the group comes after it
+                self._cursor = (await self._patiently(self.client.status, FIRST_PATIENCE)).cursor
+        submitted: list[str] = []
+
+        async def submit() -> None:
+            submitted.append((await self._patiently(partial(self.client.submit, group))).id)
+
+        try:
+            await shielded(submit)  # a group whose id is never read could not be cancelled
+            return await self._result(submitted[0])
+        except asyncio.CancelledError:
+            for group_id in submitted:
+                with suppress(OutriderError):
+                    await shielded(partial(self.client.cancel, group_id))
+            raise
+
+    async def _result(self, group_id: str) -> GroupView:
+        done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
+        try:
+            # It may have been done, and its result read for another group, before its id was known here.
+            if (await self._patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
+                while not done.done():
+                    changed = self._changed.next()
+                    if self._following:
+                        await changed.wait()
+                    else:
+                        await self._follow()
+                done.result()
+        finally:
+            del self._waiting[group_id]
+        return await self._patiently(partial(self.client.group, group_id, samples=True))
+
+    async def _follow(self) -> None:
+        """Read one page of results for everybody who waits. An error is everybody's, too."""
+        self._following = True
+        try:
+            page = await self._patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
+            self._cursor = page.cursor
+            for group in page.groups:
+                waiting = self._waiting.get(group.id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(None)
+        except OutriderError as error:
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(error)
+        finally:
+            self._following = False
+            self._changed.send()  # also to have another one follow when this rollout leaves
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
+        """Call the service; while it is out of reach, again after a wait."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + patience
+        tries = 0
+        while True:
+            try:
+                return await call()
+            except OutriderError as error:
+                if not (isinstance(error, ServiceError) and error.retryable) or loop.time() >= give_up_at:
+                    raise
+                await asyncio.sleep(RETRIES.wait(tries))
+                tries += 1
+
+
+@asynccontextmanager
+async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClient]:
+    """The client of the running event loop for this service. Raises ServiceError when it cannot be reached."""
+    clients = SharedClient._open.setdefault(asyncio.get_running_loop(), {})
+    shared = clients.get((url, token))
+    if shared is None:
+        shared = clients[url, token] = SharedClient(url, token)
+        await shared.client.__aenter__()  # does not yield to the loop: nobody sees it half open
+    shared.users += 1
+    try:
+        yield shared
+    finally:
+        shared.users -= 1
+        if not shared.users:
+            del clients[url, token]
+            await shielded(partial(shared.client.__aexit__, None, None, None))
+
+
+def checked_url(url: str, source: str) -> str:
+    """An address of a service as AsyncClient takes it. Raises InvalidField that names `source`, where it was set."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise InvalidField(f"{source} is {url!r}, which is no address: {error}", field=source) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        hint = f"write {source}=http://{url}" if "://" not in url else "write http://HOST:PORT or https://HOST:PORT"
+        raise InvalidField(f"{source} is {url!r}, which is no http address", field=source, hint=hint)
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise InvalidField(
+            f"{source} is {url!r}; it must end after the host and port",
+            field=source,
+            hint=f"write {source}={parts.scheme}://{parts.netloc}",
+        )
+    if port is None and parts.scheme == "http" and parts.hostname in ("localhost", "127.0.0.1", "::1"):
+        raise InvalidField(
+            f"{source} is {url!r}, which names no port",
+            field=source,
+            hint=f"write {source}=http://{parts.netloc}:8700 (`outrider serve` listens there), or :80 if you mean it",
+        )
+    return f"{parts.scheme}://{parts.netloc}"
