@@ -1,0 +1,372 @@
+"""What bridges share: their settings, the task of a dataset row, and what a trainer may train on of a finished group.
+
+It awaits nothing and knows no trainer. Invariants: a task that is made here shares nothing with the settings, so that
+one rollout cannot change another's; and a session without a verdict, or without a token to train on, has an error and
+no rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import Field, ValidationError
+
+from outrider.bridges.shared_client import checked_url
+from outrider.client import DEFAULT_URL
+from outrider.environment import environment
+from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, OutriderError, ServiceError
+from outrider.errors import error_from as raised_by
+from outrider.lifecycle import StopReason
+from outrider.schemas import GroupView, SessionView
+from outrider.spec import Name, Sampling, Spec
+from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult
+
+S = TypeVar("S", bound="BridgeSettings")
+
+ENDED_BY_A_LIMIT = frozenset(
+    {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
+)
+"""The agent did not end by itself; trainers call such a trajectory truncated."""
+
+OTHER_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
+"""SGLang's names of sampling parameters."""
+WITHOUT_EFFECT_ON_IDS = frozenset(
+    {
+        "logprobs",
+        "prompt_logprobs",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "no_stop_trim",
+        "detokenize",
+    }
+)
+"""Sampling parameters that say how an engine's text is shown. The gateway makes the text of the ids itself."""
+NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
+"""Values of sampling parameters that change nothing; other values cannot be passed on."""
+
+PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
+
+
+class BridgeSettings(Spec):
+    """Settings that all of these bridges have.
+
+    url, token: the service; OUTRIDER_URL and OUTRIDER_TOKEN win. task: what all tasks have in common, in which
+    "{row.NAME}" stands for a column of the dataset row. task_column: the column with the row's own task, an object or
+    JSON, which wins over `task` field by field. rows: all rows of a session that train, or that of its main
+    conversation only. max_row_tokens: rows are cut behind so many tokens. metrics: metrics of the verdict that the
+    trainer shall see; each verdict must have them. priority: of training groups; evaluation_priority: of others.
+    """
+
+    url: Name = DEFAULT_URL
+    token: Name | None = None
+    task: dict[Name, Any] = Field(default_factory=dict)
+    task_column: Name = "task"
+    rows: Literal["all", "main"] = "all"
+    max_row_tokens: Annotated[int, Field(ge=2)] | None = None
+    metrics: list[Name] = Field(default_factory=list)
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    evaluation_priority: Annotated[int, Field(ge=-1000, le=1000)] = 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training row. The four columns have equal length, and at least one token has mask 1.
+
+    `start` is the number of ids before the first sampled one. `cut` trained tokens were behind `max_row_tokens`.
+    """
+
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    start: int
+    cut: int
+    sample: Sample
+
+    def trained_versions(self) -> list[int]:
+        """The policy versions of trained tokens, each once, in their order in the row."""
+        pairs = zip(self.versions, self.mask, strict=True)
+        return list(dict.fromkeys(version for version, trains in pairs if trains))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A session that is done: its `rows`, that of the main conversation first, or the `error` why it has none."""
+
+    session: SessionView
+    rows: list[Row]
+    error: OutriderError | None
+
+    @property
+    def result(self) -> SessionResult:
+        assert self.session.result is not None
+        return self.session.result
+
+    @property
+    def reward(self) -> float:
+        assert self.result.verdict is not None
+        return self.result.verdict.reward
+
+    @property
+    def truncated(self) -> bool:
+        return self.result.stop_reason in ENDED_BY_A_LIMIT or any(row.cut for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """How long its agent ran."""
+        return self.result.seconds.run
+
+
+def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str, variable: str) -> S:
+    """The settings in `given`, which came from `source`, under those in the environment variable `variable`.
+
+    The variable holds a JSON object, or @FILE for a JSON or TOML file. Raises InvalidField that names the setting and
+    its source.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidField(f"{source} is {given!r}; it must be an object", field=source)
+    text = environment(variable)
+    over = _settings_of_variable(text, variable) if text else {}
+    try:
+        settings = kind.model_validate(merged(plain(given or {}), over))
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        of = variable if first["loc"] and first["loc"][0] in over else source
+        if first["type"] != "extra_forbidden":
+            raise InvalidField(f"{of}.{path}: {first['msg']}", field=f"{of}.{path}") from error
+        close = get_close_matches(path, kind.model_fields, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(kind.model_fields)}"
+        raise InvalidField(f"{of} has the unknown key {path!r}", field=f"{of}.{path}", hint=hint) from error
+    url, token = environment("OUTRIDER_URL"), environment("OUTRIDER_TOKEN")
+    where = "OUTRIDER_URL" if url else f"{variable if 'url' in over else source}.url"
+    return settings.model_copy(
+        update={"url": checked_url(url or settings.url, where), "token": token or settings.token}
+    )
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy of `base` with the values of `over`, object by object; a list is replaced as a whole."""
+    result = copy.deepcopy(dict(base))
+    for name, value in over.items():
+        inner = result.get(name)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            result[name] = merged(inner, value)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
+
+
+def plain(value: Any) -> Any:
+    """Mappings and sequences of any kind, such as OmegaConf's, as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def task_for(
+    settings: BridgeSettings,
+    row: Mapping[str, Any],
+    *,
+    prompt: Any,
+    sampling: Mapping[str, Any],
+    labels: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The task of a dataset row: its own (`task_column`) over the settings', the trainer's `sampling`, and `labels`.
+
+    The trainer's sampling wins: it computes importance weights with it. A task without an instruction gets the text of
+    `prompt`, a text or messages of which the last one of the user counts. Raises InvalidField.
+    """
+    own = row.get(settings.task_column)
+    if isinstance(own, str):
+        own = _json_object(own, f"column {settings.task_column!r}")
+    if not isinstance(own, Mapping | None):
+        raise InvalidField(
+            f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
+            field=settings.task_column,
+        )
+    # Arrow gives every row the fields of all rows, None where a row had none.
+    task = merged(_filled(settings.task, row), _without_none(plain(own or {})))
+    if "instruction" not in task:
+        task["instruction"] = _text_of(prompt)
+    task["sampling"] = merged(task.get("sampling") or {}, sampling_of(sampling))
+    known = {name: str(value) for name, value in labels.items() if value is not None}
+    task["labels"] = known | dict(task.get("labels") or {})
+    return task
+
+
+def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A trainer's sampling parameters, by vLLM's or SGLang's names, as fields of `task.sampling`. Raises InvalidField
+    for one that would change what is sampled and that a task cannot have."""
+    found: dict[str, Any] = {}
+    for name, value in parameters.items():
+        ours = OTHER_NAMES.get(name, name)
+        if value is None or value in ([], {}) or ours in WITHOUT_EFFECT_ON_IDS:
+            continue
+        if ours in Sampling.model_fields:
+            # A trainer's configuration may say 1 where a task has 1.0.
+            found[ours] = float(value) if ours not in ("top_k", "max_tokens", "seed", "thinking") else value
+        elif value not in NEUTRAL.get(ours, ()):
+            raise InvalidField(
+                f"the sampling parameter {name}={value!r} cannot be passed to the agents' model calls",
+                field=f"sampling.{name}",
+                hint="leave it out: each agent decides about its stops and forms of reply",
+            )
+    return found
+
+
+def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: bool) -> list[Trajectory]:
+    """The sessions of a group that was read with its samples, in sample order. With `logprobs`, a row without
+    log-probabilities is an error of its session."""
+    found = []
+    for session in group.sessions:
+        samples = [sample for sample in group.samples or () if sample.session_id == session.id]
+        try:
+            found.append(Trajectory(session, _rows_of(session, samples, settings, logprobs), None))
+        except OutriderError as error:
+            found.append(Trajectory(session, [], error))
+    return found
+
+
+def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str, float]:
+    """The verdict's metrics that the settings name. Raises EvaluatorError for a verdict without one of them: trainers
+    put them in columns, which every row must have."""
+    verdict = trajectory.result.verdict
+    assert verdict is not None
+    for name in settings.metrics:
+        if name not in verdict.metrics:
+            raise EvaluatorError(
+                f"the verdict of session {trajectory.session.id} has no metric {name!r}, only"
+                f" {', '.join(sorted(verdict.metrics)) or 'the reward'}",
+                hint="have the evaluator give it, or take it out of the bridge's setting `metrics`",
+            )
+    return {name: float(verdict.metrics[name]) for name in settings.metrics}
+
+
+def _rows_of(session: SessionView, samples: Sequence[Sample], settings: BridgeSettings, logprobs: bool) -> list[Row]:
+    result = session.result
+    if result is None:
+        raise ServiceError(f"session {session.id} is {session.state}, not done")
+    if result.error is not None:
+        raise raised_by(msgspec.structs.replace(result.error, message=f"session {session.id}: {result.error.message}"))
+    if result.verdict is None:
+        kind = ServiceError if result.stop_reason is StopReason.CANCELLED else HarnessError
+        raise kind(f"session {session.id} ended with {result.stop_reason} and was not graded")
+    train = [sample for sample in samples if sample.reward is not None]
+    if settings.rows == "main":
+        train = [sample for sample in train if sample.kind is BranchKind.MAIN][:1]
+    rows = [_row(sample, settings.max_row_tokens, logprobs) for sample in train]
+    rows = [row for row in rows if any(row.mask)]
+    if not rows:
+        raise EngineError(
+            f"session {session.id} ({result.stop_reason}) has no token to train on in {len(samples)} rows",
+            hint=f"see `outrider show {session.id}`; an engine must report token ids, and its prompt must leave room in"
+            " max_row_tokens",
+        )
+    return rows
+
+
+def _row(sample: Sample, longest: int | None, logprobs: bool) -> Row:
+    if sample.images:
+        raise InvalidField(
+            f"session {sample.session_id} has images, which this bridge does not hand over",
+            field="task",
+            hint="use tasks without images",
+        )
+    if logprobs and sample.logprob_kind is LogprobKind.NONE:
+        raise EngineError(
+            f"session {sample.session_id} has no log-probabilities, and the trainer asks for them",
+            hint="use an engine that reports them, or turn off the trainer's off-policy correction",
+        )
+    return Row(
+        ids=sample.ids[:longest],
+        mask=sample.loss_mask[:longest],
+        logprobs=sample.logprobs[:longest],
+        versions=sample.versions[:longest],
+        start=sample.prompt_length,
+        cut=sum(sample.loss_mask[longest:]) if longest is not None else 0,
+        sample=sample,
+    )
+
+
+def _settings_of_variable(text: str, variable: str) -> dict[str, Any]:
+    if not text.startswith("@"):
+        return _json_object(text, variable)
+    path = Path(text[1:])
+    try:
+        content = path.read_text("utf-8")
+        if path.suffix == ".toml":
+            return tomllib.loads(content)
+    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
+        raise InvalidField(f"{variable} names {path}, which cannot be read: {error}", field=variable) from error
+    return _json_object(content, f"{path}, named by {variable},")
+
+
+def _json_object(text: str, source: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidField(
+            f"{source} is not JSON: {error.msg} at character {error.pos + 1}", field=source, hint="write a JSON object"
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidField(f"{source} is a JSON {type(value).__name__}; it must be an object", field=source)
+    return value
+
+
+def _filled(value: Any, row: Mapping[str, Any]) -> Any:
+    """A copy with the placeholders of all texts filled in."""
+    if isinstance(value, Mapping):
+        return {name: _filled(inner, row) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, row) for inner in value]
+    if not isinstance(value, str):
+        return value
+
+    def column(match: re.Match[str]) -> str:
+        if row.get(match[1]) is None:
+            known = ", ".join(sorted(name for name, inner in row.items() if inner is not None))
+            raise InvalidField(
+                f"the task uses {match[0]}, and the dataset row has no column {match[1]!r}",
+                field=match[1],
+                hint=f"it has: {known or 'none'}",
+            )
+        return str(row[match[1]])
+
+    return PLACEHOLDER.sub(column, value)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_none(inner) for inner in value]
+    return value
+
+
+def _text_of(prompt: Any) -> str:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    messages = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
+    for message in reversed(messages):
+        if message.get("role") == "user":
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            return "\n".join(parts)
+    raise InvalidField(
+        "the dataset row has no instruction: neither its task nor a prompt with a user message",
+        field="instruction",
+        hint="give every row a prompt, or `instruction` in its task or in the setting `task`",
+    )

@@ -1,0 +1,73 @@
+"""A task whose agent needs no program: its sessions are told apart by the order in which they start.
+
+The task's name counts them: the options say what the first, second, ... of the sessions of that name do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.messages import Message, Role
+
+
+class Scribe:
+    """An agent that makes two model calls. Those of `fails` raise; those of `rewrites` then change what was said first,
+    which gives them a second row; `seconds` is how long each of the first ones takes."""
+
+    started: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+
+    async def init(self, context: HarnessContext) -> None:
+        pass
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        name = self._options["name"]
+        number = self.started[name]
+        self.started[name] += 1
+        if number in self._options["fails"]:
+            raise ValueError("the scribe fell ill")
+        seconds = self._options["seconds"]
+        await asyncio.sleep(seconds[number] if number < len(seconds) else 0)
+        asked = Message(role=Role.USER, content=context.task.instruction)
+        reply = await context.model.chat([asked])
+        await context.model.chat([asked, reply, Message(role=Role.USER, content="and then?")])
+        if number in self._options["rewrites"]:
+            other = Message(role=Role.ASSISTANT, content="something else")
+            await context.model.chat([asked, other, Message(role=Role.USER, content="and then?")])
+        return HarnessOutcome(answer=str(number))
+
+
+def grade(outcome: Outcome) -> dict[str, Any]:
+    """The reward of its number, the last one again and again."""
+    number = int(outcome.harness.answer or 0)
+    rewards = outcome.task.evaluator.options["rewards"]
+    return {"reward": rewards[min(number, len(rewards) - 1)], "metrics": {"number": float(number)}}
+
+
+def scribe_task(
+    name: str,
+    *,
+    rewards: Sequence[float] = (1.0,),
+    fails: Sequence[int] = (),
+    rewrites: Sequence[int] = (),
+    seconds: Sequence[float] = (),
+) -> dict[str, Any]:
+    """The name must be the test's own. A session that fails is not tried again."""
+    options = {"name": name, "fails": list(fails), "rewrites": list(rewrites), "seconds": list(seconds)}
+    return {
+        "harness": {"agent": "support.scribe:Scribe", "options": options},
+        "runtime": {"kind": "memory"},
+        "evaluator": {
+            "kind": "callable",
+            "path": "support.scribe:grade",
+            "options": {"rewards": [float(reward) for reward in rewards]},
+        },
+        "max_attempts": 1,
+    }
