@@ -39,6 +39,7 @@ LAYERS = (
         "evaluators",
         "store",
         "client",
+        "datasets",
         "sample_files",
         "sampling",
         "testing",

@@ -1,0 +1,140 @@
+"""The verl bridge as far as it needs no verl: its settings, the task of a dataset row, and a session's rows as the
+columns of verl's AgentLoopOutput.
+
+It awaits nothing. Invariant: a session that cannot be trained on raises; it never becomes a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from outrider.bridges.trajectories import BridgeSettings, Row, Trajectory, chosen_metrics, read_settings, task_for
+from outrider.errors import EngineError
+from outrider.spec import Name
+from outrider.trajectory import LogprobKind
+
+SETTINGS = "actor_rollout_ref.rollout.custom.outrider"
+VARIABLE = "OUTRIDER_VERL"
+SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""What verl decides about sampling. It recomputes log-probabilities with it."""
+LABELS = ("uid", "index", "data_source", "global_steps")
+"""Columns of a row that become labels of its sessions, as far as it has them."""
+
+
+class VerlSettings(BridgeSettings):
+    """`rollout.custom.outrider`: the settings of all bridges, and these.
+
+    actor: the named Ray actor that runs the service, instead of `url`. relay: the name of the relay engine through
+    which verl's own servers generate. complete: whether all sessions of a prompt must succeed, or any will do; the
+    manager's alone, as `evaluation_priority` is, because a loop sees one trajectory and is not told what it is for.
+    """
+
+    actor: Name | None = None
+    relay: Name | None = None
+    complete: Literal["all", "any"] = "all"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What verl asks of a rollout: `rollout.prompt_length` and `.response_length` in tokens, whether it wants
+    log-probabilities (`.calculate_log_probs`), and its sampling parameters."""
+
+    prompt_length: int
+    response_length: int
+    logprobs: bool
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One AgentLoopOutput. The response columns have equal length, and at least one token has mask 1.
+
+    `about` is for `extra_fields`; its `cut_tokens` would have trained, but lie behind what verl takes.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None
+    reward: float
+    num_turns: int
+    min_version: int
+    max_version: int
+    reward_extra_info: dict[str, float]
+    about: dict[str, Any]
+
+
+def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
+    """The settings of `rollout.custom`. Each call reads them anew, so that no two rollouts share a nested value. Raises
+    InvalidField."""
+    return read_settings(VerlSettings, (custom or {}).get("outrider"), source=SETTINGS, variable=VARIABLE)
+
+
+def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> dict[str, Any]:
+    """The task of a dataset row, with verl's sampling, and verl's response length as the limit of sampled tokens.
+    Raises InvalidField."""
+    sampling = {name: terms.sampling[name] for name in SAMPLING if name in terms.sampling}
+    labels = {f"verl.{name}": row[name] for name in LABELS if name in row}
+    task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
+    limits = dict(task.get("limits") or {})
+    limits["response_tokens"] = min(limits.get("response_tokens", terms.response_length), terms.response_length)
+    return task | {"limits": limits}
+
+
+def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[Columns]:
+    """What verl trains of a session, the row of the main conversation last: verl takes the last one for the session's
+    own. `step` is the version of tokens whose engine told none. Raises the session's error."""
+    if trajectory.error is not None:
+        raise trajectory.error
+    reward = trajectory.reward
+    info = {"score": reward, "acc": reward} | chosen_metrics(trajectory, settings)
+    rows = [_columns(row, info, terms, step) for row in trajectory.rows]
+    rows = [row for row in rows if any(row.response_mask)]
+    if not rows:
+        raise EngineError(
+            f"session {trajectory.session.id} samples its first token behind what verl takes: its prompt has"
+            f" {trajectory.rows[0].start} tokens",
+            hint="raise rollout.prompt_length and rollout.response_length",
+        )
+    rows.reverse()
+    return rows
+
+
+def _columns(row: Row, info: dict[str, float], terms: Terms, step: int) -> Columns:
+    sample = row.sample
+    temperature = float(terms.sampling.get("temperature", 1.0))
+    if terms.logprobs and sample.logprob_kind is LogprobKind.RAW and temperature not in (0.0, 1.0):
+        raise EngineError(
+            f"session {sample.session_id} has log-probabilities from before the temperature ({temperature:g}), and verl"
+            " compares them with its own, behind it",
+            hint="have the engine report those of the sampling distribution, or set rollout.temperature=1.0",
+        )
+    # Ids behind prompt_length go to the response, with mask 0: the sequence stays as it was, and nothing is cut.
+    start = min(row.start, terms.prompt_length)
+    end = start + terms.response_length
+    mask = row.mask[start:end]
+    trained = [version for version, trains in zip(row.versions[start:end], mask, strict=True) if trains]
+    known = [version for version in trained if version >= 0] or [step]
+    return Columns(
+        prompt_ids=row.ids[:start],
+        response_ids=row.ids[start:end],
+        response_mask=mask,
+        response_logprobs=row.logprobs[start:end] if terms.logprobs else None,
+        reward=info["score"],
+        num_turns=2 * len(sample.turns),
+        min_version=min(known),
+        max_version=max(known),
+        reward_extra_info=dict(info),
+        about={
+            "session_id": sample.session_id,
+            "group_id": sample.group_id,
+            "row": sample.row,
+            "kind": sample.kind.value,
+            "stop_reason": sample.stop_reason.value,
+            "metrics": dict(sample.metrics),
+            "altered_turns": len(sample.altered),
+            "cut_tokens": row.cut + sum(row.mask[end:]),
+        },
+    )

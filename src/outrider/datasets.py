@@ -1,0 +1,381 @@
+"""Datasets of tasks: reads them from folders and files, and writes them as verl's Parquet files, with a cache.
+
+A dataset is Harbor task folders, JSON Lines or Parquet rows with a template, or a Hugging Face dataset saved to disk.
+It knows no trainer's code and downloads nothing. Invariants: the order of rows is that of the source, by name for
+folders; the key of the cache is the content of all that a row is made of, so that an edit is never missed; and a file
+appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import importlib
+import io
+import json
+import re
+import shlex
+import tarfile
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from outrider.errors import InvalidField, TooLarge
+
+FORMAT = 1
+"""Part of the cache's key: raised when the same source gives other rows."""
+PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
+TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
+MAX_COMMAND = 120_000
+"""Maximum bytes of a command that holds a task's tests: Linux takes 131,072 bytes in one argument."""
+UNSUPPORTED = (
+    "environment.mcp_servers",
+    "environment.gpus",
+    "environment.healthcheck",
+    "verifier.environment",
+    "steps",
+)
+"""Tables and fields of task.toml that change what a task is, and that have no counterpart in a task of Outrider."""
+PREPARE_TESTS = """\
+mkdir -p /tests && printf %s {packed} | base64 -d | tar -xz -C /tests || exit 3
+"""
+GRADE = """\
+rm -rf /logs/verifier && mkdir -p /logs/verifier || exit 3
+bash /tests/test.sh || true
+if [ -s /logs/verifier/reward.json ]; then
+    python3 - "$OUTRIDER_VERDICT" <<'END' || exit 3
+import json, sys
+values = json.load(open("/logs/verifier/reward.json"))
+[name] = ["reward"] if "reward" in values else values
+json.dump({"reward": values[name], "metrics": values}, open(sys.argv[1], "w"))
+END
+elif [ -s /logs/verifier/reward.txt ]; then
+    cat /logs/verifier/reward.txt > "$OUTRIDER_VERDICT"
+else
+    echo "test.sh wrote neither reward.json nor reward.txt in /logs/verifier" >&2
+    exit 3
+fi
+"""
+"""Harbor's grading: the exit code of test.sh is ignored, reward.json comes before reward.txt, and neither is an error.
+The reward is the value "reward", or the only one; all values stay as metrics."""
+
+
+class Example(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of a dataset. `id` is unique in it. `task` is the task of a group, or the part of it that is the row's own.
+    `row` has the columns that it was made from."""
+
+    id: str
+    task: dict[str, Any]
+    row: dict[str, Any] = {}
+
+
+class Written(NamedTuple):
+    """A dataset file. `cached`: it was there already, made from the same content."""
+
+    path: Path
+    rows: int
+    cached: bool
+
+
+def harbor_examples(
+    root: Path, *, tasks: Sequence[str] | None = None, limit: int | None = None, image: str | None = None
+) -> list[Example]:
+    """The Harbor tasks below a folder: each folder with `task.toml` and `instruction.md`, sorted by path.
+
+    `tasks` chooses some by their paths below `root`. `image` is for tasks that name no image of their own. The files of
+    `tests/` travel inside the grading command, so that the agent never sees them. Raises InvalidField for a broken task
+    and for what it asks for and Outrider cannot give, and TooLarge for tests that do not fit.
+    """
+    folders = {
+        str(found.parent.relative_to(root)): found.parent
+        for found in sorted(root.rglob("task.toml"))
+        if (found.parent / "instruction.md").is_file()
+    }
+    if not folders:
+        raise InvalidField(f"no folder below {root} has task.toml and instruction.md", field="source")
+    for name in tasks or ():
+        if name not in folders:
+            raise InvalidField(
+                f"there is no task {name!r} below {root}", field="tasks", hint=f"such as {next(iter(folders))!r}"
+            )
+    chosen = list(tasks if tasks is not None else folders)[:limit]
+    return [Example(id=name, task=_harbor_task(folders[name], image)) for name in chosen]
+
+
+def template_examples(
+    rows: Iterable[Mapping[str, Any]],
+    template: Mapping[str, Any],
+    *,
+    id_column: str | None = None,
+    source: str = "rows",
+) -> list[Example]:
+    """An example for each row: `template` is a task in which "{row.NAME}" stands for the row's column NAME. A text that
+    is nothing but a placeholder becomes the column's value, of whatever type.
+
+    The id is that of `id_column`, else the row's number. Raises InvalidField for a column that is not there.
+    """
+    examples = []
+    for number, row in enumerate(rows):
+        where = f"row {number} of {source}"
+        if id_column is not None and id_column not in row:
+            raise InvalidField(f"{where} has no column {id_column!r}", field="id_column", hint=_known(row))
+        own = str(row[id_column]) if id_column is not None else str(number)
+        examples.append(Example(id=own, task=_filled(dict(template), row, where), row=dict(row)))
+    seen: set[str] = set()
+    for example in examples:
+        if example.id in seen:
+            raise InvalidField(f"two rows of {source} have the id {example.id!r}", field="id_column")
+        seen.add(example.id)
+    return examples
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON Lines, JSON (a list) or Parquet file, or of a Hugging Face dataset that `save_to_disk` wrote.
+
+    Raises InvalidField that names file and line, and for Parquet and saved datasets when pyarrow is missing.
+    """
+    if path.is_dir():
+        yield from _saved_dataset(path)
+        return
+    if path.suffix == ".parquet":
+        yield from _pyarrow("pyarrow.parquet").read_table(path).to_pylist()
+        return
+    if path.suffix not in TEMPLATE_SOURCES:
+        raise InvalidField(
+            f"{path} is no dataset", field="source", hint=f"give {', '.join(TEMPLATE_SOURCES)}, or a saved dataset"
+        )
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidField(f"cannot read {path}: {error}", field="source") from error
+    lines = text.splitlines() if path.suffix == ".jsonl" else None
+    for number, line in enumerate(lines if lines is not None else [text], 1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {path}" if lines is not None else str(path)
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InvalidField(f"{where} is not JSON: {error}", field="source") from error
+        for row in value if lines is None and isinstance(value, list) else [value]:
+            if not isinstance(row, dict):
+                raise InvalidField(f"{where} has a {type(row).__name__} where a row must be an object", field="source")
+            yield row
+
+
+def examples_of(
+    source: Path, *, template: Mapping[str, Any] | None = None, id_column: str | None = None, limit: int | None = None
+) -> list[Example]:
+    """The examples of a source of any kind: rows with a `template`, Harbor task folders without one."""
+    if template is None:
+        if not source.is_dir():
+            raise InvalidField(
+                f"{source} has rows, and rows need a template to be tasks",
+                field="template",
+                hint='give a task such as {"instruction": "{row.question}", ...}',
+            )
+        return harbor_examples(source, limit=limit)
+    rows = list(read_rows(source))[:limit]
+    return template_examples(rows, template, id_column=id_column, source=str(source))
+
+
+def verl_rows(
+    examples: Sequence[Example], *, data_source: str, split: str = "train", agent_name: str | None = None
+) -> list[dict[str, Any]]:
+    """The rows of verl's dataset: `prompt` as messages, `data_source`, `ability`, `reward_model`, `extra_info` with the
+    number of the row, and `task` as JSON, which RemoteAgentLoop reads. The service grades, so there is no ground truth.
+    """
+    named = {"agent_name": agent_name} if agent_name else {}
+    return [
+        {
+            "prompt": [{"role": "user", "content": str(example.task.get("instruction", ""))}],
+            "data_source": data_source,
+            "ability": "agent",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": number, "split": split, "id": example.id},
+            "task": json.dumps(example.task, sort_keys=True),
+            **named,
+        }
+        for number, example in enumerate(examples)
+    ]
+
+
+def verl_parquet(
+    examples: Sequence[Example],
+    folder: Path,
+    *,
+    data_source: str,
+    split: str = "train",
+    agent_name: str | None = None,
+) -> Written:
+    """Write `{split}-{key}.parquet` in `folder`, unless it is there: the key is a hash of the rows themselves.
+
+    Raises InvalidField when there are no rows, and when pyarrow is missing.
+    """
+    if not examples:
+        raise InvalidField("the dataset has no rows", field="source")
+    rows = verl_rows(examples, data_source=data_source, split=split, agent_name=agent_name)
+    key = hashlib.sha256(json.dumps([FORMAT, rows], sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"{split}-{key}.parquet"
+    if path.exists():
+        return Written(path, len(rows), cached=True)
+    table = _pyarrow("pyarrow").Table.from_pylist(rows)
+    draft = path.with_name(f".{path.name}.draft")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _pyarrow("pyarrow.parquet").write_table(table, draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return Written(path, len(rows), cached=False)
+
+
+def _harbor_task(folder: Path, image: str | None) -> dict[str, Any]:
+    """The part of a task that its folder decides: no harness."""
+    file = folder / "task.toml"
+    try:
+        config = tomllib.loads(file.read_text("utf-8"))
+        instruction = (folder / "instruction.md").read_text("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
+        raise InvalidField(f"cannot read {error.filename if isinstance(error, OSError) else file}: {error}") from error
+    for path in UNSUPPORTED:
+        if value := _at(config, path):
+            raise InvalidField(f"{file} has {path} = {str(value)[:80]}, which Outrider does not do", field=path)
+    environment, agent = config.get("environment", {}), config.get("agent", {})
+    if environment.get("network_mode", "no-network") == "allowlist":
+        raise InvalidField(f"{file} asks for a network allowlist, and sandboxes have no network", field="environment")
+    image = environment.get("docker_image") or image
+    if image is None and (folder / "environment" / "Dockerfile").exists():
+        raise InvalidField(
+            f"{folder} has a Dockerfile and no docker_image",
+            field="environment.docker_image",
+            hint="build it with `outrider image build`, and name the image: harbor_examples(..., image=NAME)",
+        )
+    resources = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb"}
+    given = {ours: environment[theirs] for theirs, ours in resources.items() if theirs in environment}
+    runtime: dict[str, Any] = {"env": _literal(environment.get("env", {}), file)}
+    runtime |= {"image": image} if image else {}
+    runtime |= {"workdir": environment["workdir"]} if "workdir" in environment else {}
+    runtime |= {"resources": given} if given else {}
+    task: dict[str, Any] = {
+        "instruction": instruction,
+        "runtime": runtime,
+        "evaluator": _harbor_evaluator(folder, file, config),
+        "labels": {"harbor": config.get("task", {}).get("name") or folder.name},
+    }
+    if "timeout_sec" in agent:
+        task["limits"] = {"agent_seconds": agent["timeout_sec"]}
+    return task
+
+
+def _harbor_evaluator(folder: Path, file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    verifier = config.get("verifier", {})
+    if not (folder / "tests" / "test.sh").is_file():
+        raise InvalidField(f"{folder} has no tests/test.sh", field="evaluator")
+    exports = [
+        f"export {name}={shlex.quote(value)}\n" for name, value in _literal(verifier.get("env", {}), file).items()
+    ]
+    packed = base64.b64encode(_packed(folder / "tests")).decode()
+    command = PREPARE_TESTS.format(packed=packed) + "".join(exports) + GRADE
+    if len(command) > MAX_COMMAND:
+        raise TooLarge(
+            f"the tests of {folder} make a command of {len(command)} bytes; {MAX_COMMAND} is the maximum",
+            field="task.evaluator.run",
+            hint="put large files of the tests into the task's image",
+        )
+    evaluator = {"kind": "command", "run": command, "seconds": verifier.get("timeout_sec", 600)}
+    if verifier.get("environment_mode", "shared") == "separate":
+        evaluator["carry"] = [one if isinstance(one, str) else one["source"] for one in config.get("artifacts", [])]
+    return evaluator
+
+
+def _packed(folder: Path) -> bytes:
+    """A gzipped tar of a folder, the same bytes for the same files: no times, no owners."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path in sorted(folder.rglob("*")):
+            entry = tar.gettarinfo(path, arcname=str(path.relative_to(folder)))
+            entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+            if entry.isreg():
+                with path.open("rb") as content:
+                    tar.addfile(entry, content)
+            else:
+                tar.addfile(entry)
+    return gzip.compress(written.getvalue(), mtime=0)
+
+
+def _literal(env: Mapping[str, Any], file: Path) -> dict[str, str]:
+    for name, value in env.items():
+        if "${" in str(value):
+            raise InvalidField(
+                f"{file} takes {name} from the environment of its reader ({value})",
+                field=f"env.{name}",
+                hint="write the value into task.toml",
+            )
+    return {name: str(value) for name, value in env.items()}
+
+
+def _at(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None
+    return config
+
+
+def _filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
+    """A copy of a template with its placeholders filled in."""
+    if isinstance(value, Mapping):
+        return {name: _filled(inner, row, where) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, row, where) for inner in value]
+    if not isinstance(value, str):
+        return value
+
+    def column(match: re.Match[str]) -> Any:
+        if row.get(match[1]) is None:
+            raise InvalidField(f"{where} has no column {match[1]!r}", field=match[1], hint=_known(row))
+        return row[match[1]]
+
+    if whole := PLACEHOLDER.fullmatch(value):
+        return column(whole)
+    return PLACEHOLDER.sub(lambda match: str(column(match)), value)
+
+
+def _known(row: Mapping[str, Any]) -> str:
+    return f"it has: {', '.join(sorted(name for name, value in row.items() if value is not None)) or 'none'}"
+
+
+def _saved_dataset(folder: Path) -> Iterator[dict[str, Any]]:
+    """Rows of the Arrow files of one split, in the order of its state.json: what datasets' `save_to_disk` writes."""
+    state = folder / "state.json"
+    if (folder / "dataset_dict.json").exists():
+        splits = json.loads((folder / "dataset_dict.json").read_text("utf-8"))["splits"]
+        raise InvalidField(
+            f"{folder} has several splits",
+            field="source",
+            hint=f"name one: {', '.join(str(folder / s) for s in splits)}",
+        )
+    if not state.exists():
+        raise InvalidField(f"{folder} has no state.json: it is no saved dataset", field="source")
+    arrow = _pyarrow("pyarrow")
+    described = json.loads(state.read_text("utf-8"))
+    if described.get("_indices_data_files"):
+        raise InvalidField(
+            f"{folder} was saved with an index of rows", field="source", hint="save `dataset.flatten_indices()` instead"
+        )
+    for file in described["_data_files"]:
+        with arrow.memory_map(str(folder / file["filename"])) as mapped:
+            for batch in arrow.ipc.open_stream(mapped):
+                yield from batch.to_pylist()
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InvalidField(
+            "Parquet files and saved datasets need pyarrow", field="source", hint="pip install 'outrider[parquet]'"
+        ) from error

@@ -1,0 +1,122 @@
+"""The client that all rollouts of an event loop share, against a live service."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bridges.shared_client import SharedClient, checked_url, shared_client
+from outrider.client import AsyncClient
+from outrider.errors import InvalidField, ServiceError
+from outrider.lifecycle import GroupState, StopReason
+from support.coin import coin_task
+from support.service import running_service, say
+
+
+def body(number: int, *, seconds: float = 0.0) -> dict[str, Any]:
+    task = coin_task(number, teaches=False, seconds=seconds)
+    return {"task": task, "idempotency_key": f"shared/{number}"}
+
+
+def open_clients() -> dict[tuple[str, str | None], SharedClient]:
+    return SharedClient._open.get(asyncio.get_running_loop(), {})
+
+
+async def submitted(watcher: AsyncClient, count: int) -> None:
+    """Return when the service has so many groups."""
+    seen = 0
+    async for event in watcher.events():
+        seen += event.kind == "group.created"
+        if seen == count:
+            return
+
+
+async def test_rollouts_that_run_at_once_share_one_client_and_each_gets_its_own_group(tmp_path: Path) -> None:
+    seen: set[int] = set()
+
+    async def roll(url: str, number: int) -> str:
+        async with shared_client(url, None) as client:
+            seen.add(id(client))
+            group = await client.run(body(number))
+            assert list(open_clients()) == [(url, None)]
+        assert group.state is GroupState.DONE
+        assert group.samples
+        assert group.samples[0].reward == 1.0
+        return group.id
+
+    async with running_service(tmp_path=tmp_path, replies=[say("yes")] * 64) as (_, url):
+        groups = await asyncio.gather(*(roll(url, number) for number in range(24)))
+        assert len(set(groups)) == 24
+        assert len(seen) == 1
+        assert open_clients() == {}
+        # The same key again is the group that is done already: its end is not among the results to come.
+        assert await roll(url, 0) == groups[0]
+
+
+async def test_a_rollout_that_is_cancelled_cancels_its_group_and_no_other(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("yes")] * 8) as (_, url), AsyncClient(url) as watcher:
+
+        async def roll(number: int, seconds: float) -> None:
+            async with shared_client(url, None) as client:
+                await client.run(body(number, seconds=seconds))
+
+        async with asyncio.TaskGroup() as tasks:
+            long = tasks.create_task(roll(1, 60.0))  # it is the one that follows the results
+            await submitted(watcher, 1)
+            short = tasks.create_task(roll(2, 0.3))
+            await submitted(watcher, 2)
+            long.cancel()
+            await short
+        assert long.cancelled()
+        groups = {group.labels.get("n", group.id): group for group in await watcher.groups()}
+        assert sorted(group.cancelled for group in groups.values()) == [False, True]
+        [stopped] = [group for group in groups.values() if group.cancelled]
+        done = (await watcher.wait([stopped.id]))[0]
+        assert done.sessions[0].result.stop_reason is StopReason.CANCELLED
+        assert open_clients() == {}
+
+
+async def test_what_the_service_refuses_is_raised_and_the_client_is_closed(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        broken = body(1)
+        broken["task"]["harness"] = {"preset": "none such"}
+        async with shared_client(url, None) as client:
+            with pytest.raises(InvalidField, match="unknown preset"):
+                await client.run(broken)
+        assert open_clients() == {}
+
+
+async def test_a_service_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bridges.shared_client.FIRST_PATIENCE", 0.0)
+    async with shared_client("http://127.0.0.1:9", None) as client:
+        with pytest.raises(ServiceError, match=r"http://127\.0\.0\.1:9: Connection refused"):
+            await client.run(body(1))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8700", "https://rollouts.example", "http://[::1]:8700", "http://node7"]
+)
+def test_an_address_stays_as_it_is(url: str) -> None:
+    assert checked_url(url, "OUTRIDER_URL") == checked_url(f"{url}/", "OUTRIDER_URL") == url
+
+
+@pytest.mark.parametrize(
+    ("url", "message", "hint"),
+    [
+        ("127.0.0.1:8700", "OUTRIDER_URL is '127.0.0.1:8700', which is no http address", "OUTRIDER_URL=http://127.0"),
+        ("node7", "which is no http address", "write OUTRIDER_URL=http://node7"),
+        ("ftp://node7:1", "which is no http address", "write http://HOST:PORT"),
+        ("http://localhost", "names no port", "OUTRIDER_URL=http://localhost:8700"),
+        ("http://node7:87000", "no address: Port out of range", None),
+        ("http://node7:8700/v1", "must end after the host and port", "OUTRIDER_URL=http://node7:8700"),
+    ],
+)
+def test_a_wrong_address_is_named_with_where_it_was_set(url: str, message: str, hint: str | None) -> None:
+    with pytest.raises(InvalidField) as raised:
+        checked_url(url, "OUTRIDER_URL")
+    assert message in raised.value.message
+    assert raised.value.field == "OUTRIDER_URL"
+    assert (hint or "") in (raised.value.hint or "")

@@ -1,0 +1,191 @@
+"""The verl bridge without verl: settings, tasks of rows, and a session's rows as verl's columns."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from bridges.sample import group, row
+from outrider.bridges.trajectories import trajectories_of
+from outrider.bridges.verl_rows import SETTINGS, Columns, Terms, VerlSettings, columns_of, verl_settings, verl_task
+from outrider.errors import Boundary, EngineError, ErrorRecord, EvaluatorError, HarnessError, InvalidField
+from outrider.lifecycle import StopReason
+from outrider.trajectory import BranchKind, LogprobKind
+
+TASK = {"harness": {"agent": "tools"}, "runtime": {"kind": "memory"}, "evaluator": {"run": "true"}}
+SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_VERL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def terms(**changes: Any) -> Terms:
+    given: dict[str, Any] = {
+        "prompt_length": 16,
+        "response_length": 16,
+        "logprobs": True,
+        "sampling": SAMPLING,
+    } | changes
+    return Terms(**given)
+
+
+def columns(*samples: Any, given: Terms | None = None, settings: VerlSettings | None = None, **result: Any) -> Any:
+    asked = given or terms(sampling={"temperature": 1.0})
+    settings = settings or VerlSettings()
+    [trajectory] = trajectories_of(group(*samples, **result), settings, logprobs=asked.logprobs)
+    return columns_of(trajectory, settings, asked, step=3)
+
+
+def test_a_row_becomes_verls_columns_to_the_bit() -> None:
+    [one] = columns(row())
+    assert one.prompt_ids == [10, 11, 12]
+    assert one.response_ids == [20, 21, 13, 14, 22, 23, 24]
+    assert one.response_mask == [1, 1, 0, 0, 1, 1, 1]
+    assert one.response_logprobs == [-0.5, -1.25, 0.0, 0.0, -2.5, -0.125, -3.0]
+    assert (one.reward, one.num_turns) == (0.75, 4)
+    assert (one.min_version, one.max_version) == (4, 6)
+    assert one.reward_extra_info == {"score": 0.75, "acc": 0.75}
+    assert one.about["session_id"] == "s-1"
+    assert one.about["metrics"] == {"tests": 3.0}
+
+
+@pytest.mark.parametrize("prompt_length", range(1, 5))
+@pytest.mark.parametrize("response_length", range(1, 12))
+def test_lengths_never_change_the_sequence(prompt_length: int, response_length: int) -> None:
+    sample = row()
+    given = terms(prompt_length=prompt_length, response_length=response_length, sampling={"temperature": 1.0})
+    if not any(sample.loss_mask[: min(3, prompt_length) + response_length]):
+        with pytest.raises(EngineError, match="samples its first token behind what verl takes"):
+            columns(sample, given=given)
+        return
+    [one] = columns(sample, given=given)
+    kept = one.prompt_ids + one.response_ids
+    assert kept == sample.ids[: len(kept)]
+    assert len(one.prompt_ids) <= prompt_length
+    assert len(one.response_ids) <= response_length
+    assert len(one.response_ids) == len(one.response_mask) == len(one.response_logprobs)
+    assert sum(one.response_mask) + one.about["cut_tokens"] == sum(sample.loss_mask)
+    assert sum(one.response_mask) == sum(sample.loss_mask[: len(kept)]) > 0
+
+
+def test_versions_are_of_what_is_kept_and_never_missing() -> None:
+    assert [columns(row(), given=terms(response_length=5, sampling={}))[0].max_version] == [4]
+    [one] = columns(row(versions=[-1] * 10))
+    assert (one.min_version, one.max_version) == (3, 3)
+
+
+def test_rows_that_must_not_train_are_left_out_and_the_main_one_is_last() -> None:
+    helper = row(row=1, kind=BranchKind.SUBAGENT, ids=[1, 2, 3, 9, 9, 9, 9, 9, 9, 9])
+    masked = row(row=2, kind=BranchKind.AUXILIARY, reward=None)
+    assert [one.about["kind"] for one in columns(row(), helper, masked)] == ["subagent", "main"]
+    only = columns(row(), helper, masked, settings=VerlSettings(rows="main"))
+    assert [one.about["kind"] for one in only] == ["main"]
+
+
+def test_metrics_are_kept_and_those_that_verl_shall_see_must_be_there() -> None:
+    [one] = columns(row(), settings=VerlSettings(metrics=["tests"]))
+    assert one.reward_extra_info == {"score": 0.75, "acc": 0.75, "tests": 3.0}
+    with pytest.raises(EvaluatorError, match="has no metric 'speed', only tests"):
+        columns(row(), settings=VerlSettings(metrics=["speed"]))
+
+
+def test_log_probabilities_fit_what_verl_compares_them_with() -> None:
+    assert columns(row(logprob_kind=LogprobKind.RAW))[0].response_logprobs is not None
+    with pytest.raises(EngineError, match=r"from before the temperature \(0.8\)"):
+        columns(row(logprob_kind=LogprobKind.RAW), given=terms())
+    with pytest.raises(EngineError, match="has no log-probabilities"):
+        columns(row(logprob_kind=LogprobKind.NONE))
+    quiet = terms(logprobs=False)
+    assert columns(row(logprob_kind=LogprobKind.NONE), given=quiet)[0].response_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("samples", "result", "kind", "message"),
+    [
+        (
+            (row(),),
+            {"error": ErrorRecord(boundary=Boundary.HARNESS, code="harness_error", message="it broke")},
+            HarnessError,
+            "session s-1: it broke",
+        ),
+        ((row(),), {"verdict": None, "stop_reason": StopReason.SESSION_TIMEOUT}, HarnessError, "was not graded"),
+        ((), {}, EngineError, "has no token to train on"),
+        ((row(reward=None),), {}, EngineError, "has no token to train on"),
+    ],
+)
+def test_a_session_that_cannot_be_trained_on_raises(
+    samples: Any, result: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        columns(*samples, **result)
+
+
+def test_a_rows_task_wins_over_the_settings_and_verls_sampling_over_both() -> None:
+    settings = verl_settings({"outrider": {"task": TASK | {"limits": {"turns": 5, "response_tokens": 8}}}})
+    own = {"instruction": "Sort it.", "limits": {"turns": 7}, "sampling": {"temperature": 0.1, "min_p": 0.05}}
+    task = verl_task(settings, {"task": json.dumps(own), "uid": "u-1", "global_steps": 12}, terms())
+    assert task["instruction"] == "Sort it."
+    assert task["limits"] == {"turns": 7, "response_tokens": 8}
+    assert task["sampling"] == {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "min_p": 0.05,
+    }
+    assert task["labels"] == {"verl.uid": "u-1", "verl.global_steps": "12"}
+    assert task["harness"] == {"agent": "tools"}
+
+
+def test_a_row_without_a_task_gives_its_last_user_message() -> None:
+    settings = verl_settings({"outrider": {"task": TASK}})
+    prompt = [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "Do it."}]}]
+    task = verl_task(settings, {"raw_prompt": prompt}, terms())
+    assert task["instruction"] == "Do it."
+    assert task["limits"] == {"response_tokens": 16}
+    with pytest.raises(InvalidField, match="no instruction"):
+        verl_task(settings, {}, terms())
+
+
+def test_no_two_rollouts_share_a_nested_setting() -> None:
+    custom = {"outrider": {"task": TASK | {"runtime": {"kind": "memory", "env": {"A": "1"}}}}}
+    settings = verl_settings(custom)
+    first = verl_task(settings, {"task": {"instruction": "x"}}, terms())
+    first["runtime"]["env"]["A"] = "changed"
+    first["harness"]["agent"] = "changed"
+    second = verl_task(settings, {"task": {"instruction": "x"}}, terms())
+    assert second["runtime"]["env"] == {"A": "1"}
+    assert second["harness"] == {"agent": "tools"}
+    assert custom["outrider"]["task"]["runtime"]["env"] == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("custom", "variable", "message", "field"),
+    [
+        ({"outrider": {"relais": "x"}}, None, "has the unknown key 'relais'", f"{SETTINGS}.relais"),
+        ({"outrider": {"complete": "most"}}, None, "Input should be 'all' or 'any'", f"{SETTINGS}.complete"),
+        ({"outrider": []}, None, "it must be an object", SETTINGS),
+        ({}, '{"actor": "x"', "OUTRIDER_VERL is not JSON", "OUTRIDER_VERL"),
+        ({}, '{"actr": "x"}', "OUTRIDER_VERL has the unknown key 'actr'", "OUTRIDER_VERL.actr"),
+        ({"outrider": {"url": "localhost:8700"}}, None, "no http address", f"{SETTINGS}.url"),
+    ],
+)
+def test_wrong_settings_are_named_with_their_source(
+    monkeypatch: pytest.MonkeyPatch, custom: Any, variable: str | None, message: str, field: str
+) -> None:
+    if variable:
+        monkeypatch.setenv("OUTRIDER_VERL", variable)
+    with pytest.raises(InvalidField) as raised:
+        verl_settings(custom)
+    assert message in raised.value.message
+    assert raised.value.field == field
+
+
+def test_no_settings_are_the_defaults() -> None:
+    assert verl_settings(None) == verl_settings({"other": 1}) == VerlSettings()
+    assert isinstance(columns(row())[0], Columns)

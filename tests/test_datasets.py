@@ -1,0 +1,298 @@
+"""Datasets: Harbor folders, rows with a template and saved datasets become tasks, and tasks become verl's Parquet."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from outrider.client import AsyncClient
+from outrider.datasets import (
+    Example,
+    examples_of,
+    harbor_examples,
+    read_rows,
+    template_examples,
+    verl_parquet,
+    verl_rows,
+)
+from outrider.doctor import diagnose
+from outrider.errors import InvalidField, TooLarge
+from outrider.service.admission import validate_group
+from support.service import call, running_service, say
+
+TEMPLATE = {
+    "instruction": "Question: {row.question}",
+    "harness": {"agent": "tools"},
+    "evaluator": {"kind": "callable", "path": "checks:grade", "options": {"answer": "{row.answer}"}},
+}
+QUESTIONS: list[dict[str, Any]] = [{"question": "1 + 1?", "answer": 2}, {"question": "Who?", "answer": "You"}]
+
+
+def harbor_task(folder: Path, toml: str = "", test: str = "echo 1 > /logs/verifier/reward.txt") -> Path:
+    (folder / "tests").mkdir(parents=True)
+    (folder / "task.toml").write_text(toml)
+    (folder / "instruction.md").write_text("Write hello into out.txt.\n")
+    (folder / "tests" / "test.sh").write_text(test)
+    return folder
+
+
+def as_task(task: dict[str, Any]) -> Any:
+    """The task as the service reads it, with a harness."""
+    return validate_group({"task": {"harness": {"agent": "tools"}, **task}}).task
+
+
+def test_a_harbor_folder_is_a_task(tmp_path: Path) -> None:
+    toml = """
+schema_version = "1.4"
+artifacts = ["/work/out.txt"]
+[task]
+name = "org/hello"
+[agent]
+timeout_sec = 120.0
+[verifier]
+timeout_sec = 30.0
+env = { MODE = "it's strict" }
+[environment]
+docker_image = "debian:13"
+workdir = "/app"
+cpus = 2
+memory_mb = 512
+storage_mb = 1024
+env = { LANG = "C" }
+"""
+    harbor_task(tmp_path / "b", toml)
+    harbor_task(tmp_path / "a")
+    (tmp_path / "c").mkdir()
+    first, second = harbor_examples(tmp_path)
+    assert (first.id, second.id) == ("a", "b")
+    task = as_task(second.task)
+    assert task.instruction == "Write hello into out.txt.\n"
+    assert (task.runtime.image, task.runtime.workdir, task.runtime.env) == ("debian:13", "/app", {"LANG": "C"})
+    resources = task.runtime.resources
+    assert (resources.cpus, resources.memory_mb, resources.disk_mb) == (2, 512, 1024)
+    assert (task.limits.agent_seconds, task.evaluator.seconds) == (120.0, 30.0)
+    assert task.labels == {"harbor": "org/hello"}
+    assert "export MODE='it'\"'\"'s strict'\n" in task.evaluator.run
+    assert as_task(first.task).evaluator.seconds == 600
+    assert [one.id for one in harbor_examples(tmp_path, tasks=["b"])] == ["b"]
+    assert [one.id for one in harbor_examples(tmp_path, limit=1)] == ["a"]
+
+
+def test_the_tests_travel_in_the_grading_command_and_nowhere_else(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "a", test="exit 1")
+    (folder / "tests" / "data").mkdir()
+    (folder / "tests" / "data" / "expected").write_bytes(b"\0\xff")
+    [example] = harbor_examples(tmp_path)
+    packed = re.search(r"printf %s (\S+) \|", example.task["evaluator"]["run"])
+    assert packed
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed[1]))) as tar:
+        assert tar.getnames() == ["data", "data/expected", "test.sh"]
+        content = tar.extractfile("data/expected")
+        assert content is not None
+        assert content.read() == b"\0\xff"
+    assert "prepare" not in example.task["runtime"]
+    assert harbor_examples(tmp_path) == [example]  # the same bytes for the same files
+
+
+def test_a_separate_verifier_gets_the_artifacts_alone(tmp_path: Path) -> None:
+    harbor_task(tmp_path / "a", 'artifacts = ["out.txt", {source = "/x"}]\n[verifier]\nenvironment_mode = "separate"')
+    [example] = harbor_examples(tmp_path)
+    assert as_task(example.task).evaluator.carry == ["out.txt", "/x"]
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[environment]\ngpus = 1", "environment.gpus = 1, which Outrider does not do"),
+        ("[[steps]]\nname = 'x'", "has steps"),
+        ("[environment]\nnetwork_mode = 'allowlist'", "allowlist"),
+        ("[environment]\nenv = { KEY = '${SECRET}' }", "takes KEY from the environment"),
+        ("[environment", "cannot read"),
+    ],
+)
+def test_what_a_harbor_task_asks_for_in_vain_is_named(tmp_path: Path, toml: str, message: str) -> None:
+    harbor_task(tmp_path / "a", toml)
+    with pytest.raises(InvalidField, match=re.escape(message)):
+        harbor_examples(tmp_path)
+
+
+def test_a_dockerfile_needs_an_image_that_was_built(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "a")
+    (folder / "environment").mkdir()
+    (folder / "environment" / "Dockerfile").write_text("FROM debian:13")
+    with pytest.raises(InvalidField, match="has a Dockerfile") as raised:
+        harbor_examples(tmp_path)
+    assert "outrider image build" in (raised.value.hint or "")
+    assert harbor_examples(tmp_path, image="mine")[0].task["runtime"]["image"] == "mine"
+
+
+def test_tests_that_are_too_large_and_tasks_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="no folder below"):
+        harbor_examples(tmp_path)
+    folder = harbor_task(tmp_path / "a")
+    with pytest.raises(InvalidField, match="there is no task 'b'"):
+        harbor_examples(tmp_path, tasks=["b"])
+    (folder / "tests" / "noise").write_bytes(bytes(number * number % 251 for number in range(1 << 19)))
+    (folder / "tests" / "more").write_bytes(random.Random(1).randbytes(1 << 18))
+    with pytest.raises(TooLarge, match="120000 is the maximum"):
+        harbor_examples(tmp_path)
+    (folder / "tests" / "test.sh").unlink()
+    with pytest.raises(InvalidField, match=r"has no tests/test\.sh"):
+        harbor_examples(tmp_path)
+
+
+@pytest.mark.skipif(
+    not next(found.ok for found in diagnose().runtimes if found.name == "namespace"),
+    reason="user namespaces do not work on this machine",
+)
+@pytest.mark.parametrize(
+    ("test", "reward", "metrics"),
+    [
+        ("grep -q hello out.txt && echo 0.5 > /logs/verifier/reward.txt; exit 7", 0.5, {}),
+        ("""echo '{"reward": 0.25, "speed": 3}' > /logs/verifier/reward.json""", 0.25, {"reward": 0.25, "speed": 3.0}),
+        ("""echo '{"passed": 1}' > /logs/verifier/reward.json""", 1.0, {"passed": 1.0}),
+        ("echo nothing written", None, {}),
+        ("""echo '{"a": 1, "b": 2}' > /logs/verifier/reward.json""", None, {}),
+    ],
+)
+async def test_a_harbor_task_is_graded_as_harbor_does(
+    tmp_path: Path, test: str, reward: float | None, metrics: dict[str, float]
+) -> None:
+    harbor_task(tmp_path / "tasks" / "a", test=test)
+    [example] = harbor_examples(tmp_path / "tasks")
+    task = example.task | {"harness": {"agent": "tools", "options": {"tools": ["bash"]}}, "max_attempts": 1}
+    replies = [call("ls /tests; echo hello > out.txt"), say("Done.")]
+    async with running_service(tmp_path=tmp_path, replies=replies) as (_, url), AsyncClient(url) as client:
+        [group] = await client.wait([(await client.submit({"task": task})).id])
+        result: Any = group.sessions[0].result
+        turns = await client.turns(group.sessions[0].id)
+    assert "No such file" in turns[1].context  # the agent saw no tests
+    if reward is None:
+        assert result.verdict is None
+        assert result.error.code == "evaluator_error"
+    else:
+        assert result.error is None, result.error
+        assert (result.verdict.reward, result.verdict.metrics) == (reward, metrics)
+
+
+def test_a_template_fills_rows_in_and_keeps_types() -> None:
+    first, second = template_examples(QUESTIONS, TEMPLATE)
+    assert first.task["instruction"] == "Question: 1 + 1?"
+    assert first.task["evaluator"]["options"] == {"answer": 2}
+    assert second.task["evaluator"]["options"] == {"answer": "You"}
+    assert (first.id, second.id) == ("0", "1")
+    assert as_task(first.task).instruction == "Question: 1 + 1?"
+    assert TEMPLATE["instruction"] == "Question: {row.question}"
+
+
+def test_a_column_that_is_missing_is_named_with_its_row() -> None:
+    with pytest.raises(InvalidField, match="row 1 of rows has no column 'answer'") as raised:
+        template_examples([QUESTIONS[0], {"question": "?"}], TEMPLATE)
+    assert raised.value.hint == "it has: question"
+    with pytest.raises(InvalidField, match="two rows of rows have the id '2'"):
+        template_examples([QUESTIONS[0], QUESTIONS[0]], TEMPLATE, id_column="answer")
+    with pytest.raises(InvalidField, match="has no column 'key'"):
+        template_examples(QUESTIONS, TEMPLATE, id_column="key")
+
+
+def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in QUESTIONS) + "\n\n")
+    (tmp_path / "rows.json").write_text(json.dumps(QUESTIONS))
+    text = [{"question": row["question"], "answer": str(row["answer"])} for row in QUESTIONS]
+    pq.write_table(pa.Table.from_pylist(text), tmp_path / "rows.parquet")
+    assert list(read_rows(tmp_path / "rows.jsonl")) == list(read_rows(tmp_path / "rows.json")) == QUESTIONS
+    assert list(read_rows(tmp_path / "rows.parquet")) == text
+    assert len(examples_of(tmp_path / "rows.jsonl", template=TEMPLATE, limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a"', "line 2 of"),
+        ("a.jsonl", "[1]", "has a list where a row must be an object"),
+        ("a.json", '["x"]', "has a str where a row must be an object"),
+        ("a.csv", "a,b", "is no dataset"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidField, match=message):
+        list(read_rows(tmp_path / name))
+
+
+def saved(folder: Path, rows: list[dict[str, Any]], **state: Any) -> Path:
+    """What `Dataset.save_to_disk` writes, in two files."""
+    folder.mkdir()
+    files = []
+    for number, part in enumerate((rows[:1], rows[1:])):
+        name = f"data-{number:05}-of-00002.arrow"
+        table = pa.Table.from_pylist(part)
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+        files.append({"filename": name})
+    (folder / "state.json").write_text(json.dumps({"_data_files": files, "_indices_data_files": None} | state))
+    return folder
+
+
+def test_a_saved_dataset_is_read_in_its_order(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}, {"question": "c", "answer": "3"}]
+    assert list(read_rows(saved(tmp_path / "train", rows))) == rows
+    indexed = saved(tmp_path / "indexed", rows, _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(InvalidField, match="with an index"):
+        list(read_rows(indexed))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(InvalidField, match="several splits") as raised:
+        list(read_rows(tmp_path))
+    assert str(tmp_path / "train") in (raised.value.hint or "")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidField, match="no saved dataset"):
+        list(read_rows(tmp_path / "empty"))
+
+
+def test_verls_parquet_has_the_tasks_and_a_cache_that_sees_every_edit(tmp_path: Path) -> None:
+    harbor = harbor_task(tmp_path / "tasks" / "a")
+    folder = tmp_path / "cache"
+
+    def write(**changes: Any) -> Any:
+        return verl_parquet(harbor_examples(tmp_path / "tasks"), folder, data_source="mine", **changes)
+
+    first = write()
+    assert (first.rows, first.cached) == (1, False)
+    [row] = pq.read_table(first.path).to_pylist()
+    assert row["prompt"] == [{"role": "user", "content": "Write hello into out.txt.\n"}]
+    assert row["extra_info"] == {"index": 0, "split": "train", "id": "a"}
+    assert json.loads(row["task"]) == harbor_examples(tmp_path / "tasks")[0].task
+    written = first.path.stat().st_mtime_ns
+    assert write() == first._replace(cached=True)
+    assert first.path.stat().st_mtime_ns == written
+    # What a cache could miss: what a task's files say, the source's name, the split, the agent.
+    (harbor / "tests" / "test.sh").write_text("exit 2")
+    others = [write(), write(split="val"), write(agent_name="outrider")]
+    (harbor / "instruction.md").write_text("Write bye.")
+    others.append(write())
+    assert not any(one.cached for one in others)
+    assert len({one.path for one in (first, *others)}) == 5
+    assert not list(folder.glob(".*"))
+    with pytest.raises(InvalidField, match="no rows"):
+        verl_parquet([], folder, data_source="mine")
+
+
+def test_rows_without_a_template_and_examples_without_an_instruction(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(InvalidField, match="rows need a template"):
+        examples_of(tmp_path / "rows.jsonl")
+    harbor_task(tmp_path / "a")
+    assert [one.id for one in examples_of(tmp_path)] == ["a"]
+    [row] = verl_rows([Example(id="x", task={})], data_source="d", agent_name="outrider")
+    assert row["agent_name"] == "outrider"
+    assert row["prompt"][0]["content"] == ""
