@@ -336,7 +336,11 @@ def _flag(value: bool) -> str:
 
 def _refusal(body: bytes, status: int) -> OutriderError:
     try:
-        return error_from(msgspec.json.decode(body, type=ErrorRecord))
+        error = error_from(msgspec.json.decode(body, type=ErrorRecord))
     except msgspec.DecodeError:
         shown = body[:200].decode(errors="replace")
         return ServiceError(f"the service answered {status}: {shown}")
+    for name, value in (("field", error.field), ("hint", error.hint)):
+        if value is not None:
+            error.add_note(f"{name}: {value}")  # tracebacks show notes; the message alone does not say what to change
+    return error

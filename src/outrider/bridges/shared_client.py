@@ -9,7 +9,7 @@ cancelled cancels its group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -88,6 +88,15 @@ class SharedClient:
         finally:
             del self._waiting[group_id]
         return await self._patiently(partial(self.client.group, group_id, samples=True))
+
+    async def run_all(self, groups: Iterable[Mapping[str, Any]]) -> list[GroupView]:
+        """Run groups at once. The first error cancels the others and is raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self.run(group)) for group in groups]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in running]
 
     async def _follow(self) -> None:
         """Read one page of results for everybody who waits. An error is everybody's, too."""

@@ -1,0 +1,202 @@
+"""The bridge to SkyRL: a generator whose trajectories are sessions of a service.
+
+    class Experiment(BasePPOExp):
+        def get_generator(self, cfg, tokenizer, inference_engine_client):
+            return OutriderGenerator(cfg.generator, settings)
+
+It has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3) and imports SkyRL only to compute its usual
+metrics. Invariant: the rows come in the order of the input, those of one trajectory adjacent, and all columns have
+equal length.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.bridges.shared_client import shared_client
+from outrider.bridges.trajectories import (
+    BridgeSettings,
+    Row,
+    Trajectory,
+    chosen_metrics,
+    read_settings,
+    task_for,
+    trajectories_of,
+)
+from outrider.errors import InvalidField
+from outrider.lifecycle import StopReason
+
+VARIABLE = "OUTRIDER_SKYRL"
+
+
+class OutriderGenerator:
+    """`generator_cfg` is SkyRL's `cfg.generator`; `settings` are BridgeSettings, under those in $OUTRIDER_SKYRL.
+
+    With `step_wise_trajectories` a trajectory gives a row for each of its branches that trains, that of the main
+    conversation last; without it, only that one. SkyRL has no way to leave a trajectory out. So, as in its own Harbor
+    example, all rows of an instance with a failed trajectory are placeholders of one token, which do not train. For an
+    evaluation only the failed trajectories are; they count as reward 0 there, and `outrider/failed_trajectories` says
+    how many these are.
+    """
+
+    def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
+        self._settings = read_settings(BridgeSettings, settings, source="settings", variable=VARIABLE)
+        self._step_wise = bool(generator_cfg.step_wise_trajectories)
+        self._masks_overlong = bool(generator_cfg.apply_overlong_filtering)
+        self._zeroes_overlong = bool(generator_cfg.zero_reward_on_non_stop)
+        if not self._step_wise:
+            self._settings = self._settings.model_copy(update={"rows": "main"})
+
+    async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
+        """A GeneratorOutput. Raises InvalidField for an input that has no trajectory ids or a row that makes no task,
+        ServiceError when the service is gone, and the first trajectory's error when all have failed."""
+        ids = input_batch.get("trajectory_ids")
+        if not ids:
+            raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
+        metadata = input_batch.get("batch_metadata")
+        evaluating = metadata is not None and metadata.training_phase == "eval"
+        logprobs = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
+        places: dict[str, list[int]] = {}
+        for place, trajectory_id in enumerate(ids):
+            places.setdefault(trajectory_id.instance_id, []).append(place)
+        groups = [self._group(input_batch, uid, at, evaluating) for uid, at in places.items()]
+        async with shared_client(self._settings.url, self._settings.token) as client:
+            done = await client.run_all(groups)
+        found: dict[int, Trajectory] = {}
+        for at, group in zip(places.values(), done, strict=True):
+            found |= zip(at, trajectories_of(group, self._settings, logprobs=logprobs), strict=True)
+        errors = [each.error for each in found.values() if each.error is not None]
+        if len(errors) == len(ids):
+            raise errors[0]
+        failed = {ids[place].instance_id for place, each in found.items() if each.error is not None}
+        output = _Output(self._step_wise, logprobs, self._masks_overlong, self._zeroes_overlong)
+        for place, trajectory_id in enumerate(ids):
+            each = found[place]
+            if each.error is not None or (trajectory_id.instance_id in failed and not evaluating):
+                output.add_placeholder(trajectory_id, each)
+            else:
+                output.add(trajectory_id, each, chosen_metrics(each, self._settings))
+        output.count("outrider/failed_trajectories", len(errors))
+        output.count("outrider/masked_instances", 0 if evaluating else len(failed))
+        return output.columns()
+
+    def _group(
+        self, input_batch: Mapping[str, Any], uid: str, places: Sequence[int], evaluating: bool
+    ) -> dict[str, Any]:
+        """The group of one instance: as many samples as the input has rows of it."""
+        prompt = input_batch["prompts"][places[0]]
+        extras = input_batch.get("env_extras")
+        metadata = input_batch.get("batch_metadata")
+        task = task_for(
+            self._settings,
+            {"prompt": prompt, "uid": uid, **(extras[places[0]] if extras else {})},
+            prompt=prompt,
+            sampling=input_batch.get("sampling_params") or {},
+            labels={"skyrl.uid": uid, "skyrl.global_step": getattr(metadata, "global_step", None)},
+        )
+        return {
+            "task": task,
+            "n": len(places),
+            "priority": self._settings.evaluation_priority if evaluating else self._settings.priority,
+            "idempotency_key": secrets.token_hex(16),
+        }
+
+
+class _Output:
+    """The columns of a GeneratorOutput while they grow."""
+
+    def __init__(self, step_wise: bool, logprobs: bool, masks_overlong: bool, zeroes_overlong: bool) -> None:
+        self._masks_overlong = masks_overlong
+        self._zeroes_overlong = zeroes_overlong
+        self._columns: dict[str, list[Any]] = {
+            name: []
+            for name in (
+                "prompt_token_ids",
+                "response_ids",
+                "rewards",
+                "loss_masks",
+                "stop_reasons",
+                "trajectory_ids",
+                "trajectory_generation_times",
+                "env_metrics",
+                *(["rollout_logprobs"] if logprobs else []),
+                *(["is_last_step"] if step_wise else []),
+            )
+        }
+        self._counts: dict[str, float] = {}
+        self._trained: list[Trajectory] = []
+
+    def add(self, trajectory_id: Any, trajectory: Trajectory, metrics: Mapping[str, float]) -> None:
+        reason = _stop_reason(trajectory)
+        self._trained.append(trajectory)
+        self.count("outrider/rows_left_out", trajectory.result.samples - len(trajectory.rows))
+        about = {"session_id": trajectory.session.id, "stop_reason": trajectory.result.stop_reason.value, **metrics}
+        for left, row in zip(reversed(range(len(trajectory.rows))), reversed(trajectory.rows), strict=True):
+            masked = self._masks_overlong and reason != "stop"
+            self._add(
+                prompt_token_ids=row.ids[: row.start],
+                response_ids=row.ids[row.start :],
+                loss_masks=[0] * (len(row.ids) - row.start) if masked else row.mask[row.start :],
+                rollout_logprobs=row.logprobs[row.start :],
+                rewards=0.0 if self._zeroes_overlong and reason != "stop" else float(trajectory.reward),
+                stop_reasons=reason,
+                trajectory_ids=trajectory_id,
+                trajectory_generation_times=trajectory.seconds,
+                is_last_step=left == 0,
+                env_metrics=about,
+            )
+
+    def add_placeholder(self, trajectory_id: Any, trajectory: Trajectory) -> None:
+        error = trajectory.error
+        self._add(
+            prompt_token_ids=[0],
+            response_ids=[0],
+            loss_masks=[0],
+            rollout_logprobs=[0.0],
+            rewards=0.0,
+            stop_reasons="error",
+            trajectory_ids=trajectory_id,
+            trajectory_generation_times=trajectory.seconds,
+            is_last_step=True,
+            env_metrics={"session_id": trajectory.session.id, "error": error.message if error else "another sample's"},
+        )
+
+    def count(self, name: str, number: float) -> None:
+        """A metric that SkyRL adds up over the parts of a batch."""
+        self._counts[name] = self._counts.get(name, 0.0) + number
+
+    def columns(self) -> dict[str, Any]:
+        usual = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics(
+            self._columns["response_ids"], self._columns["rewards"], loss_masks=self._columns["loss_masks"]
+        )
+        rows: list[Row] = [row for each in self._trained for row in each.rows]
+        own = {  # SkyRL joins the metrics of parts of a batch by "mean", "min" and "max" in their names
+            "outrider/turns_mean": sum(each.result.turns for each in self._trained) / max(1, len(self._trained)),
+            "outrider/version_min": min((row.sample.min_version for row in rows), default=-1),
+            "outrider/version_max": max((row.sample.max_version for row in rows), default=-1),
+            "outrider/cut_tokens": sum(row.cut for row in rows),
+        }
+        return {
+            "rollout_logprobs": None,
+            "is_last_step": None,
+            "rollout_expert_indices": None,
+            "pixel_values": None,
+            "image_grid_thw": None,
+            **self._columns,
+            "rollout_metrics": usual | own | self._counts,
+        }
+
+    def _add(self, **row: Any) -> None:
+        for name, column in self._columns.items():
+            column.append(row[name])
+
+
+def _stop_reason(trajectory: Trajectory) -> str:
+    """In SkyRL's words: "stop" where the agent ended by itself, "length" where tokens ran out."""
+    reason = trajectory.result.stop_reason
+    if reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
+        return "length"
+    return reason.value if trajectory.truncated else "stop"

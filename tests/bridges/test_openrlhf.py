@@ -1,0 +1,152 @@
+"""The OpenRLHF bridge against a real service, without OpenRLHF: what a call gives, and how it fails.
+
+`tests/bridges/test_openrlhf_real.py` gives the same rows to OpenRLHF's own code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.bridges.openrlhf import Executor, OpenRLHFSettings, agent_executor
+from outrider.bridges.trajectories import read_settings
+from outrider.client import AsyncClient
+from outrider.errors import EngineError, HarnessError, InvalidField
+from outrider.schemas import GroupView
+from outrider.service.service import Service
+from support.scribe import scribe_task
+from support.service import running_service, say
+
+VLLM_PARAMS: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "max_tokens": None,
+    "min_tokens": 1,
+    "repetition_penalty": 1.0,
+    "stop": [],
+    "logprobs": 1,
+}
+"""The fields of `vllm.SamplingParams` that are read, as OpenRLHF sets them."""
+
+
+def executor_for(url: str, task: dict[str, Any], **settings: Any) -> Executor:
+    return Executor(
+        read_settings(
+            OpenRLHFSettings, {"url": url, "task": task, **settings}, source="test", variable="OUTRIDER_OPENRLHF"
+        )
+    )
+
+
+async def execute(executor: Executor, *, label: Any = "", max_length: int = 4096, **params: Any) -> dict[str, Any]:
+    return await executor.execute("say hello", label, SimpleNamespace(**VLLM_PARAMS | params), max_length, None, None)
+
+
+async def the_groups(service: Service) -> list[GroupView]:
+    return list((await service.results(after=0, wait=0, limit=100, samples=True)).groups)
+
+
+async def test_a_call_is_a_session_token_for_token(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (service, url):
+        executor = executor_for(url, scribe_task("openrlhf", rewards=[0.25], rewrites=[0]), metrics=["number"])
+        response = await execute(executor, label="the answer")
+        [group] = await the_groups(service)
+        async with AsyncClient(url) as client:
+            [turn, *_] = await client.turns(group.sessions[0].id)
+    [sample, _other] = group.samples or ()
+    assert group.sessions[0].result.samples == 2
+    assert response["observation_tokens"] == sample.ids
+    assert response["rollout_log_probs"] == sample.logprobs
+    mask = [0] * len(sample.ids)
+    for start, end in response["action_ranges"]:
+        mask[start:end] = [1] * (end - start)
+    assert mask == sample.loss_mask
+    assert len(response["action_ranges"]) == 2
+    assert (response["reward"], response["scores"], response["truncated"]) == (0.25, 0.25, False)
+    assert (response["prompt"], response["label"], response["images"]) == ("say hello", "the answer", None)
+    logs = response["extra_logs"]
+    assert (logs["outrider_turns"], logs["outrider_rows_left_out"], logs["number"]) == (3.0, 1.0, 0.0)
+    assert (logs["outrider_version"], logs["outrider_cut_tokens"]) == (0.0, 0.0)
+    assert turn.sampling["temperature"] == 0.7
+
+
+async def test_calls_at_once_are_sessions_of_their_own(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        executor = executor_for(url, scribe_task("openrlhf many", rewards=[0, 1, 2, 3]))
+        found = await asyncio.gather(*(execute(executor) for _ in range(4)))
+        groups = await the_groups(service)
+    assert sorted(each["reward"] for each in found) == [0.0, 1.0, 2.0, 3.0]
+    assert [group.n for group in groups] == [1] * 4
+    assert {tuple(each["extra_logs"]) for each in found} == {tuple(found[0]["extra_logs"])}
+
+
+async def test_a_label_may_have_the_rows_columns(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        task = scribe_task("openrlhf label") | {"labels": {"wanted": "{row.answer}", "whole": "{row.label}"}}
+        label = json.dumps({"answer": 42, "task": {"instruction": "say goodbye"}})
+        await execute(executor_for(url, task), label=label)
+        await execute(executor_for(url, task | {"labels": {"whole": "{row.label}"}}), label="{1, 2}")
+        first, second = await the_groups(service)
+    assert first.labels == {"wanted": "42", "whole": label}
+    assert second.labels == {"whole": "{1, 2}"}
+
+
+async def test_without_correction_there_are_no_log_probabilities(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        response = await execute(executor_for(url, scribe_task("openrlhf plain")), logprobs=None)
+    assert response["rollout_log_probs"] is None
+
+
+async def test_a_row_ends_at_max_length(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        executor = executor_for(url, scribe_task("openrlhf long"))
+        whole = await execute(executor)
+        (start, end), later = whole["action_ranges"]
+        short = await execute(executor, max_length=later[0] + 1)
+        assert short["observation_tokens"] == whole["observation_tokens"][: later[0] + 1]
+        assert short["action_ranges"] == [(start, end), (later[0], later[0] + 1)]
+        assert short["truncated"]
+        assert short["extra_logs"]["outrider_cut_tokens"] == later[1] - later[0] - 1
+        with pytest.raises(EngineError, match="no token to train on"):
+            await execute(executor, max_length=start)
+
+
+async def test_a_session_that_fails_raises_its_error(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        with pytest.raises(HarnessError, match="the scribe fell ill"):
+            await execute(executor_for(url, scribe_task("openrlhf ill", fails=[0])))
+
+
+async def test_what_a_task_cannot_have_is_refused_before_a_group_is_submitted(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        executor = executor_for(url, scribe_task("openrlhf refused"))
+        with pytest.raises(InvalidField, match="stop="):
+            await execute(executor, stop=["\n"])
+        with pytest.raises(InvalidField, match="images"):
+            await executor.execute("p", "", SimpleNamespace(**VLLM_PARAMS), 64, None, None, images=["x.png"])
+        assert await client.groups() == ()
+
+
+async def test_a_call_that_is_cancelled_cancels_its_session(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url), AsyncClient(url) as client:
+        call = asyncio.create_task(execute(executor_for(url, scribe_task("openrlhf left", seconds=[60]))))
+        async for event in client.events():
+            if event.data.get("state") == "running":
+                break
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        [group] = (await service.results(after=0, wait=20, limit=1, samples=False)).groups
+        assert group.cancelled
+
+
+def test_settings_are_read_before_openrlhf_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_OPENRLHF", '{"rows": "all"}')
+    with pytest.raises(InvalidField, match=r"OUTRIDER_OPENRLHF.rows: Input should be 'main'"):
+        agent_executor()

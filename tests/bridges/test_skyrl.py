@@ -1,0 +1,174 @@
+"""The SkyRL bridge against a real service, without SkyRL: order, columns, placeholders, rows of a trajectory.
+
+`tests/bridges/test_skyrl_real.py` gives the same outputs to SkyRL's own code.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from outrider.bridges.skyrl import OutriderGenerator
+from outrider.errors import HarnessError, InvalidField
+from outrider.schemas import GroupView
+from outrider.service.service import Service
+from support.scribe import scribe_task
+from support.service import running_service, say
+
+from .skyrl_world import check_output, generator_cfg, generator_input
+
+
+@pytest.fixture(autouse=True)
+def _usual_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the one function of SkyRL that the bridge calls."""
+    utils = ModuleType("skyrl.train.generators.utils")
+    setattr(utils, "get_rollout_metrics", lambda responses, rewards, loss_masks: {"usual": len(responses)})  # noqa: B010
+    for name in ("skyrl", "skyrl.train", "skyrl.train.generators"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+
+
+def generator_for(url: str, settings: dict[str, Any] | None = None, **options: bool) -> OutriderGenerator:
+    return OutriderGenerator(generator_cfg(**options), {"url": url} | (settings or {}))
+
+
+async def by_uid(service: Service) -> dict[str, GroupView]:
+    page = await service.results(after=0, wait=0, limit=100, samples=True)
+    return {group.labels["skyrl.uid"]: group for group in page.groups}
+
+
+async def test_rows_come_in_the_order_of_the_input_token_for_token(tmp_path: Path) -> None:
+    tasks = [scribe_task("skyrl a", rewards=[0.0, 1.0]), scribe_task("skyrl b", rewards=[0.5])]
+    batch = generator_input(tasks, 2, temperature=0.5)
+    # Rows of an instance need not be adjacent.
+    order = [0, 2, 1, 3]
+    batch |= {name: [column[at] for at in order] for name, column in batch.items() if isinstance(column, list)}
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (service, url):
+        output = await generator_for(url, {"metrics": ["number"]}).generate(batch)
+        groups = await by_uid(service)
+    check_output(4, output)
+    assert output["trajectory_ids"] == batch["trajectory_ids"]
+    for at, trajectory_id in enumerate(batch["trajectory_ids"]):
+        group = groups[trajectory_id.instance_id]
+        sample = list(group.samples or ())[trajectory_id.repetition_id]
+        assert output["prompt_token_ids"][at] + output["response_ids"][at] == sample.ids
+        assert len(output["prompt_token_ids"][at]) == sample.prompt_length
+        assert output["loss_masks"][at] == sample.loss_mask[sample.prompt_length :]
+        assert output["rollout_logprobs"][at] == sample.logprobs[sample.prompt_length :]
+        assert output["rewards"][at] == sample.reward
+        assert output["env_metrics"][at]["session_id"] == sample.session_id
+        assert output["env_metrics"][at]["number"] == sample.metrics["number"]
+    assert output["stop_reasons"] == ["stop"] * 4
+    assert {group.n for group in groups.values()} == {2}
+    assert groups["row0"].labels == {"skyrl.uid": "row0", "skyrl.global_step": "7"}
+    metrics = output["rollout_metrics"]
+    assert (metrics["usual"], metrics["outrider/turns_mean"], metrics["outrider/failed_trajectories"]) == (4, 2.0, 0)
+    assert (metrics["outrider/version_min"], metrics["outrider/version_max"]) == (0, 0)
+
+
+async def test_without_logprobs_there_is_no_such_column(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        output = await generator_for(url).generate(generator_input([scribe_task("skyrl plain")], 1, logprobs=None))
+    assert output["rollout_logprobs"] is None
+    check_output(1, output)
+
+
+async def test_step_wise_rows_are_the_branches_of_a_trajectory(tmp_path: Path) -> None:
+    batch = generator_input([scribe_task("skyrl steps", rewards=[0.5], rewrites=[0, 1])], 2)
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two"), say("three")]) as (service, url):
+        output = await generator_for(url, step_wise_trajectories=True).generate(batch)
+        [group] = (await by_uid(service)).values()
+    check_output(2, output, step_wise=True)
+    assert output["is_last_step"] == [False, True, False, True]
+    assert output["rewards"] == [0.5] * 4
+    for sample_index in range(2):
+        rows = [sample for sample in group.samples if sample.sample_index == sample_index]
+        given = [
+            output["prompt_token_ids"][at] + output["response_ids"][at]
+            for at in (2 * sample_index, 2 * sample_index + 1)
+        ]
+        assert given == [rows[1].ids, rows[0].ids]  # the main conversation is last
+    trained = [sum(mask) for mask in output["loss_masks"]]
+    assert sum(trained) == sum(sum(sample.loss_mask) for sample in group.samples or ())
+
+
+async def test_otherwise_a_trajectory_is_its_main_row_and_the_rest_is_counted(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        output = await generator_for(url).generate(generator_input([scribe_task("skyrl main", rewrites=[0])], 1))
+    check_output(1, output)
+    assert output["rollout_metrics"]["outrider/rows_left_out"] == 1
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+async def test_one_failure_makes_its_instance_placeholders(tmp_path: Path, step_wise: bool) -> None:
+    tasks = [scribe_task(f"skyrl ill {step_wise}", fails=[1]), scribe_task(f"skyrl well {step_wise}")]
+    batch = generator_input(tasks, 3)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        output = await generator_for(url, step_wise_trajectories=step_wise).generate(batch)
+    check_output(6, output, step_wise=step_wise)
+    for column, value in {
+        "prompt_token_ids": [0],
+        "response_ids": [0],
+        "loss_masks": [0],
+        "rollout_logprobs": [0.0],
+    }.items():
+        assert output[column][:3] == [value] * 3
+    assert output["rewards"] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    assert output["stop_reasons"] == ["error"] * 3 + ["stop"] * 3
+    assert all(sum(mask) for mask in output["loss_masks"][3:])
+    assert output["rollout_metrics"]["outrider/failed_trajectories"] == 1
+    assert output["rollout_metrics"]["outrider/masked_instances"] == 1
+    assert sum("the scribe fell ill" in about.get("error", "") for about in output["env_metrics"]) == 1
+
+
+async def test_in_an_evaluation_only_the_failed_trajectory_is_one(tmp_path: Path) -> None:
+    batch = generator_input([scribe_task("skyrl evaluated", fails=[1])], 3, phase="eval")
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        output = await generator_for(url).generate(batch)
+        [group] = (await by_uid(service)).values()
+    assert sorted(output["rewards"]) == [0.0, 1.0, 1.0]
+    assert sorted(output["stop_reasons"]) == ["error", "stop", "stop"]
+    assert output["rollout_metrics"]["outrider/masked_instances"] == 0
+    assert group.priority == 100
+
+
+async def test_when_all_fail_the_first_error_is_raised(tmp_path: Path) -> None:
+    batch = generator_input([scribe_task("skyrl all ill", fails=range(4))], 2)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        with pytest.raises(HarnessError, match="the scribe fell ill"):
+            await generator_for(url).generate(batch)
+
+
+async def test_what_tokens_ended_is_a_length_and_skyrls_options_apply(tmp_path: Path) -> None:
+    batch = generator_input([scribe_task("skyrl long") | {"limits": {"turns": 1}}], 1)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        by_turns = await generator_for(url).generate(batch)
+        cap = len(by_turns["prompt_token_ids"][0]) + 1
+        by_length = await generator_for(url, {"max_row_tokens": cap}).generate(batch)
+        masked = await generator_for(url, apply_overlong_filtering=True).generate(batch)
+        zero = await generator_for(url, zero_reward_on_non_stop=True).generate(batch)
+    assert (by_turns["stop_reasons"], by_length["stop_reasons"]) == (["max_turns"], ["length"])
+    assert len(by_length["response_ids"][0]) == 1
+    assert (sum(by_turns["loss_masks"][0]) > 1, sum(masked["loss_masks"][0])) == (True, 0)
+    assert (by_turns["rewards"], zero["rewards"]) == ([1.0], [0.0])
+
+
+async def test_an_input_that_cannot_be_rolled_out_is_refused(tmp_path: Path) -> None:
+    generator = generator_for("http://127.0.0.1:9")
+    with pytest.raises(InvalidField, match="no trajectory_ids"):
+        await generator.generate(generator_input([], 1))
+    with pytest.raises(InvalidField, match="column 'task' is a int"):
+        await generator.generate(generator_input([scribe_task("skyrl good"), 5], 1))  # type: ignore[list-item]
+
+
+async def test_a_task_that_the_service_refuses_stops_the_others(tmp_path: Path) -> None:
+    tasks = [scribe_task("skyrl slow", seconds=[60]), scribe_task("skyrl odd") | {"colour": "red"}]
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        with pytest.raises(InvalidField, match=r"field: task\.colour"):
+            await generator_for(url).generate(generator_input(tasks, 1))
+        groups = await service.results(after=0, wait=20, limit=10, samples=False)
+    assert [group.cancelled for group in groups.groups] in ([], [True])
