@@ -1,0 +1,526 @@
+"""The bridge to slime: rollout functions whose rollouts are sessions of a service.
+
+    --rollout-function-path outrider.bridges.slime.generate_rollout
+    --rollout-function-path outrider.bridges.slime.generate_rollout_async   groups run on between the rollouts
+    --custom-generate-function-path outrider.bridges.slime.custom_generate  slime's own loop, a session for each sample
+    --custom-reward-post-process-path outrider.bridges.slime.post_process_rewards
+
+It follows slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`), and imports it only when it
+is called. Invariants: the samples of the data source are never changed, only copies of them; the n samples of a prompt
+come from one group; and tokens, mask and log-probabilities of a sample are those of the engine, aligned.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import importlib
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from statistics import fmean, stdev
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+from pydantic import NonNegativeInt
+
+from outrider.bridges.shared_client import SharedClient, shared_client
+from outrider.bridges.trajectories import (
+    BridgeSettings,
+    Row,
+    Trajectory,
+    chosen_metrics,
+    read_settings,
+    task_for,
+    trajectories_of,
+)
+from outrider.client import Client
+from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.sampling import Batch, DynamicSampler, rewards_of
+from outrider.schemas import GroupView
+
+VARIABLE = "OUTRIDER_SLIME"
+POST_PROCESS = "outrider.bridges.slime.post_process_rewards"
+NUMBER = "slime.prompt"
+"""The label with a prompt's number in its sampler."""
+NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
+"""Estimators of advantages for which slime normalises rewards."""
+SCALED = frozenset({"grpo", "gspo", "cispo"})
+"""Those of them that divide by the standard deviation, if grpo_std_normalization is set."""
+UNSUPPORTED: Mapping[str, str] = {
+    "use_rollout_routing_replay": "the routed experts of tokens are not recorded",
+    "apply_chat_template": "the agents get the prompt, not a rendered text: unset --apply-chat-template",
+    "group_rm": "the reward is that of the task's evaluator: unset --group-rm",
+    "rollout_all_samples_process_path": "samples of groups that were filtered out are not fetched",
+}
+"""Options of slime that these rollout functions cannot follow."""
+
+SlimeSample = Any
+"""slime's own `Sample`. (Ours is a row.)"""
+
+
+class SlimeSettings(BridgeSettings):
+    """The mapping `outrider` of slime's `--custom-config-path`, under the JSON in $OUTRIDER_SLIME.
+
+    logprobs: whether samples have `rollout_log_probs`. complete: whether all samples of a group must have been graded,
+    or any two; those that were not are then given with `remove_sample`. max_age: how many policy versions older than
+    the engines' a trained token may be (`generate_rollout_async`). on_failure: what `custom_generate` does with a
+    session that cannot be trained on: raise its error, give the sample back as ABORTED, which slime's fully
+    asynchronous rollout repeats, or as FAILED with `remove_sample`.
+    """
+
+    logprobs: bool = True
+    complete: Literal["all", "any"] = "all"
+    max_age: NonNegativeInt | None = None
+    on_failure: Literal["raise", "abort", "remove"] = "raise"
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """slime's rollout function: `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`.
+
+    Groups that did not pass are replaced at once. When the batch is full the others are stopped, and their prompts go
+    back to the data source. With `--partial-rollout` they run on instead, for the next rollout.
+    """
+    if evaluation or getattr(args, "partial_rollout", False):
+        return generate_rollout_async(args, rollout_id, data_source, evaluation)
+    bridge = _Bridge.of(args, data_source)
+    prompts = _Prompts(args, bridge.settings, data_source)
+    # With max_age 0 the sampler submits nothing between the end of the batch and its own.
+    with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=0)) as sampler:
+        batch = bridge.client.run(sampler.batch())
+        bridge.client.run(sampler.stop())
+        unfinished = [prompts.groups[number] for number, _ in sampler.state().pending]
+    if unfinished:
+        data_source.add_samples(unfinished)
+    return _train_output(args, bridge.settings, prompts, batch)
+
+
+def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """The same, but groups run on while slime trains, and are used by a later rollout. Those with tokens older than
+    `max_age` policy versions are dropped, and their prompts are submitted again."""
+    bridge = _Bridge.of(args, data_source)
+    if evaluation:
+        return bridge.client.run(_evaluate(args, bridge.settings))
+    if bridge.resident is None:
+        prompts = _Prompts(args, bridge.settings, data_source)
+        opening = _sampler(bridge, prompts, surplus="carry", max_age=bridge.settings.max_age)
+        bridge.resident = prompts, bridge.opened.enter_context(bridge.client.open(opening))
+    prompts, sampler = bridge.resident
+    if bridge.settings.max_age is not None:
+        versions = [engine.version for engine in bridge.client.engines()]
+        bridge.client.run(sampler.set_version(max(versions, default=sampler.version)))
+    batch = bridge.client.run(sampler.batch())
+    output = _train_output(args, bridge.settings, prompts, batch)
+    prompts.forget_all_but(number for number, _ in sampler.state().pending)
+    return output
+
+
+async def custom_generate(
+    args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
+) -> SlimeSample | list[SlimeSample]:
+    """One session for one sample: the sample with its tokens and reward, or a list of them where the session gives
+    several rows. For an evaluation there is one, that of the main conversation."""
+    settings = _settings(args)
+    if not evaluation:
+        _check_normalisation(args, settings)
+    task = _task_of(settings, sample, sampling_params, {})
+    async with shared_client(settings.url, settings.token) as client:
+        group = await client.run(
+            {
+                "task": task,
+                "priority": settings.evaluation_priority if evaluation else settings.priority,
+                "idempotency_key": secrets.token_hex(16),
+            }
+        )
+    [trajectory] = trajectories_of(group, settings, logprobs=settings.logprobs)
+    if trajectory.error is not None:
+        if settings.on_failure == "raise":
+            raise trajectory.error
+        failed = _removed(args, settings, sample, trajectory.error)
+        if settings.on_failure == "abort":
+            failed = copy.deepcopy(sample)
+            failed.status = type(sample).Status.ABORTED
+        return failed
+    filled = _filled(args, settings, sample, trajectory)
+    return filled[0] if evaluation or len(filled) == 1 else filled
+
+
+def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[list[float], list[float]]:
+    """`--custom-reward-post-process-path`: the rewards, and the rewards normalised in each group.
+
+    A rollout counts once, however many samples it gives, and one with `remove_sample` does not count. (slime's own
+    normalisation takes the batch for a single group unless it has exactly n samples for each prompt.) The standard
+    deviation is that of a sample, as torch's; a group in which one rollout counts gives 0.
+    """
+    rewards = [float(sample.get_reward_value(args)) for sample in samples]
+    if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
+        return rewards, rewards
+    counted: dict[Any, dict[Any, float]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        if not sample.remove_sample:
+            counted.setdefault(sample.group_index, {})[_rollout_id(sample)] = reward
+    normalised = []
+    for sample, reward in zip(samples, rewards, strict=True):
+        group = list(counted.get(sample.group_index, {}).values())
+        if sample.remove_sample or len(group) < 2:
+            normalised.append(0.0)
+            continue
+        value = reward - fmean(group)
+        if args.advantage_estimator in SCALED and args.grpo_std_normalization:
+            value /= stdev(group) + 1e-6
+        if args.advantage_estimator == "rloo":
+            value *= len(group) / (len(group) - 1)
+        normalised.append(value)
+    return rewards, normalised
+
+
+def close(data_source: Any) -> None:
+    """End what runs between rollouts for this data source. It also ends with the process."""
+    bridge = _Bridge.open_bridges.pop(data_source, None)
+    if bridge is not None:
+        bridge.opened.close()
+
+
+class _Bridge:
+    """What lives between the calls of a rollout function: one client, and the sampler of the asynchronous one."""
+
+    open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
+    """By data source. It is kept here because slime finds a rollout function by its name, and gives it no object of
+    its own."""
+
+    def __init__(self, settings: SlimeSettings) -> None:
+        self.settings = settings
+        self.opened = ExitStack()
+        self.client = self.opened.enter_context(Client(settings.url, token=settings.token))
+        self.resident: tuple[_Prompts, DynamicSampler] | None = None
+        atexit.register(self.opened.close)
+
+    @classmethod
+    def of(cls, args: Any, data_source: Any) -> _Bridge:
+        bridge = cls.open_bridges.get(data_source)
+        if bridge is None:
+            settings = _settings(args)
+            for option, why in UNSUPPORTED.items():
+                if getattr(args, option, None):
+                    raise InvalidField(f"--{option.replace('_', '-')} is set: {why}", field=option)
+            _check_normalisation(args, settings)
+            bridge = cls.open_bridges[data_source] = cls(settings)
+        return bridge
+
+
+class _Prompts:
+    """The prompts of a sampler: groups of slime's samples, pulled from its data source one by one."""
+
+    def __init__(self, args: Any, settings: SlimeSettings, data_source: Any) -> None:
+        self.groups: dict[int, list[SlimeSample]] = {}
+        self.dropped: Counter[str] = Counter()
+        self._args = args
+        self._settings = settings
+        self._data_source = data_source
+        path = getattr(args, "dynamic_sampling_filter_path", None)
+        self._filter = _load_function(path) if path else None
+
+    def task(self, number: int) -> dict[str, Any]:
+        """The task of a prompt, as DynamicSampler asks for it."""
+        if number not in self.groups:
+            pulled = self._data_source.get_samples(1)
+            if not pulled:
+                raise IndexError(number)
+            self.groups[number] = pulled[0]
+        group = self.groups[number]
+        args = self._args
+        if len(group) != args.n_samples_per_prompt:
+            raise InvalidField(
+                f"the data source gave a group of {len(group)} samples, not {args.n_samples_per_prompt}",
+                field="n_samples_per_prompt",
+            )
+        sampling = {
+            "temperature": args.rollout_temperature,
+            "top_p": args.rollout_top_p,
+            "top_k": args.rollout_top_k,
+            "max_new_tokens": args.rollout_max_response_len,
+            "stop": args.rollout_stop,
+            "stop_token_ids": args.rollout_stop_token_ids,
+        }
+        return _task_of(self._settings, group[0], sampling, {NUMBER: number})
+
+    def is_informative(self, group: GroupView) -> bool:
+        """Whether enough of a group was graded, and slime's filter keeps it."""
+        args = self._args
+        if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
+            self.dropped["incomplete"] += 1
+            return False
+        if self._filter is None:
+            return True
+        shown = []
+        for sample, session in zip(self.groups[int(group.labels[NUMBER])], group.sessions, strict=True):
+            if session.result is not None and session.result.verdict is not None:
+                seen = copy.copy(sample)
+                trajectory = Trajectory(session, [], None)
+                seen.reward = _reward(args, self._settings, trajectory, _reward_key(args, evaluation=False))
+                seen.status = _status(sample, trajectory)
+                shown.append(seen)
+        verdict = self._filter(args, shown)
+        keep = bool(getattr(verdict, "keep", verdict))
+        if not keep:
+            self.dropped[getattr(verdict, "reason", None) or "filter"] += 1
+        return keep
+
+    def forget_all_but(self, numbers: Iterable[int]) -> None:
+        self.groups = {number: self.groups[number] for number in numbers if number in self.groups}
+
+
+def _sampler(
+    bridge: _Bridge, prompts: _Prompts, *, surplus: Literal["carry", "cancel"], max_age: int | None
+) -> DynamicSampler:
+    args = prompts._args
+    return DynamicSampler(
+        bridge.client.asynchronous,
+        prompts.task,
+        n=args.n_samples_per_prompt,
+        target=args.rollout_batch_size,
+        inflight=max(args.over_sampling_batch_size or 0, args.rollout_batch_size),
+        informative=prompts.is_informative,
+        surplus=surplus,
+        max_age=max_age,
+        priority=bridge.settings.priority,
+    )
+
+
+def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: Batch | None) -> Any:
+    if batch is None or len(batch.groups) < args.rollout_batch_size:
+        raise ServiceError(
+            f"the data source ended with {len(batch.groups) if batch else 0} groups for a rollout of"
+            f" {args.rollout_batch_size}",
+            hint="set --rollout-global-dataset, which begins anew at the end of the data",
+        )
+    data: list[list[list[SlimeSample]]] = []
+    versions = []
+    for number, group in zip(batch.prompts, batch.groups, strict=True):
+        of_group = []
+        trajectories = trajectories_of(group, settings, logprobs=settings.logprobs)
+        for sample, trajectory in zip(prompts.groups[number], trajectories, strict=True):
+            if trajectory.error is None:
+                of_group.append(_filled(args, settings, sample, trajectory))
+                versions += [version for row in trajectory.rows for version in row.trained_versions()]
+            elif settings.complete == "any":
+                of_group.append([_removed(args, settings, sample, trajectory.error)])
+            else:  # graded, but without a token to train on: the filter could not see that
+                raise trajectory.error
+        data.append(of_group)
+    data.sort(key=lambda of_group: of_group[0][0].index)
+    fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
+    # slime tells rollouts that give several samples by a third level, which then all rollouts must have.
+    samples = data if fans_out else [[rows[0] for rows in of_group] for of_group in data]
+    if path := getattr(args, "rollout_sample_filter_path", None):
+        _load_function(path)(args, samples)
+    dropped, prompts.dropped = prompts.dropped, Counter()
+    counts = batch.counts
+    metrics: dict[str, Any] = {f"rollout/dynamic_filter/drop_{reason}": number for reason, number in dropped.items()}
+    metrics |= {
+        f"rollout/outrider/{name}": getattr(counts, name) for name in ("submitted", "failed", "stale", "stopped")
+    }
+    metrics["rollout/outrider/waited_seconds"] = batch.waited
+    metrics["rollout/outrider/rows"] = sum(len(rows) for of_group in data for rows in of_group)
+    if versions:
+        metrics |= {"rollout/outrider/version_min": min(versions), "rollout/outrider/version_max": max(versions)}
+    return importlib.import_module("slime.rollout.base_types").RolloutFnTrainOutput(samples=samples, metrics=metrics)
+
+
+async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
+    """All evaluation sets at once. Every session has the same seeds each time; those that failed are left out and
+    counted."""
+    main = settings.model_copy(update={"rows": "main"})
+    data: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
+    async with shared_client(settings.url, settings.token) as client:
+        for config in getattr(args, "eval_datasets", None) or []:
+            pairs = await _evaluate_set(args, main, client, config)
+            errors = [trajectory.error for _, trajectory in pairs if trajectory.error is not None]
+            if errors and len(errors) == len(pairs):
+                raise errors[0]
+            samples = [
+                _filled(args, main, sample, trajectory, evaluation=True)[0]
+                for sample, trajectory in pairs
+                if trajectory.error is None
+            ]
+            key = _reward_key(args, evaluation=True)
+            data[config.name] = {
+                "rewards": [sample.reward[key] if key else sample.reward for sample in samples],
+                "truncated": [sample.status == type(sample).Status.TRUNCATED for sample in samples],
+                "samples": samples,
+            }
+            metrics[f"eval/{config.name}/outrider_failed"] = len(errors)
+    return importlib.import_module("slime.rollout.base_types").RolloutFnEvalOutput(data=data, metrics=metrics)
+
+
+async def _evaluate_set(
+    args: Any, settings: SlimeSettings, client: SharedClient, config: Any
+) -> list[tuple[SlimeSample, Trajectory]]:
+    dataset = importlib.import_module("slime.utils.data").Dataset(
+        path=config.path,
+        tokenizer=None,
+        processor=None,
+        max_length=None,
+        prompt_key=config.input_key,
+        label_key=config.label_key,
+        multimodal_keys=None,
+        metadata_key=config.metadata_key,
+        tool_key=config.tool_key,
+        apply_chat_template=False,
+    )
+    sampling = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_new_tokens": config.max_response_len,
+        "repetition_penalty": getattr(config, "repetition_penalty", None),
+        "seed": args.rollout_seed,
+    }
+    prompts = []
+    groups = []
+    for prompt in copy.deepcopy(dataset.samples):
+        prompt.metadata = config.inject_metadata(prompt.metadata)
+        prompts.append(prompt)
+        groups.append(
+            {
+                "task": _task_of(settings, prompt, sampling, {"slime.evaluation": config.name}),
+                "n": config.n_samples_per_eval_prompt,
+                "priority": settings.evaluation_priority,
+                "idempotency_key": secrets.token_hex(16),
+            }
+        )
+    pairs: list[tuple[SlimeSample, Trajectory]] = []
+    for prompt, group in zip(prompts, await client.run_all(groups), strict=True):
+        for trajectory in trajectories_of(group, settings, logprobs=False):
+            sample = copy.deepcopy(prompt)
+            sample.index = len(pairs)
+            pairs.append((sample, trajectory))
+    return pairs
+
+
+def _task_of(
+    settings: SlimeSettings, sample: SlimeSample, sampling: Mapping[str, Any], labels: Mapping[str, Any]
+) -> dict[str, Any]:
+    if sample.multimodal_inputs:
+        raise InvalidField("the prompt has images, which this bridge does not hand over", field="multimodal_keys")
+    row = {"prompt": sample.prompt, "label": sample.label, **(sample.metadata or {})}
+    return task_for(
+        settings, row, prompt=sample.prompt, sampling=sampling, labels={"slime.group": sample.group_index, **labels}
+    )
+
+
+def _filled(
+    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, *, evaluation: bool = False
+) -> list[SlimeSample]:
+    """A copy of slime's sample for each row of the session."""
+    return [_filled_row(args, settings, sample, trajectory, row, evaluation) for row in trajectory.rows]
+
+
+def _filled_row(
+    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, row: Row, evaluation: bool
+) -> SlimeSample:
+    filled = copy.deepcopy(sample)
+    filled.tokens = row.ids
+    filled.response_length = len(row.ids) - row.start
+    filled.loss_mask = row.mask[row.start :]
+    filled.rollout_log_probs = row.logprobs[row.start :] if settings.logprobs else None
+    filled.weight_versions = [str(version) for version in row.trained_versions()]
+    filled.reward = _reward(args, settings, trajectory, _reward_key(args, evaluation=evaluation))
+    filled.status = _status(sample, trajectory)
+    filled.remove_sample = False
+    filled.session_id = trajectory.session.id
+    filled.rollout_id = _rollout_id(sample)
+    filled.metadata = dict(filled.metadata or {}) | {
+        "outrider": {
+            "group_id": trajectory.session.group_id,
+            "row": row.sample.row,
+            "kind": row.sample.kind.value,
+            "stop_reason": trajectory.result.stop_reason.value,
+            "turns": trajectory.result.turns,
+            "cut_tokens": row.cut,
+        }
+    }
+    return filled
+
+
+def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, error: OutriderError) -> SlimeSample:
+    """A stand-in that does not train, in the place of a session without a result."""
+    removed = copy.deepcopy(sample)
+    removed.tokens = [0, 0]
+    removed.response_length = 1
+    removed.loss_mask = [0]
+    removed.rollout_log_probs = [0.0] if settings.logprobs else None
+    removed.weight_versions = []
+    key = _reward_key(args, evaluation=False)
+    removed.reward = {key: 0.0} if key else 0.0
+    removed.status = type(sample).Status.FAILED
+    removed.remove_sample = True
+    removed.rollout_id = _rollout_id(sample)
+    removed.metadata = dict(removed.metadata or {}) | {"outrider": {"error": error.message}}
+    return removed
+
+
+def _reward(args: Any, settings: SlimeSettings, trajectory: Trajectory, key: str | None) -> float | dict[str, float]:
+    """The reward, or with a reward key all that it may name."""
+    if not key:
+        return trajectory.reward
+    assert trajectory.result.verdict is not None
+    named = {"reward": trajectory.reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}
+    if key not in named:
+        raise InvalidField(
+            f"slime's reward key is {key!r}, and the verdict of session {trajectory.session.id} has only"
+            f" {', '.join(sorted(named))}",
+            field="reward_key",
+            hint="have the evaluator give that metric, or unset --reward-key",
+        )
+    return named
+
+
+def _reward_key(args: Any, *, evaluation: bool) -> str | None:
+    key = getattr(args, "reward_key", None)
+    return (getattr(args, "eval_reward_key", None) or key) if evaluation else key
+
+
+def _status(sample: SlimeSample, trajectory: Trajectory) -> Any:
+    status = type(sample).Status
+    return status.TRUNCATED if trajectory.truncated else status.COMPLETED
+
+
+def _rollout_id(sample: SlimeSample) -> Any:
+    """What the samples of one rollout have in common; older versions of slime do not set it."""
+    given = getattr(sample, "rollout_id", None)
+    return sample.index if given is None else given
+
+
+def _settings(args: Any) -> SlimeSettings:
+    settings = read_settings(
+        SlimeSettings, getattr(args, "outrider", None), source="outrider in --custom-config-path", variable=VARIABLE
+    )
+    if settings.logprobs and getattr(args, "rollout_top_p", 1.0) != 1.0:
+        raise InvalidField(
+            "slime replays the ids that top-p sampling kept, and these are not recorded",
+            field="rollout_top_p",
+            hint="set --rollout-top-p 1.0",
+        )
+    return settings
+
+
+def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
+    """slime normalises the rewards of a whole batch as one group unless it has exactly n samples for each prompt."""
+    exact = settings.rows == "main" and settings.complete == "all"
+    own = getattr(args, "custom_reward_post_process_path", None) or getattr(
+        args, "custom_convert_samples_to_train_data_path", None
+    )
+    if not exact and not own and args.advantage_estimator in NORMALISED and args.rewards_normalization:
+        raise InvalidField(
+            "sessions may give several rows, and slime would normalise the rewards of the batch as one group",
+            field="custom_reward_post_process_path",
+            hint=f"add --custom-reward-post-process-path {POST_PROCESS}, or set rows to main in the bridge's settings",
+        )
+
+
+def _load_function(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,230 @@
+"""What a slime rollout function meets, rebuilt from slime's documented interface of August 2026.
+
+slime itself cannot be installed from PyPI (its package there is empty). So these are not its classes: they have the
+fields, shapes and rules that its sources document, in our words, and nothing that the bridge does not touch.
+`TrainingSide` is what `RolloutManager` does with the output, its trap in normalising rewards included.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+
+@dataclass
+class Sample:
+    """`slime.utils.types.Sample`: one response to one prompt."""
+
+    class Status(Enum):
+        PENDING = "pending"
+        COMPLETED = "completed"
+        TRUNCATED = "truncated"
+        ABORTED = "aborted"
+        FAILED = "failed"
+
+    group_index: int | None = None
+    index: int | None = None
+    rollout_id: int | None = None
+    prompt: Any = ""
+    tokens: list[int] = field(default_factory=list)
+    multimodal_inputs: dict[str, Any] | None = None
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: Any = None
+    loss_mask: list[int] | None = None
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    remove_sample: bool = False
+    status: Status = Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    session_id: str | None = None
+
+    def get_reward_value(self, args: Any) -> float:
+        return float(self.reward[args.reward_key] if args.reward_key else self.reward)
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    samples: list[Any]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class DynamicFilterOutput:
+    keep: bool
+    reason: str | None = None
+
+
+def nonzero_std(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
+    """As slime's `check_reward_nonzero_std`."""
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    return DynamicFilterOutput(keep=max(rewards) > min(rewards), reason=f"zero_std_{rewards[0]}")
+
+
+class Dataset:
+    """`slime.utils.data.Dataset`, for a file of JSON lines."""
+
+    def __init__(self, path: str, tokenizer: Any, processor: Any, max_length: int | None, **options: Any) -> None:
+        assert tokenizer is None
+        assert options["apply_chat_template"] is False
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        self.samples = [
+            Sample(
+                prompt=row[options["prompt_key"]],
+                label=row.get(options["label_key"]),
+                metadata=row.get(options["metadata_key"]) or {},
+            )
+            for row in rows
+        ]
+
+
+class DataSource:
+    """`RolloutDataSourceWithBuffer`: prompts one after the other, again and again; what is given back comes first."""
+
+    def __init__(self, args: Any, prompts: Sequence[Sample]) -> None:
+        self.buffer: list[list[Sample]] = []
+        self.given = 0
+        self._args = args
+        self._prompts = prompts
+
+    def get_samples(self, number: int) -> list[list[Sample]]:
+        found = self.buffer[:number]
+        del self.buffer[:number]
+        while len(found) < number:
+            group: list[Sample] = []
+            for _ in range(self._args.n_samples_per_prompt):
+                sample = copy.deepcopy(self._prompts[self.given % len(self._prompts)])
+                sample.group_index = self.given
+                sample.index = self.given * self._args.n_samples_per_prompt + len(group)
+                group.append(sample)
+            self.given += 1
+            found.append(group)
+        return found
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        for group in groups:
+            assert len(group) == self._args.n_samples_per_prompt
+            self.buffer.append(group)
+
+
+class EvalSet:
+    """`slime.utils.eval_config.EvalDatasetConfig`."""
+
+    def __init__(self, name: str, path: Path, n: int = 1) -> None:
+        self.name = name
+        self.path = str(path)
+        self.n_samples_per_eval_prompt = n
+        self.input_key, self.label_key, self.metadata_key, self.tool_key = "prompt", "label", "metadata", None
+        self.temperature, self.top_p, self.top_k, self.max_response_len = 0.6, 1.0, -1, 64
+
+    def inject_metadata(self, metadata: Any) -> dict[str, Any]:
+        return dict(metadata or {}) | {"evaluated": self.name}
+
+
+def slime_args(url: str, **options: Any) -> SimpleNamespace:
+    """The options that the bridge reads, with slime's defaults where it has some."""
+    return SimpleNamespace(
+        **{
+            "outrider": {"url": url},
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+            "over_sampling_batch_size": 2,
+            "dynamic_sampling_filter_path": None,
+            "rollout_sample_filter_path": None,
+            "partial_rollout": False,
+            "rollout_temperature": 1.0,
+            "rollout_top_p": 1.0,
+            "rollout_top_k": -1,
+            "rollout_max_response_len": 64,
+            "rollout_stop": None,
+            "rollout_stop_token_ids": None,
+            "rollout_seed": 42,
+            "reward_key": None,
+            "eval_reward_key": None,
+            "advantage_estimator": "grpo",
+            "rewards_normalization": True,
+            "grpo_std_normalization": True,
+            "custom_reward_post_process_path": "outrider.bridges.slime.post_process_rewards",
+            "custom_convert_samples_to_train_data_path": None,
+            "eval_datasets": [],
+        }
+        | options
+    )
+
+
+class TrainingSide:
+    """From the output of a rollout function to columns, as `RolloutManager` makes them."""
+
+    def __init__(self, args: Any, output: RolloutFnTrainOutput) -> None:
+        self._args = args
+        self._check_rollout_ids(output.samples)
+        flat: list[Any] = output.samples
+        while isinstance(flat[0], list):
+            flat = [inner for outer in flat for inner in outer]
+        self.samples: list[Sample] = flat
+        for sample in flat:
+            assert sample.loss_mask is not None
+            assert len(sample.loss_mask) == sample.response_length
+            assert len(sample.tokens) > sample.response_length > 0
+            assert sample.rollout_log_probs is None or len(sample.rollout_log_probs) == sample.response_length
+        assert len({sample.rollout_log_probs is None for sample in flat}) == 1
+
+    def rewards_by_default(self) -> list[float]:
+        """slime's own normalisation. Where the number of samples is not that of a plain rollout, it takes all of them
+        for one group."""
+        args = self._args
+        rewards = np.array([sample.get_reward_value(args) for sample in self.samples])
+        plain = len(rewards) == args.n_samples_per_prompt * args.rollout_batch_size
+        groups = rewards.reshape(-1, args.n_samples_per_prompt) if plain else rewards.reshape(1, -1)
+        centred = groups - groups.mean(axis=1, keepdims=True)
+        if args.advantage_estimator in ("grpo", "gspo", "cispo") and args.grpo_std_normalization:
+            centred = centred / (centred.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+        if args.advantage_estimator == "rloo":
+            centred = centred * groups.shape[1] / (groups.shape[1] - 1)
+        return [float(value) for value in centred.flatten()]
+
+    def mask_sums(self) -> list[int]:
+        """Tokens that train, summed over the samples of each one's rollout: the denominator of its loss."""
+        sums: dict[Any, int] = {}
+        masks = [[] if sample.remove_sample else sample.loss_mask or [] for sample in self.samples]
+        for sample, mask in zip(self.samples, masks, strict=True):
+            sums[sample.rollout_id] = sums.get(sample.rollout_id, 0) + sum(mask)
+        return [sums[sample.rollout_id] for sample in self.samples]
+
+    def _check_rollout_ids(self, node: Any, depth: int = 0) -> None:
+        if depth >= 2 and isinstance(node[0], Sample):
+            ids = {sample.rollout_id for sample in node}
+            assert len(ids) == 1
+            assert None not in ids
+        for inner in node if isinstance(node[0], list) else ():
+            self._check_rollout_ids(inner, depth + 1)
+
+
+@contextmanager
+def slime_modules() -> Iterator[None]:
+    """The modules that the bridge imports by name."""
+    base_types, data = ModuleType("slime.rollout.base_types"), ModuleType("slime.utils.data")
+    vars(base_types).update(RolloutFnTrainOutput=RolloutFnTrainOutput, RolloutFnEvalOutput=RolloutFnEvalOutput)
+    vars(data).update(Dataset=Dataset)
+    names = ("slime", "slime.rollout", "slime.utils")
+    modules = {name: ModuleType(name) for name in names} | {each.__name__: each for each in (base_types, data)}
+    with patch.dict(sys.modules, modules):
+        yield

@@ -1,0 +1,341 @@
+"""The slime bridge against a real service; slime's side is rebuilt from its documented interface (`slime_world.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bridges import slime
+from outrider.client import AsyncClient
+from outrider.errors import EvaluatorError, HarnessError, InvalidField
+from outrider.schemas import GroupView
+from outrider.service.service import Service
+from support.scribe import Scribe, scribe_task
+from support.service import running_service, say, scripted_engine
+
+from .slime_world import (
+    DataSource,
+    EvalSet,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    Sample,
+    TrainingSide,
+    slime_args,
+    slime_modules,
+)
+
+FILTER = "bridges.slime_world.nonzero_std"
+
+
+@pytest.fixture(autouse=True)
+def _slime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_SLIME"):
+        monkeypatch.delenv(name, raising=False)
+    with slime_modules():
+        yield
+
+
+def prompt(name: str, **task: Any) -> Sample:
+    return Sample(prompt=f"say {name}", label="hello", metadata={"task": scribe_task(name, **task)})
+
+
+async def train(
+    args: Any, source: DataSource, rollout_id: int = 0, *, function: Any = slime.generate_rollout, keep: bool = False
+) -> RolloutFnTrainOutput:
+    """Call a rollout function from a thread, as slime's process does, where no event loop runs."""
+    try:
+        output = await asyncio.to_thread(function, args, rollout_id, source)
+    finally:
+        if not keep:
+            await asyncio.to_thread(slime.close, source)
+    assert isinstance(output, RolloutFnTrainOutput)
+    return output
+
+
+async def the_groups(service: Service) -> list[GroupView]:
+    return list((await service.results(after=0, wait=0, limit=100, samples=True)).groups)
+
+
+async def test_a_rollout_is_groups_of_the_data_source_token_for_token(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (service, url):
+        args = slime_args(url, rollout_temperature=0.8)
+        source = DataSource(args, [prompt("slime a", rewards=[0, 1]), prompt("slime b", rewards=[0.5])])
+        before = copy.deepcopy(source._prompts)
+        output = await train(args, source)
+        groups = {group.labels["slime.group"]: group for group in await the_groups(service)}
+        async with AsyncClient(url) as client:
+            [turn, *_] = await client.turns(groups["0"].sessions[0].id)
+    assert (turn.sampling["temperature"], turn.sampling["max_tokens"]) == (0.8, 64)
+    assert [[sample.index for sample in group] for group in output.samples] == [[0, 1], [2, 3]]
+    side = TrainingSide(args, output)
+    for sample in side.samples:
+        ours = list(groups[str(sample.group_index)].samples or ())[(sample.index or 0) % 2]
+        assert sample.tokens == ours.ids
+        assert sample.response_length == len(ours.ids) - ours.prompt_length
+        assert sample.loss_mask == ours.loss_mask[ours.prompt_length :]
+        assert sample.rollout_log_probs == ours.logprobs[ours.prompt_length :]
+        assert (sample.reward, sample.session_id) == (ours.reward, ours.session_id)
+        assert (sample.weight_versions, sample.status) == (["0"], Sample.Status.COMPLETED)
+        assert (sample.rollout_id, sample.remove_sample) == (sample.index, False)
+        assert sample.metadata["outrider"]["stop_reason"] == "completed"
+    assert source._prompts == before
+    assert output.metrics is not None
+    assert output.metrics["rollout/outrider/submitted"] >= 2
+    assert output.metrics["rollout/outrider/version_max"] == 0
+
+
+async def test_groups_that_the_filter_drops_are_replaced(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, dynamic_sampling_filter_path=FILTER)
+        flat = [prompt(f"slime flat {number}") for number in range(3)]
+        mixed = [prompt(f"slime mixed {number}", rewards=[0, 1]) for number in range(2)]
+        source = DataSource(args, [*flat, *mixed])
+        output = await train(args, source)
+    assert {group[0].prompt for group in output.samples} == {"say slime mixed 0", "say slime mixed 1"}
+    assert output.metrics is not None
+    assert output.metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 3
+    assert all(group[0].prompt.startswith("say slime flat") for group in source.buffer)
+
+
+async def test_unfinished_groups_go_back_and_come_first_in_the_next_rollout(tmp_path: Path) -> None:
+    engine = scripted_engine(
+        tmp_path, [{"when": "slime slow", "reply": say("late"), "stall": 1}, {"when": "say", "reply": say("hello")}]
+    )
+    async with running_service(tmp_path=tmp_path, engine=engine) as (service, url):
+        args = slime_args(url, over_sampling_batch_size=3)
+        source = DataSource(args, [prompt("slime slow")] + [prompt(f"slime quick {number}") for number in range(9)])
+        first = await train(args, source, keep=True)
+        cancelled = [group for group in await the_groups(service) if group.cancelled]
+        returned = list(source.buffer)
+        engine.release()
+        second = await train(args, source, 1)
+    assert [group[0].prompt for group in first.samples] == ["say slime quick 0", "say slime quick 1"]
+    assert {group.labels["slime.group"] for group in cancelled} >= {"0"}
+    slow = returned[[group[0].prompt for group in returned].index("say slime slow")]
+    assert [sample.status for sample in slow] == [Sample.Status.PENDING] * 2
+    assert all(sample.tokens == [] for sample in slow)
+    assert second.samples
+    # Nothing is lost: each group that was taken is trained on, or back in the buffer.
+    taken = {group[0].group_index for group in [*first.samples, *second.samples, *source.buffer]}
+    assert taken == set(range(source.given))
+
+
+async def test_sessions_with_several_rows_fan_out_and_count_once(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url)
+        source = DataSource(
+            args, [prompt("slime fan", rewards=[0, 1], rewrites=[0]), prompt("slime one", rewards=[0, 1])]
+        )
+        output = await train(args, source)
+    assert sorted(len(rows) for group in output.samples for rows in group) == [1, 1, 1, 2]
+    side = TrainingSide(args, output)
+    rewards, normalised = slime.post_process_rewards(args, side.samples)
+    assert sorted(rewards) == [0.0, 0.0, 0.0, 1.0, 1.0]
+    each = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert normalised == pytest.approx([each if reward else -each for reward in rewards])
+    assert side.rewards_by_default() != pytest.approx(normalised)  # the trap
+    of_fan = [
+        sample for sample in side.samples if sum(one.rollout_id == sample.rollout_id for one in side.samples) == 2
+    ]
+    total = sum(sum(sample.loss_mask or ()) for sample in of_fan)
+    assert [side.mask_sums()[side.samples.index(sample)] for sample in of_fan] == [total, total]
+    assert [sample.metadata["outrider"]["row"] for sample in of_fan] == [0, 1]
+
+
+async def test_with_main_rows_slimes_own_normalisation_is_right(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, custom_reward_post_process_path=None)
+        args.outrider["rows"] = "main"
+        source = DataSource(
+            args, [prompt("slime main", rewards=[0, 1], rewrites=[0]), prompt("slime too", rewards=[0, 1])]
+        )
+        output = await train(args, source)
+    side = TrainingSide(args, output)
+    assert len(side.samples) == 4
+    assert side.rewards_by_default() == pytest.approx(slime.post_process_rewards(args, side.samples)[1])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo", "ppo"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_plain_rollouts_are_normalised_as_slime_does(estimator: str, scaled: bool) -> None:
+    args = slime_args("", advantage_estimator=estimator, grpo_std_normalization=scaled, n_samples_per_prompt=3)
+    samples = [
+        Sample(group_index=at // 3, index=at, reward=reward, tokens=[1, 2], response_length=1, loss_mask=[1])
+        for at, reward in enumerate([0.0, 1.0, 0.25, 3.0, 3.0, 3.0])
+    ]
+    side = TrainingSide(args, RolloutFnTrainOutput([samples[:3], samples[3:]]))
+    rewards, normalised = slime.post_process_rewards(args, samples)
+    assert rewards == [0.0, 1.0, 0.25, 3.0, 3.0, 3.0]
+    assert normalised == pytest.approx(rewards if estimator == "ppo" else side.rewards_by_default())
+
+
+async def test_a_group_with_a_failure_is_replaced_or_filled_up(tmp_path: Path) -> None:
+    prompts = [prompt("slime ill", rewards=[0, 1], fails=[2])] + [
+        prompt(f"slime fit {n}", rewards=[0, 1]) for n in range(9)
+    ]
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, n_samples_per_prompt=3)
+        replaced = await train(args, DataSource(args, prompts))
+        Scribe.started["slime ill"] = 0
+        args.outrider["complete"] = "any"
+        filled = await train(args, DataSource(args, prompts))
+    assert "say slime ill" not in {group[0].prompt for group in replaced.samples}
+    assert (replaced.metrics or {})["rollout/dynamic_filter/drop_incomplete"] == 1
+    [ill] = [group for group in filled.samples if group[0].prompt == "say slime ill"]
+    [removed] = [sample for sample in ill if sample.remove_sample]
+    assert (removed.status, removed.loss_mask, removed.reward) == (Sample.Status.FAILED, [0], 0.0)
+    assert "the scribe fell ill" in removed.metadata["outrider"]["error"]
+    side = TrainingSide(args, filled)
+    normalised = dict(zip(map(id, side.samples), slime.post_process_rewards(args, side.samples)[1], strict=True))
+    each = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert sorted(normalised[id(sample)] for sample in ill) == pytest.approx([-each, 0.0, each])
+
+
+async def test_the_reward_key_names_a_metric(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, reward_key="number")
+        prompts = [prompt("slime key a"), prompt("slime key b")]
+        side = TrainingSide(args, await train(args, DataSource(args, prompts)))
+        assert sorted(sample.get_reward_value(args) for sample in side.samples) == [0.0, 0.0, 1.0, 1.0]
+        args.reward_key = "speed"
+        with pytest.raises(
+            InvalidField, match=r"reward key is 'speed', and the verdict of session .* has only number, reward"
+        ):
+            await train(args, DataSource(args, [prompt("slime key c"), prompt("slime key d")]))
+
+
+async def test_groups_run_on_between_asynchronous_rollouts(tmp_path: Path) -> None:
+    engine = scripted_engine(
+        tmp_path, [{"when": "slime long", "reply": say("late"), "stall": 1}, {"when": "say", "reply": say("hello")}]
+    )
+    async with running_service(tmp_path=tmp_path, engine=engine) as (service, url):
+        args = slime_args(url, over_sampling_batch_size=3)
+        source = DataSource(args, [prompt("slime long")] + [prompt(f"slime short {number}") for number in range(30)])
+        call: dict[str, Any] = {"function": slime.generate_rollout_async, "keep": True}
+        first = await train(args, source, 0, **call)
+        engine.release()
+        prompts = [group[0].prompt for group in first.samples]
+        assert "say slime long" not in prompts
+        while "say slime long" not in prompts:  # of the group that was submitted in the first rollout
+            later = await train(args, source, 1, **call)
+            prompts += [group[0].prompt for group in later.samples]
+        await asyncio.to_thread(slime.close, source)
+        groups = await the_groups(service)
+    assert len(prompts) == len(set(prompts))
+    assert not any(group.cancelled for group in groups)
+    assert [group.labels["slime.group"] for group in groups].count("0") == 1
+    assert source.buffer == []
+
+
+async def test_old_groups_are_dropped_and_rolled_out_again(tmp_path: Path) -> None:
+    engine = scripted_engine(tmp_path, [say("hello")])
+    async with running_service(tmp_path=tmp_path, engine=engine) as (_, url):
+        args = slime_args(url, over_sampling_batch_size=4)
+        args.outrider["max_age"] = 0
+        source = DataSource(args, [prompt(f"slime aged {number}") for number in range(40)])
+        call: dict[str, Any] = {"function": slime.generate_rollout_async, "keep": True}
+        first = await train(args, source, 0, **call)
+        engine.version = 5
+        second = await train(args, source, 1, **call)
+        await asyncio.to_thread(slime.close, source)
+    assert {version for group in first.samples for sample in group for version in sample.weight_versions} == {"0"}
+    assert {version for group in second.samples for sample in group for version in sample.weight_versions} == {"5"}
+
+
+async def test_custom_generate_fills_the_sample_of_slimes_own_loop(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        args = slime_args(url)
+        params = {"temperature": 1.0, "max_new_tokens": 8, "skip_special_tokens": False, "stop": None}
+        sample = prompt("slime custom", rewards=[0.5], rewrites=[1, 2])
+        sample.group_index, sample.index = 3, 11
+        one = await slime.custom_generate(args, sample, params)
+        several = await slime.custom_generate(args, sample, params)
+        evaluated = await slime.custom_generate(args, sample, params, evaluation=True)
+        groups = await the_groups(service)
+    assert (one.reward, one.status, one.rollout_id) == (0.5, Sample.Status.COMPLETED, 11)
+    assert one.tokens == next(iter(groups[0].samples or ())).ids
+    assert [each.rollout_id for each in several] == [11, 11]
+    assert isinstance(evaluated, Sample)
+    assert [group.priority for group in groups] == [0, 0, 100]
+    assert sample.status is Sample.Status.PENDING
+
+
+async def test_custom_generate_fails_as_it_is_told(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url)
+        sample = prompt("slime custom ill", fails=range(9))
+        with pytest.raises(HarnessError, match="the scribe fell ill"):
+            await slime.custom_generate(args, sample, {})
+        args.outrider["on_failure"] = "abort"
+        aborted = await slime.custom_generate(args, sample, {})
+        args.outrider["on_failure"] = "remove"
+        removed = await slime.custom_generate(args, sample, {})
+    assert (aborted.status, aborted.tokens, aborted.reward) == (Sample.Status.ABORTED, [], None)
+    assert (removed.status, removed.remove_sample, removed.reward) == (Sample.Status.FAILED, True, 0.0)
+
+
+async def test_an_evaluation_has_its_own_seeds_and_leaves_failures_out(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        rows = [
+            {"prompt": "say a", "metadata": {"task": scribe_task("slime eval a", rewards=[0, 1], rewrites=[0])}},
+            {"prompt": "say b", "metadata": {"task": scribe_task("slime eval b", fails=[1])}},
+        ]
+        file = tmp_path / "eval.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        args = slime_args(url, eval_datasets=[EvalSet("small", file, n=2)])
+        source = DataSource(args, [])
+        output = await asyncio.to_thread(slime.generate_rollout, args, 3, source, True)
+        await asyncio.to_thread(slime.close, source)
+        groups = await the_groups(service)
+        async with AsyncClient(url) as client:
+            turns = [await client.turns(session.id) for group in groups for session in group.sessions]
+    assert isinstance(output, RolloutFnEvalOutput)
+    found = output.data["small"]
+    assert sorted(found["rewards"]) == [0.0, 1.0, 1.0]
+    assert (found["truncated"], len(found["samples"])) == ([False] * 3, 3)
+    assert {sample.metadata["evaluated"] for sample in found["samples"]} == {"small"}
+    assert output.metrics == {"eval/small/outrider_failed": 1}
+    assert {group.priority for group in groups} == {100}
+    assert {turn.sampling["temperature"] for of_session in turns for turn in of_session} == {0.6}
+    assert all(turn.sampling["seed"] is not None for of_session in turns for turn in of_session)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"custom_reward_post_process_path": None}, "slime would normalise the rewards of the batch as one group"),
+        ({"rollout_top_p": 0.9}, "slime replays the ids that top-p sampling kept"),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay is set: the routed experts"),
+        ({"apply_chat_template": True}, "--apply-chat-template is set"),
+        ({"rollout_stop": ["\n"]}, "the sampling parameter stop="),
+        ({"outrider": {"rows": "some"}}, "outrider in --custom-config-path.rows: Input should be 'all' or 'main'"),
+    ],
+)
+async def test_options_that_cannot_be_followed_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, **options)
+        args.outrider.setdefault("url", url)
+        with pytest.raises(InvalidField) as caught:
+            await train(args, DataSource(args, [prompt("slime refused")]))
+    assert message in caught.value.message
+
+
+def test_the_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_SLIME", '{"complete": "most"}')
+    with pytest.raises(InvalidField, match=r"OUTRIDER_SLIME.complete: Input should be 'all' or 'any'"):
+        asyncio.run(slime.custom_generate(slime_args("http://127.0.0.1:9"), prompt("slime nowhere"), {}))
+
+
+async def test_a_metric_that_the_verdicts_lack_ends_the_rollout(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, reward_key="number")
+        args.outrider["metrics"] = ["speed"]
+        with pytest.raises(EvaluatorError, match="has no metric 'speed'"):
+            await train(args, DataSource(args, [prompt("slime metric")]))
