@@ -56,6 +56,7 @@ SIDEWAYS = {
     ("testing", "engines"),
     ("testing", "runtimes"),
     ("testing", "http_server"),
+    ("sampling", "client"),
     ("sessions", "sandboxes"),
     ("service", "sandboxes"),
     ("service", "sessions"),

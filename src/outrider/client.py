@@ -11,9 +11,10 @@ NotFound, ...), and ServiceError when the service cannot be reached or the clien
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import wraps
 from types import TracebackType
@@ -23,6 +24,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.loop_thread import LoopThread
 from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
@@ -55,6 +57,11 @@ LONG_POLL = 30.0
 WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
 """Seconds between two looks at watched groups: WATCH_PAUSE, but this many for each of them, to bound the requests."""
+
+
+RETRIES = Backoff(first=0.25, longest=10.0)
+PATIENCE = 300.0
+"""Seconds for which `patiently` lets the service be out of reach, as while it is restarted."""
 
 
 class _Reply(NamedTuple):
@@ -219,6 +226,22 @@ class AsyncClient:
             f"cannot reach the service at {self.url}: {reason}",
             hint="start one with `outrider serve`, or name its address with --url",
         )
+
+
+async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
+    """Call the service; while it is out of reach, again after a wait, for so many seconds. For calls that may be
+    repeated: reads, and submissions with an idempotency key."""
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + patience
+    tries = 0
+    while True:
+        try:
+            return await call()
+        except ServiceError as error:
+            if not error.retryable or clock() >= give_up_at:
+                raise
+            await asyncio.sleep(RETRIES.wait(tries))
+            tries += 1
 
 
 def _blocking(

@@ -26,9 +26,9 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
 
-from outrider.concurrency.backoff import Backoff
+from outrider.client import LONG_POLL, patiently
 from outrider.concurrency.events import Broadcast
-from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView, ResultsPage, ServiceStatus
 from outrider.spec import TaskSpec
@@ -44,10 +44,6 @@ Surplus = Literal["carry", "finished", "cancel"]
 
 SAME = 1e-9
 """Rewards that differ by no more than this are the same."""
-LONG_POLL = 30.0
-RETRIES = Backoff(first=0.25, longest=10.0)
-PATIENCE = 300.0
-"""Seconds for which the service may be out of reach, as while it is restarted."""
 FAILED_IN_A_ROW = 16
 """So many groups without a grade, and none with one between, mean that something is broken for all of them."""
 FRUITLESS_BATCHES = 20
@@ -231,7 +227,7 @@ class DynamicSampler:
         self._workers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        cursor = (await self._patiently(self._client.status)).cursor
+        cursor = (await patiently(self._client.status)).cursor
         await self._tasks.__aenter__()
         for work in (self._submit_prompts, partial(self._follow_results, cursor)):
             self._workers.append(self._tasks.create_task(self._guarded(work), name="sampler"))
@@ -392,11 +388,11 @@ class DynamicSampler:
             "priority": self._priority,
             "idempotency_key": f"{self._run}/{prompt.number}/{prompt.attempt}",
         }
-        return await self._patiently(partial(self._client.submit, body))
+        return await patiently(partial(self._client.submit, body))
 
     async def _follow_results(self, cursor: int) -> None:
         while True:
-            page = await self._patiently(partial(self._client.results, after=cursor, wait=LONG_POLL))
+            page = await patiently(partial(self._client.results, after=cursor, wait=LONG_POLL))
             for group in page.groups:
                 await self._settle(group)
             cursor = page.cursor
@@ -413,7 +409,7 @@ class DynamicSampler:
         kept = None
         wanted = stopped is None or (stopped == "stopped" and self._surplus == "finished")
         if wanted and len(rewards) >= min(self._n, 2) and (self._refill == "static" or self._informative(group)):
-            kept = await self._patiently(partial(self._client.group, group.id, samples=True))
+            kept = await patiently(partial(self._client.group, group.id, samples=True))
         if self._running.pop(group.id, None) is None:  # settled while its samples were fetched
             return
         if kept is not None and self._is_stale(prompt.version, kept):
@@ -465,7 +461,7 @@ class DynamicSampler:
         for key in stopping:
             self._running[key].stopping = reason
         for key in stopping:
-            await self._patiently(partial(self._client.cancel, key))
+            await patiently(partial(self._client.cancel, key))
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """Keep the error of background work for whoever asks for a batch."""
@@ -474,19 +470,6 @@ class DynamicSampler:
         except Exception as error:  # whatever it is: the trainer must not wait for ever
             self._failure = error
             self._changed.send()
-
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call the service; while it is out of reach, again after a wait."""
-        give_up_at = _now() + PATIENCE
-        tries = 0
-        while True:
-            try:
-                return await call()
-            except OutriderError as error:
-                if not (isinstance(error, ServiceError) and error.retryable) or _now() >= give_up_at:
-                    raise
-                await asyncio.sleep(RETRIES.wait(tries))
-                tries += 1
 
 
 def _now() -> float:

@@ -9,28 +9,24 @@ cancelled cancels its group.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from outrider.client import LONG_POLL, AsyncClient
-from outrider.concurrency.backoff import Backoff
+from outrider.client import LONG_POLL, AsyncClient, patiently
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Broadcast
-from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.errors import InvalidField, OutriderError
 from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView
 
 T = TypeVar("T")
 
-RETRIES = Backoff(first=0.25, longest=10.0)
 FIRST_PATIENCE = 10.0
 """Seconds for which a service may be out of reach before it has answered once: its address may be wrong."""
-PATIENCE = 300.0
-"""The same for one that has answered, as while it is restarted."""
 
 
 class SharedClient:
@@ -58,11 +54,11 @@ class SharedClient:
         because the submission is repeated when its reply is lost."""
         async with self._first:
             if self._cursor is None:  # taken before the submission, so that the end of the group comes after it
-                self._cursor = (await self._patiently(self.client.status, FIRST_PATIENCE)).cursor
+                self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
         submitted: list[str] = []
 
         async def submit() -> None:
-            submitted.append((await self._patiently(partial(self.client.submit, group))).id)
+            submitted.append((await patiently(partial(self.client.submit, group))).id)
 
         try:
             await shielded(submit)  # a group whose id is never read could not be cancelled
@@ -77,7 +73,7 @@ class SharedClient:
         done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
         try:
             # It may have been done, and its result read for another group, before its id was known here.
-            if (await self._patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
+            if (await patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
                 while not done.done():
                     changed = self._changed.next()
                     if self._following:
@@ -87,7 +83,7 @@ class SharedClient:
                 done.result()
         finally:
             del self._waiting[group_id]
-        return await self._patiently(partial(self.client.group, group_id, samples=True))
+        return await patiently(partial(self.client.group, group_id, samples=True))
 
     async def run_all(self, groups: Iterable[Mapping[str, Any]]) -> list[GroupView]:
         """Run groups at once. The first error cancels the others and is raised."""
@@ -102,7 +98,7 @@ class SharedClient:
         """Read one page of results for everybody who waits. An error is everybody's, too."""
         self._following = True
         try:
-            page = await self._patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
+            page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
             self._cursor = page.cursor
             for group in page.groups:
                 waiting = self._waiting.get(group.id)
@@ -115,20 +111,6 @@ class SharedClient:
         finally:
             self._following = False
             self._changed.send()  # also to have another one follow when this rollout leaves
-
-    async def _patiently(self, call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
-        """Call the service; while it is out of reach, again after a wait."""
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + patience
-        tries = 0
-        while True:
-            try:
-                return await call()
-            except OutriderError as error:
-                if not (isinstance(error, ServiceError) and error.retryable) or loop.time() >= give_up_at:
-                    raise
-                await asyncio.sleep(RETRIES.wait(tries))
-                tries += 1
 
 
 @asynccontextmanager
