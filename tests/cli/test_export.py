@@ -11,6 +11,7 @@ from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.export import PAGE
 from outrider.cli.task_file import load_group
 from outrider.client import AsyncClient
+from support.coin import coin_task
 from support.pictures import ADDRESS, PNG, picture_service, task
 from support.service import running_service, scripted_engine
 
@@ -30,9 +31,11 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
     assert read_parquet(tmp_path / "rows") == lines
     assert written.document == {
         "samples": PAGE + 2,
+        "left_out": 0,
         "groups": PAGE + 2,
         "cursor": written.document["cursor"],
         "output": str(tmp_path / "rows"),
+        "sha256": hashlib.sha256((tmp_path / "rows").read_bytes()).hexdigest(),
         "images": 0,
         "image_files": None,
     }
@@ -48,6 +51,16 @@ async def test_the_cursor_goes_on_where_the_last_export_ended(cli: Cli, tmp_path
     assert first.document["samples"] == 1
     assert {json.loads(line)["group_id"] for line in rest.out.splitlines()} == {second.document["id"]}
     assert "2 samples of 1 groups" in rest.err
+
+
+async def test_only_what_was_good_enough(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
+        tasks = [coin_task(number, reward=reward) for number, reward in enumerate((0.0, 0.5, 1.0))]
+        groups = [(await client.submit({"task": task, "n": 2})).id for task in tasks]
+        await client.wait(groups)
+        ran = await cli("export", "--min-reward", "0.5", "--url", url)
+    assert sorted(json.loads(line)["reward"] for line in ran.out.splitlines()) == [0.5, 0.5, 1.0, 1.0]
+    assert "2 samples with a reward below 0.5, or none, were left out" in ran.err
 
 
 async def test_one_group_alone(cli: Cli, tmp_path: Path) -> None:

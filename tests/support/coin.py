@@ -28,14 +28,20 @@ class OneCall:
 
 
 def grade(outcome: Outcome) -> float:
-    """A fair coin where the task teaches something, else always 1."""
-    return float(random.random() < 0.5 or not outcome.task.evaluator.options["teaches"])
+    """The reward that the options name; else a fair coin where the task teaches something, and always 1 where not."""
+    options = outcome.task.evaluator.options
+    if "reward" in options:
+        return float(options["reward"])
+    return float(random.random() < 0.5 or not options["teaches"])
 
 
-def coin_task(number: int, *, teaches: bool, seconds: float = 0.0) -> dict[str, Any]:
+def coin_task(
+    number: int, *, teaches: bool = False, seconds: float = 0.0, reward: float | None = None
+) -> dict[str, Any]:
+    options: dict[str, Any] = {"teaches": teaches} if reward is None else {"reward": reward}
     return {
         "instruction": f"Prompt {number}.",
         "harness": {"agent": "support.coin:OneCall", "options": {"seconds": seconds}},
         "runtime": {"kind": "memory"},
-        "evaluator": {"kind": "callable", "path": "support.coin:grade", "options": {"teaches": teaches}},
+        "evaluator": {"kind": "callable", "path": "support.coin:grade", "options": options},
     }

@@ -3,6 +3,7 @@ standard output."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,14 +26,17 @@ PAGE = 20
 """Groups asked for at once."""
 
 
-class Exported(msgspec.Struct, frozen=True):
-    """What `outrider export --json` writes. `cursor` is where the next export begins (`--after`). `images` is the
-    number of images in the samples that the service keeps; `image_files` is the folder that they were written to."""
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """What `outrider export --json` writes. `left_out` samples were below `--min-reward`. `cursor` is where the next
+    export begins (`--after`). `sha256` is the digest of the file. `images` is the number of images in the samples that
+    the service keeps; `image_files` is the folder that they were written to."""
 
     samples: int
+    left_out: int
     groups: int
     cursor: int
     output: str | None
+    sha256: str | None
     images: int
     image_files: str | None
 
@@ -44,6 +48,12 @@ def export(
         int, typer.Option(min=0, metavar="CURSOR", help="Only groups that finished after this cursor.")
     ] = 0,
     group: Annotated[str | None, typer.Option(metavar="GROUP", help="Only this group.")] = None,
+    min_reward: Annotated[
+        float | None,
+        typer.Option(
+            metavar="REWARD", help="Only samples with at least this reward.", show_default="all, masked ones too"
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
@@ -61,27 +71,47 @@ def export(
 
         outrider export --format parquet -o samples.parquet
 
+        outrider export --min-reward 1 -o accepted.jsonl
+
         outrider export --after 120 | head -1 | jq '.ids | length'
     """
     terminal = terminal_of(ctx)
     if output is None and (json or format is SampleFormat.PARQUET):
         asked = "--json" if json else "parquet"
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
-    samples, groups, cursor = 0, 0, after
+    samples, left_out, groups, cursor = 0, 0, 0, after
     images = _Images(output.parent / "images" if output else None)
     with client(url, token) as service, _writer(output, format) as writer:
         for done in _groups(service, group, after):
-            rows = done.samples or ()
+            rows = [row for row in done.samples or () if min_reward is None or _is_at_least(row, min_reward)]
             writer.write(rows)
             images.take(rows, service)
             samples += len(rows)
+            left_out += len(done.samples or ()) - len(rows)
             groups += 1
             cursor = max(cursor, done.cursor or 0)
-    exported = Exported(samples, groups, cursor, str(output) if output else None, len(images.shown), images.where)
+    digest = None
+    if output is not None:
+        with output.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    exported = Exported(
+        samples=samples,
+        left_out=left_out,
+        groups=groups,
+        cursor=cursor,
+        output=str(output) if output else None,
+        sha256=digest,
+        images=len(images.shown),
+        image_files=images.where,
+    )
     if json:
         terminal.write_json(exported)
         return
     terminal.note(f"{samples} samples of {groups} groups; for later groups: --after {cursor}")
+    if left_out:
+        terminal.note(f"{left_out} samples with a reward below {min_reward:g}, or none, were left out")
+    if digest:
+        terminal.note(f"sha256 {digest}")
     if images.shown:
         left = "are kept by the service; with -o FILE they are written beside the file"
         terminal.note(f"{len(images.shown)} images {f'in {images.where}' if images.where else left}")
@@ -105,6 +135,10 @@ class _Images:
         if self._folder is not None:
             for digest in self._folder.missing(digests):
                 self._folder.add(service.image(digest))
+
+
+def _is_at_least(sample: Sample, reward: float) -> bool:
+    return sample.reward is not None and sample.reward >= reward
 
 
 def _groups(service: Client, only: str | None, after: int) -> Iterator[GroupView]:
