@@ -113,8 +113,7 @@ def template_examples(
     id_column: str | None = None,
     source: str = "rows",
 ) -> list[Example]:
-    """An example for each row: `template` is a task in which "{row.NAME}" stands for the row's column NAME. A text that
-    is nothing but a placeholder becomes the column's value, of whatever type.
+    """An example for each row: `template` is a task, `filled` with the row's columns.
 
     The id is that of `id_column`, else the row's number. Raises InvalidField for a column that is not there.
     """
@@ -124,7 +123,7 @@ def template_examples(
         if id_column is not None and id_column not in row:
             raise InvalidField(f"{where} has no column {id_column!r}", field="id_column", hint=_known(row))
         own = str(row[id_column]) if id_column is not None else str(number)
-        examples.append(Example(id=own, task=_filled(dict(template), row, where), row=dict(row)))
+        examples.append(Example(id=own, task=filled(dict(template), row, where), row=dict(row)))
     seen: set[str] = set()
     for example in examples:
         if example.id in seen:
@@ -325,18 +324,22 @@ def _at(config: Any, path: str) -> Any:
     return config
 
 
-def _filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
-    """A copy of a template with its placeholders filled in."""
+def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
+    """A copy of a template in which "{row.NAME}" is the row's column NAME. A text that is nothing but a placeholder
+    becomes the column's value, of whatever type. Raises InvalidField, in which `where` tells which row it is, for a
+    column that is not there."""
     if isinstance(value, Mapping):
-        return {name: _filled(inner, row, where) for name, inner in value.items()}
+        return {name: filled(inner, row, where) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(inner, row, where) for inner in value]
+        return [filled(inner, row, where) for inner in value]
     if not isinstance(value, str):
         return value
 
     def column(match: re.Match[str]) -> Any:
         if row.get(match[1]) is None:
-            raise InvalidField(f"{where} has no column {match[1]!r}", field=match[1], hint=_known(row))
+            raise InvalidField(
+                f"the task uses {match[0]}, and {where} has no column {match[1]!r}", field=match[1], hint=_known(row)
+            )
         return row[match[1]]
 
     if whole := PLACEHOLDER.fullmatch(value):

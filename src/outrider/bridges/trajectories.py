@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pydantic import Field, ValidationError
 
 from outrider.bridges.shared_client import checked_url
 from outrider.client import DEFAULT_URL
+from outrider.datasets import filled
 from outrider.environment import environment
 from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, OutriderError, ServiceError
 from outrider.errors import error_from as raised_by
@@ -53,8 +53,6 @@ WITHOUT_EFFECT_ON_IDS = frozenset(
 """Sampling parameters that say how an engine's text is shown. The gateway makes the text of the ids itself."""
 NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
 """Values of sampling parameters that change nothing; other values cannot be passed on."""
-
-PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 
 
 class BridgeSettings(Spec):
@@ -198,7 +196,7 @@ def task_for(
             field=settings.task_column,
         )
     # Arrow gives every row the fields of all rows, None where a row had none.
-    task = merged(_filled(settings.task, row), _without_none(plain(own or {})))
+    task = merged(filled(settings.task, row, "the dataset row"), _without_none(plain(own or {})))
     if "instruction" not in task:
         task["instruction"] = _text_of(prompt)
     task["sampling"] = merged(task.get("sampling") or {}, sampling_of(sampling))
@@ -324,28 +322,6 @@ def _json_object(text: str, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidField(f"{source} is a JSON {type(value).__name__}; it must be an object", field=source)
     return value
-
-
-def _filled(value: Any, row: Mapping[str, Any]) -> Any:
-    """A copy with the placeholders of all texts filled in."""
-    if isinstance(value, Mapping):
-        return {name: _filled(inner, row) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_filled(inner, row) for inner in value]
-    if not isinstance(value, str):
-        return value
-
-    def column(match: re.Match[str]) -> str:
-        if row.get(match[1]) is None:
-            known = ", ".join(sorted(name for name, inner in row.items() if inner is not None))
-            raise InvalidField(
-                f"the task uses {match[0]}, and the dataset row has no column {match[1]!r}",
-                field=match[1],
-                hint=f"it has: {known or 'none'}",
-            )
-        return str(row[match[1]])
-
-    return PLACEHOLDER.sub(column, value)
 
 
 def _without_none(value: Any) -> Any:
