@@ -37,6 +37,8 @@ from outrider.schemas import (
     GroupList,
     GroupSummary,
     GroupView,
+    PolicyPause,
+    PolicyStatus,
     ResultsPage,
     SampleList,
     ServiceStatus,
@@ -52,6 +54,8 @@ P = ParamSpec("P")
 Watch = Callable[[Sequence[GroupView]], None]
 
 DEFAULT_URL = "http://127.0.0.1:8700"
+TOTAL_SECONDS = 300.0
+"""Seconds that a request and its reply may take."""
 LONG_POLL = 30.0
 """Seconds that one request waits for a group to be done. The service allows 60."""
 WATCH_PAUSE = 0.2
@@ -78,7 +82,7 @@ class AsyncClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=300))
+        self._session = aiohttp.ClientSession(headers=self._headers)
         return self
 
     async def __aexit__(
@@ -190,6 +194,31 @@ class AsyncClient:
     async def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
         return (await self._call("DELETE", f"/v1/engines/{name}", EngineList)).engines
 
+    async def policy(self) -> PolicyStatus:
+        return await self._call("GET", "/v1/policy", PolicyStatus)
+
+    async def pause_policy(self, mode: PolicyPause = "finish") -> PolicyStatus:
+        """Returns when nothing is being generated any more, however long that takes."""
+        return await self._call("POST", "/v1/policy/pause", PolicyStatus, body=_encoded({"mode": mode}), seconds=None)
+
+    async def resume_policy(self, version: int | None = None) -> PolicyStatus:
+        """Generate again; `version` is that of the weights that the engines have now, if they changed."""
+        body = _encoded({"version": version})
+        return await self._call("POST", "/v1/policy/resume", PolicyStatus, body=body, seconds=None)
+
+    async def update_policy(
+        self,
+        version: int,
+        *,
+        mode: PolicyPause = "finish",
+        weights: str | None = None,
+        cancel_older_than: int | None = None,
+    ) -> PolicyStatus:
+        """Pause, have the engines load `weights` (a file or folder) if they are given, set the version, and resume.
+        Returns when the engines generate again, however long that takes."""
+        body = {"version": version, "mode": mode, "weights": weights, "cancel_older_than": cancel_older_than}
+        return await self._call("POST", "/v1/policy", PolicyStatus, body=_encoded(body), seconds=None)
+
     @property
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -204,14 +233,23 @@ class AsyncClient:
         *,
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
+        seconds: float | None = TOTAL_SECONDS,
     ) -> T:
-        return msgspec.json.decode((await self._fetch(method, path, query=query, body=body)).data, type=shape)
+        reply = await self._fetch(method, path, query=query, body=body, seconds=seconds)
+        return msgspec.json.decode(reply.data, type=shape)
 
     async def _fetch(
-        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        seconds: float | None = TOTAL_SECONDS,
     ) -> _Reply:
+        timeout = aiohttp.ClientTimeout(total=seconds)
         try:
-            async with self._http.request(method, self.url + path, params=query, data=body) as reply:
+            async with self._http.request(method, self.url + path, params=query, data=body, timeout=timeout) as reply:
                 data = await reply.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
@@ -334,6 +372,10 @@ class Client:
     add_engine = _blocking(AsyncClient.add_engine)
     drain_engine = _blocking(AsyncClient.drain_engine)
     remove_engine = _blocking(AsyncClient.remove_engine)
+    policy = _blocking(AsyncClient.policy)
+    pause_policy = _blocking(AsyncClient.pause_policy)
+    resume_policy = _blocking(AsyncClient.resume_policy)
+    update_policy = _blocking(AsyncClient.update_policy)
 
 
 def _not_open() -> ServiceError:

@@ -5,13 +5,16 @@ Times are seconds since the epoch, durations are seconds. The request bodies are
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState
 from outrider.trajectory import Sample, SessionResult, TokenMode, TurnTimings, VersionSpan
+
+PolicyPause = Literal["finish", "abort"]
+"""What a pause of the policy does with generations in flight: let them end, or cut them off and continue them later."""
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,6 +251,25 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineStatus, ...]
 
 
+class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine of the policy: the version that it serves, as last known, and whether it takes generations (once the
+    policy is not paused)."""
+
+    name: str
+    version: int
+    ok: bool
+
+
+class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy that the engines serve. `paused` is None while it generates. `cancelled` are the groups that this
+    request cancelled for their age."""
+
+    version: int
+    paused: PolicyPause | None
+    engines: tuple[PolicyEngine, ...]
+    cancelled: tuple[str, ...] = ()
+
+
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service. `sessions` counts sessions by state; `cursor` is that of the newest result, from which
     the results to come can be followed."""
@@ -258,3 +280,4 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int
     nodes: tuple[NodeStats, ...]
     engines: tuple[EngineStatus, ...]
+    policy: PolicyStatus = PolicyStatus(version=0, paused=None, engines=())

@@ -28,6 +28,8 @@ MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
+MAX_VERSION = (1 << 31) - 1
+"""The largest policy version: samples store versions as int32."""
 
 
 def without_nul(value: str) -> str:
@@ -356,3 +358,32 @@ class EngineSpec(Spec):
     url: Name | None = None
     model: Name | None = None
     options: Annotated[dict[Name, Any], Field(max_length=64)] = {}
+
+
+Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
+Mode = Literal["finish", "abort"]
+
+
+class PolicyPauseSpec(Spec):
+    """Pause the policy: let generations in flight `finish`, or `abort` them and continue them after the resume."""
+
+    mode: Mode = "finish"
+
+
+class PolicyResumeSpec(Spec):
+    """Generate again. `version` is that of the weights which the engines have now; null if they did not change."""
+
+    version: Version | None = None
+
+
+class PolicyUpdateSpec(Spec):
+    """Pause, have the engines load `weights` in place, set the version, and resume.
+
+    `weights` is a file or folder that every engine can read; null where the trainer has changed the weights itself.
+    Groups are cancelled whose first session began at a version below `cancel_older_than`.
+    """
+
+    version: Version
+    mode: Mode = "finish"
+    weights: Annotated[Text, AfterValidator(without_nul), Field(min_length=1)] | None = None
+    cancel_older_than: Version | None = None

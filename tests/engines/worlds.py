@@ -58,7 +58,7 @@ def factory_of(world: World, folder: Path) -> Factory:
 
 
 @asynccontextmanager
-async def reached(world: World, fake: ScriptedEngine, folder: Path) -> AsyncGenerator[Engine, None]:
+async def reached(world: World, fake: Engine, folder: Path) -> AsyncGenerator[Engine, None]:
     """The engine through which the fake is reached in this world, started."""
     if world == "direct":
         yield fake

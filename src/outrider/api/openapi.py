@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from outrider import schemas
 from outrider.errors import ErrorRecord
-from outrider.spec import EngineSpec, GroupSpec
+from outrider.spec import EngineSpec, GroupSpec, PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
 
 REF = "#/components/schemas/{name}"
 REPLIES = (
@@ -22,6 +22,7 @@ REPLIES = (
     schemas.EventView,
     schemas.GroupList,
     schemas.GroupView,
+    schemas.PolicyStatus,
     schemas.ResultsPage,
     schemas.SampleList,
     schemas.ServiceStatus,
@@ -29,7 +30,13 @@ REPLIES = (
     schemas.TurnList,
     ErrorRecord,
 )
-REQUESTS: tuple[type[BaseModel], ...] = (GroupSpec, EngineSpec)
+REQUESTS: tuple[type[BaseModel], ...] = (
+    GroupSpec,
+    EngineSpec,
+    PolicyPauseSpec,
+    PolicyResumeSpec,
+    PolicyUpdateSpec,
+)
 
 
 def _json(name: str) -> dict[str, Any]:

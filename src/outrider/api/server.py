@@ -24,6 +24,7 @@ from outrider.api.files import artifact_routes, image_routes
 from outrider.api.gateway import Gateway
 from outrider.api.groups import group_routes
 from outrider.api.openapi import describe
+from outrider.api.policy import policy_routes
 from outrider.api.replies import bad_query, outrider_error, unknown_route
 from outrider.errors import EngineUnavailable, OutriderError, ServiceError
 from outrider.file_descriptors import raise_limit, shares
@@ -85,6 +86,7 @@ def control_app(service: Service) -> FastAPI:
     app.include_router(image_routes(service))
     app.include_router(artifact_routes(service))
     app.include_router(engine_routes(service))
+    app.include_router(policy_routes(service))
     app.add_exception_handler(OutriderError, outrider_error)
     app.add_exception_handler(Exception, outrider_error)
     app.add_exception_handler(RequestValidationError, bad_query)

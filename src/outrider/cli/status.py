@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from outrider.cli.options import Json, Token, Url, client
-from outrider.cli.tables import engine_table, group_table, node_table, session_table
+from outrider.cli.tables import engine_table, group_table, node_table, policy_line, session_table
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.schemas import GroupSummary, GroupView, ServiceStatus
 
@@ -53,6 +53,8 @@ def status(
     running = overview.service
     states = ", ".join(f"{count} {state}" for state, count in running.sessions.items() if count)
     terminal.out.print(f"outrider {running.version} · model {running.model} · sessions: {states or 'none'}")
+    if running.policy.paused is not None:
+        terminal.out.print(policy_line(running.policy))
     for node in running.nodes:
         terminal.out.print(node_table(node))
     terminal.out.print(engine_table(running.engines))

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from outrider.cli.terminal import printable
 from outrider.lifecycle import StopReason
-from outrider.schemas import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, ResourceStats
+from outrider.schemas import EngineStatus, GroupSummary, GroupView, LaneStats, NodeStats, PolicyStatus, ResourceStats
 from outrider.trajectory import StageSeconds
 
 MAX_ERROR = 72
@@ -133,6 +133,20 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
         for engine in engines
     ]
     return table(columns, rows, title="engines")
+
+
+def policy_line(policy: PolicyStatus) -> str:
+    """The policy's version, and what holds it back."""
+    paused = (
+        "" if policy.paused is None else f", paused ({policy.paused}): generations wait, agents' clocks stand still"
+    )
+    return f"policy version {policy.version}{paused}"
+
+
+def policy_table(policy: PolicyStatus) -> RenderableType:
+    """One row for each engine of the policy."""
+    rows = [(engine.name, str(engine.version), word("yes" if engine.ok else "no")) for engine in policy.engines]
+    return table(("engine", "version>", "up"), rows)
 
 
 def node_table(node: NodeStats) -> RenderableType:

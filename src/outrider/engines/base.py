@@ -166,6 +166,17 @@ class SetsVersion(Protocol):
 
 
 @runtime_checkable
+class LoadsWeights(Protocol):
+    """An engine that can load other weights in place, from a file or folder that it can read.
+
+    `update_weights` is called while nothing is generated; tokens sampled later are of `version`, and no key or value of
+    the old weights is reused for a new prompt. It raises EngineRejected, with nothing changed, or EngineUnavailable.
+    """
+
+    async def update_weights(self, weights: str, version: int) -> None: ...
+
+
+@runtime_checkable
 class TakesConstraints(Protocol):
     """An engine that can constrain a reply, by these kinds of constraints; one without this attribute takes none."""
 

@@ -59,6 +59,11 @@ def parse_engine(body: bytes) -> EngineSpec:
     return _validated(EngineSpec, _json_object(body))
 
 
+def parse_policy(kind: type[S], body: bytes) -> S:
+    """A request about the policy, as `parse_group`; no body stands for `{}`."""
+    return _validated(kind, _json_object(body or b"{}"))
+
+
 def validate_group(value: Mapping[str, Any]) -> GroupSpec:
     """The group spec in a decoded object. Raises InvalidField naming the field."""
     return _validated(GroupSpec, value)

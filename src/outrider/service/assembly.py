@@ -70,7 +70,10 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
         artifacts = ArtifactStore(config.data / "artifacts")
         pool = await stack.enter_async_context(
             EnginePool(
-                tokenizer=config.model.tokenizer, vocabulary=tokenizer.vocabulary, check=TokenizerCheck(tokenizer)
+                tokenizer=config.model.tokenizer,
+                vocabulary=tokenizer.vocabulary,
+                text=tokenizer.stream,
+                check=TokenizerCheck(tokenizer),
             )
         )
         for engine in config.engines:

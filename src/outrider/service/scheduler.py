@@ -60,7 +60,8 @@ class _Placement:
 
 
 class Scheduler:
-    """Run `run` in a task group; call `wake` when something was queued. `on_done` is called when a group is done."""
+    """Run `run` in a task group; call `wake` when something was queued. `on_done` is called when a group is done.
+    `policy_version` tells the version at which sessions that start now begin."""
 
     def __init__(
         self,
@@ -68,11 +69,13 @@ class Scheduler:
         nodes: Sequence[Node],
         *,
         on_done: Callable[[], None],
+        policy_version: Callable[[], int] = lambda: 0,
         pauses: Backoff = PAUSES,
     ) -> None:
         self._store = store
         self._nodes = nodes
         self._on_done = on_done
+        self._policy_version = policy_version
         self._pauses = pauses
         self._work = asyncio.Event()
         self._placements: dict[str, _Placement] = {}
@@ -80,6 +83,8 @@ class Scheduler:
         """Attempts under way, by node."""
         self._tasks: dict[str, TaskSpec] = {}
         """Parsed tasks by group id: all sessions of a group share one."""
+        self._began_at: dict[str, int] = {}
+        """The policy version at which the first session of a group started, while the group is not done."""
 
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start."""
@@ -109,6 +114,11 @@ class Scheduler:
                 placement.cancelled = True
                 if placement.task is not None:
                     placement.task.cancel()
+
+    def older_than(self, version: int) -> list[str]:
+        """The groups that are not done and whose first session started at a lower policy version, as far as this
+        service has started them."""
+        return [group_id for group_id, began in self._began_at.items() if began < version]
 
     async def _resume(self) -> None:
         """Take over what an earlier service left: requeue its attempts, end the sessions of cancelled groups, and end
@@ -164,6 +174,7 @@ class Scheduler:
         except Conflict:  # the group was cancelled since the queue was read
             self._tasks.pop(session.group_id, None)
             return
+        self._began_at.setdefault(session.group_id, self._policy_version())
         started = msgspec.structs.replace(session, attempt=number)
         placement = _Placement(node, Attempt(session=started, task=task))
         self._placed[node.name] += 1
@@ -267,6 +278,7 @@ class Scheduler:
             return
         if group_done:
             self._tasks.pop(result.group_id, None)
+            self._began_at.pop(result.group_id, None)
             self._on_done()
 
     async def _renew(self) -> None:

@@ -13,20 +13,22 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import TypeVar
 
+import msgspec
+
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import OffloadThread, Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.lifecycle import GroupState
-from outrider.schemas import EventView, GroupView, ServiceStatus
+from outrider.schemas import EventView, GroupView, PolicyStatus, ServiceStatus
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
-from outrider.spec import GroupSpec
+from outrider.spec import GroupSpec, PolicyUpdateSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
@@ -62,7 +64,13 @@ class Service:
         self._offload = offload
         self._ids = Ids()
         self._deliverer = Deliverer(store, self.reader)
-        self._scheduler = Scheduler(store, [node], on_done=self._on_group_done, pauses=pauses)
+        self._scheduler = Scheduler(
+            store,
+            [node],
+            on_done=self._on_group_done,
+            policy_version=lambda: pool.policy.version,
+            pauses=pauses,
+        )
         self._group_done = Broadcast()
 
     @asynccontextmanager
@@ -169,6 +177,20 @@ class Service:
             for event in await self.store.events(after=after, limit=limit)
         ]
 
+    async def update_policy(self, update: PolicyUpdateSpec) -> PolicyStatus:
+        """Serve another version of the policy from the next token on; see `Policy.update`. Groups that are too old are
+        cancelled before anything is generated again."""
+        cancelled: list[str] = []
+
+        async def cancel_old() -> None:
+            if update.cancel_older_than is not None:
+                for group_id in self._scheduler.older_than(update.cancel_older_than):
+                    await self._scheduler.cancel(await self.store.cancel_group(group_id))
+                    cancelled.append(group_id)
+
+        await self.pool.policy.update(update.version, mode=update.mode, weights=update.weights, meanwhile=cancel_old)
+        return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
+
     async def status(self) -> ServiceStatus:
         counts = await self.store.counts()
         return ServiceStatus(
@@ -178,6 +200,7 @@ class Service:
             cursor=await self.store.last_cursor(),
             nodes=tuple(self._scheduler.stats()),
             engines=tuple(self.pool.status()),
+            policy=self.pool.policy.status(),
         )
 
     def _on_group_done(self) -> None:

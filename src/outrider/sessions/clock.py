@@ -1,7 +1,7 @@
 """A session's own time: budgets limit how long it works, a cutoff ends its run, a stopwatch says how long stages took.
 
-It knows no stage. Invariant: time in which the event loop stood still, and time outside a `spend` block, such as a wait
-for a slot, is charged to no budget.
+It knows no stage. Invariant: time in which the event loop stood still or the policy was paused, and time outside a
+`spend` block, such as a wait for a slot, is charged to no budget.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+LOOK_AGAIN = 0.02
+"""Seconds after which a clock that stood still is looked at again, at the earliest. A pause may last for minutes, and
+begin when next to nothing is left of a budget."""
+
 
 class Budget:
     """Seconds left to spend. `async with budget.spend():` raises TimeoutError when they run out inside.
 
-    `exhausted` says whether they ever did. `stood_still` returns for how many seconds in all the event loop has stood
-    still until now (`Watchdog.stood_still`).
+    `exhausted` says whether they ever did. `stood_still` returns for how many seconds in all the clock has stood still
+    until now.
     """
 
     def __init__(self, seconds: float, stood_still: Callable[[], float]) -> None:
@@ -43,7 +47,7 @@ class Budget:
             if self.remaining <= 0:
                 timeout.reschedule(loop.time())
             else:
-                timer = loop.call_later(self.remaining, end_or_wait)
+                timer = loop.call_later(max(LOOK_AGAIN, self.remaining), end_or_wait)
 
         timer = loop.call_later(max(0.0, budget), end_or_wait)
         timeout = asyncio.timeout(None)

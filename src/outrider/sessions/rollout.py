@@ -61,6 +61,11 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     warm_pool: WarmPool
     watchdog: Watchdog
 
+    def stood_still(self) -> float:
+        """Seconds in all, until now, in which no session could go on: the event loop stood still, or the policy was
+        paused. A stall during a pause counts twice, in the sessions' favour."""
+        return self.watchdog.stood_still() + self.model.pool.policy.gate.paused_seconds()
+
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent's run ended. `failure` is there for AGENT_EXCESS: it came from inside the agent's sandbox, and it is
@@ -89,7 +94,7 @@ class Rollout:
         self._task = attempt.task
         self._key = key
         self._node = node
-        self._budget = Budget(attempt.task.limits.session_seconds, node.watchdog.stood_still)
+        self._budget = Budget(attempt.task.limits.session_seconds, node.stood_still)
         self._stopwatch = Stopwatch()
         self._at_limit = Cutoff()
         self.conversation = Conversation(
@@ -224,7 +229,7 @@ class Rollout:
 
         Raises the first true cause of a failed run: a failed model call outranks the harness's own failure.
         """
-        clock = Budget(self._task.limits.agent_seconds, self._node.watchdog.stood_still)
+        clock = Budget(self._task.limits.agent_seconds, self._node.stood_still)
         try:
             async with self._budget.spend(), clock.spend(), self._at_limit.block():
                 outcome = await harness.run(context)

@@ -8,11 +8,13 @@ Invariant: token `id` at context position `p` always has the log-probability `sc
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.options import read_options
@@ -70,17 +72,22 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """A whole generation: its tokens, how it ends (`failure` instead of `finish`), where it stalls."""
+    """A whole generation: its tokens, how it ends (`failure` instead of `finish`), where it stalls. `script` is what it
+    was made from."""
 
     ids: list[int]
     finish: FinishReason | None
     stop_match: int | str | None
     failure: str | None
     stall: int | None
+    script: tuple[Reply, list[int]]
 
 
 class ScriptedEngine:
-    """`Engine`, `TokenizesText` and `SetsVersion` from a script.
+    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` from a script.
+
+    A reply that a pause has aborted goes on where it stopped, if the next request of its session has the same prompt
+    and those ids. Weights are not read: their path must exist, and is kept in `weights`.
 
     For tests: `requests` are the last ones given; `aborted` the ids of generations whose consumer left, after
     which `abort_seen` is set; `stalled` is set when a generation reaches its stall, which `release` ends;
@@ -97,6 +104,7 @@ class ScriptedEngine:
             raise InvalidField("chunk_tokens must be at least 1", field="options")
         self.name = options.name
         self.version = own.version
+        self.weights: str | None = None
         self.requests: deque[GenerateRequest] = deque(maxlen=REMEMBERED_REQUESTS)
         self.aborted: deque[str] = deque(maxlen=REMEMBERED_REQUESTS)
         self.abort_seen = asyncio.Event()
@@ -109,6 +117,8 @@ class ScriptedEngine:
         self._gate = PauseGate()
         self._down = self._frozen = self._released = False
         self._aborts = 0
+        self._cut: OrderedDict[tuple[str, bytes], tuple[Reply, list[int]]] = OrderedDict()
+        """What was left of replies that were aborted, by session and the ids that go before it."""
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -136,12 +146,16 @@ class ScriptedEngine:
                 run = _Run(len(request.input_ids), self._aborts)
                 while not run.ended:
                     yield await self._next(plan, run)
+                if run.aborted:
+                    self._remember(request, plan, run.position)
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted.append(request.request_id)
             self.abort_seen.set()
             raise
 
     async def pause(self, mode: PauseMode) -> None:
+        if self._down:
+            raise EngineUnavailable(f"engine {self.name!r} is down")
         self._gate.close()
         if mode == "keep":
             self._frozen = True
@@ -157,7 +171,16 @@ class ScriptedEngine:
         self._notify()
 
     async def set_version(self, version: int) -> None:
+        if self._down:
+            raise EngineUnavailable(f"engine {self.name!r} is down")
         self.version = version
+
+    async def update_weights(self, weights: str, version: int) -> None:
+        if self._down:
+            raise EngineUnavailable(f"engine {self.name!r} is down")
+        if not await asyncio.to_thread(Path(weights).exists):
+            raise EngineRejected(f"engine {self.name!r} finds no weights in {weights}")
+        self.weights, self.version = weights, version
 
     async def token_check(self, text: str) -> list[int] | None:
         return self._tokenizer.encode(text) if self._tokenizer else None
@@ -185,11 +208,21 @@ class ScriptedEngine:
                 f"the model's context length is {self._context_tokens} tokens, but {asked} were requested "
                 f"({len(request.input_ids)} in the prompt, {request.sampling.max_tokens} for the output)"
             )
-        reply, ids = self._script.next(request)
+        script = self._cut.pop((request.session_key, request.input_ids.tobytes()), None) or self._script.next(request)
+        reply, ids = script
         if reply.fail is not None and reply.after <= request.sampling.max_tokens:
-            return _Plan(ids[: reply.after], None, None, reply.fail, reply.stall)
+            return _Plan(ids[: reply.after], None, None, reply.fail, reply.stall, script)
         end = _ending(ids, request.sampling, self._tokenizer)
-        return _Plan(ids[: end.length], end.finish, end.match, None, reply.stall)
+        return _Plan(ids[: end.length], end.finish, end.match, None, reply.stall, script)
+
+    def _remember(self, request: GenerateRequest, plan: _Plan, position: int) -> None:
+        reply, ids = plan.script
+        given = np.asarray(ids[:position], dtype=np.int32)
+        stall = None if reply.stall is None or reply.stall < position else reply.stall - position
+        rest = msgspec.structs.replace(reply, stall=stall, after=max(0, reply.after - position))
+        self._cut[request.session_key, request.input_ids.tobytes() + given.tobytes()] = rest, ids[position:]
+        if len(self._cut) > REMEMBERED_REQUESTS:
+            self._cut.popitem(last=False)
 
     async def _next(self, plan: _Plan, run: _Run) -> Chunk:
         """The next chunk, once it may come: not while frozen or stalled, and not when killed or aborted."""
@@ -204,6 +237,7 @@ class ScriptedEngine:
                 self.stalled.set()
             await self._changed.wait()
         if run.aborts != self._aborts:
+            run.aborted = True
             return run.chunk([], self.version, FinishReason.ABORT)
         if plan.failure is not None and run.position == len(plan.ids):
             raise FAILURES[plan.failure](f"engine {self.name!r} fails here by its script")
@@ -220,7 +254,7 @@ class _Run:
 
     def __init__(self, prompt_length: int, aborts: int) -> None:
         self.position = 0
-        self.ended = False
+        self.ended = self.aborted = False
         self.aborts = aborts
         self._prompt_length = prompt_length
         self._starts: list[tuple[int, int]] = []

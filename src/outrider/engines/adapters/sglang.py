@@ -8,7 +8,7 @@ It knows no conversation. Invariant: an id is only passed on with the log-probab
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -21,13 +21,14 @@ from outrider.engines.adapters.options import ServerOptions, read_options, serve
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
 from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_model
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
-from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
+from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pause_gate import PauseGate
-from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable
+from outrider.errors import EngineError, EngineMisbehaved, EngineRejected, EngineUnavailable
 from outrider.trajectory import LogprobKind, TokenMode
 
+WEIGHTS_SECONDS = 600.0
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "in_place", "abort": "abort", "keep": "in_place"}
 
 
@@ -59,7 +60,7 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 class SGLangEngine:
-    """`Engine`, `TokenizesText` and `SetsVersion` over one SGLang server.
+    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one SGLang server.
 
     Its log-probabilities are those after temperature and before truncation, hence SAMPLING. `pause("finish")`
     holds new generations back here, waits for those in flight here, then pauses the server, which has no such
@@ -86,7 +87,7 @@ class SGLangEngine:
         await self._http.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        reader = _SGLangReader(self.name, self._version)
+        reader = _SGLangReader(self.name, lambda: self._version)
         try:
             async with (
                 self._gate.passage(),
@@ -134,6 +135,20 @@ class SGLangEngine:
         await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._version = version
 
+    async def update_weights(self, weights: str, version: int) -> None:
+        """Load a folder that the server can read. Its keys and values are forgotten, and a pause goes on."""
+        body = {
+            "model_path": weights,
+            "weight_version": str(version),
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "keep_pause": True,
+        }
+        answer = await self._control("/update_weights_from_disk", body, seconds=WEIGHTS_SECONDS)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
+        self._version = version
+
     async def token_check(self, text: str) -> list[int] | None:
         try:
             answer = await self._http.post("/tokenize", {"prompt": text, "add_special_tokens": False})
@@ -154,20 +169,22 @@ class SGLangEngine:
         label = info.get("weight_version") if isinstance(info, dict) else None
         return version_of(label) if isinstance(label, str) else self._version
 
-    async def _control(self, path: str, body: dict[str, Any]) -> None:
+    async def _control(self, path: str, body: dict[str, Any], *, seconds: float = CONTROL_SECONDS) -> Any:
         try:
-            await self._http.post(path, body)
+            return await self._http.post(path, body, seconds=seconds)
         except StatusFailure as failure:
             raise translate(failure, self.name) from None
 
 
 class _SGLangReader:
     """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, so that
-    the stream is read to its end and its connection reused."""
+    the stream is read to its end and its connection reused. `version` is asked when the first token comes: a request
+    that the server held back while it was paused is sampled by the weights of afterwards."""
 
-    def __init__(self, engine: str, version: int) -> None:
+    def __init__(self, engine: str, version: Callable[[], int]) -> None:
         self._engine = engine
-        self._version = version
+        self._ask_version = version
+        self._version: int | None = None
         self._length = 0
         self._labels: list[LabelSpan] = []
         self._ids: list[int] = []
@@ -209,6 +226,8 @@ class _SGLangReader:
     def _take(self, event: _Event) -> None:
         if event.error is not None:
             raise failure_of_event(event.error)
+        if self._version is None:
+            self._version = self._ask_version()
         meta = event.meta_info
         if meta is None:
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")

@@ -9,7 +9,7 @@ Invariant: an id is only ever passed on together with the log-probability the se
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Literal
@@ -41,6 +41,7 @@ GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 ROUTE_MISSING = frozenset({403, 404})
 PAUSE_MODES: dict[PauseMode, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
+WEIGHTS_SECONDS = 600.0
 DEV_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 to allow pausing and weight updates"
 
 
@@ -90,10 +91,10 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 class VLLMEngine:
-    """`Engine`, `TokenizesText` and `SetsVersion` over one vLLM server.
+    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one vLLM server.
 
     Log-probabilities are the server's: RAW unless it runs with `--logprobs-mode processed_logprobs` and the
-    option says so. Pausing needs a server in development mode.
+    option says so. Pausing, and loading weights, needs a server in development mode.
     """
 
     mode = TokenMode.TOKENS
@@ -119,7 +120,7 @@ class VLLMEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         route = COMPLETIONS if self._completions_only else GENERATE
         while True:
-            reader = _VLLMReader(self.name, self._version, self._unlabelled)
+            reader = _VLLMReader(self.name, self._versions)
             body = partial(_body, request, self._model, route)
             try:
                 async with aclosing(self._http.events(route, body, {"X-Session-ID": request.session_key})) as batches:
@@ -178,6 +179,20 @@ class VLLMEngine:
             self._unlabelled = 0
         self._version = version
 
+    async def update_weights(self, weights: str, version: int) -> None:
+        """Reload from a folder in Hugging Face layout that the server can read, and forget all keys and values.
+
+        `reload_weights` is a method of vLLM's workers, called by `/collective_rpc`; of the routes for weight transfer
+        none reads from disk. Raises EngineRejected when the server is not in development mode.
+        """
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
+        await self._control("/collective_rpc", reload, seconds=WEIGHTS_SECONDS)
+        # Says in the body, under status 200, that it did nothing.
+        answer = await self._control("/reset_prefix_cache?reset_running_requests=true")
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
+        await self.set_version(version)
+
     async def token_check(self, text: str) -> list[int] | None:
         body = {"prompt": text, "add_special_tokens": False}
         if self._model is not None:
@@ -190,13 +205,16 @@ class VLLMEngine:
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 
-    async def _control(self, path: str, *, seconds: float | None = 30) -> None:
+    async def _control(self, path: str, body: Any = None, *, seconds: float | None = 30) -> Any:
         try:
-            await self._http.post(path, seconds=seconds)
+            return await self._http.post(path, body, seconds=seconds)
         except StatusFailure as failure:
             error = translate(failure, self.name)
             error.hint = DEV_HINT if failure.status == 404 else error.hint
             raise error from None
+
+    def _versions(self) -> _Versions:
+        return _Versions(self._version, self._unlabelled)
 
     async def _served_version(self) -> int:
         """The label of the served weights; servers outside development mode do not say."""
@@ -209,18 +227,29 @@ class VLLMEngine:
         return version_of(str(answer["weight_version"])) if "weight_version" in answer else self._version
 
 
+class _Versions(msgspec.Struct, frozen=True):
+    """What the server was last known to serve, and what weights without a label are."""
+
+    served: int
+    unlabelled: int
+
+
 class _NotStreamed(EngineUnavailable):
     """An answer ended properly without one event: it was no stream."""
 
 
 class _VLLMReader:
     """Reads the events of one generation into chunks. The tokens of the finishing event wait for the usage behind
-    them."""
+    them.
 
-    def __init__(self, engine: str, version: int, unlabelled: int) -> None:
+    `versions` is asked when the first token comes: a request that the server held back while it was paused is sampled
+    by the weights of afterwards.
+    """
+
+    def __init__(self, engine: str, versions: Callable[[], _Versions]) -> None:
         self._engine = engine
-        self._version = version
-        self._unlabelled = unlabelled
+        self._ask_versions = versions
+        self._versions: _Versions | None = None
         self.begun = False
         self._length = 0
         self._ids: list[int] = []
@@ -280,6 +309,8 @@ class _VLLMReader:
 
     def _take(self, choice: _Choice) -> None:
         ids = choice.token_ids or []
+        if self._versions is None:
+            self._versions = self._ask_versions()
         self._logprobs += _logprobs(choice.logprobs, ids, self._engine)
         self._ids += ids
         self._length += len(ids)
@@ -291,7 +322,10 @@ class _VLLMReader:
                 finish=finish_of(choice.finish_reason, self._engine),
                 stop_match=choice.stop_reason,
                 versions=spans_of(
-                    choice.weight_versions, length=self._length, version=self._version, unlabelled=self._unlabelled
+                    choice.weight_versions,
+                    length=self._length,
+                    version=self._versions.served,
+                    unlabelled=self._versions.unlabelled,
                 ),
             )
 

@@ -45,7 +45,9 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 class Member:
     """The pool's record of one engine. `owned` engines are closed by the pool. `suspect` says what the engine sent that
-    cannot be true, and is None while it is trusted; `misbehaved` counts how often that happened."""
+    cannot be true, and is None while it is trusted; `misbehaved` counts how often that happened. `paused`: it was told
+    to pause and not yet to go on. `behind`: it answers, and serves nobody, for its weights are older than the policy.
+    """
 
     def __init__(
         self, engine: Engine | ChatEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
@@ -71,6 +73,8 @@ class Member:
         self.misbehaved = 0
         self.failed_probes = 0
         self.version = health.version
+        self.paused = False
+        self.behind = False
         self.probe: asyncio.Task[None] | None = None
         self.trial: asyncio.Task[None] | None = None
         # Kept, because an isinstance check on a protocol takes 30 microseconds and every call would make two.

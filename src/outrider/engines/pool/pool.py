@@ -1,8 +1,9 @@
 """The engine pool: gives every session the least loaded engine, keeps it there, and moves it when that engine dies.
 
-It knows no conversation. Every reply of every engine is checked here (`reply_checks`). Invariants: a generation is
-begun on another engine only while its consumer has been given nothing of it; an engine that sent what cannot be true is
-suspect until it has proved itself again.
+It knows no conversation. Every reply of every engine is checked here (`reply_checks`). A generation that a pause of the
+policy cut off goes on after it as a new request (`continuation`). Invariants: any other generation is begun again only
+while its consumer has been given nothing of it; an engine that sent what cannot be true is suspect until it has proved
+itself again.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from outrider.engines.base import (
     GenerateRequest,
 )
 from outrider.engines.pool.affinity import Affinity, Member, ServingEngine
+from outrider.engines.pool.continuation import Continuation, continuable
+from outrider.engines.pool.policy import Policy
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
-from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
-from outrider.trajectory import LogprobKind, TokenMode
+from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
+from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 AnyEngine = Engine | ChatEngine
 AnyRequest = GenerateRequest | ChatRequest
@@ -69,6 +72,8 @@ class PoolReply(Generic[T]):
     def __init__(self, chunks: Callable[[PoolReply[T]], AsyncGenerator[T, None]]) -> None:
         self.serving: ServingEngine | None = None
         """For the pool to set."""
+        self.earlier: tuple[VersionSpan, ...] = ()
+        """For the pool to set: the spans of what was sampled before the generation was cut off last."""
         self._chunks = chunks(self)
 
     @property
@@ -78,6 +83,24 @@ class PoolReply(Generic[T]):
         if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
+
+    def serve(self, member: Member) -> None:
+        """For the pool: this engine gives the chunks that come now. Raises EngineUnavailable where it cannot go on with
+        what another one has begun."""
+        if self.earlier and self.served.logprob_kind is not member.engine.logprob_kind:
+            raise EngineUnavailable(
+                f"engine {member.name!r} cannot go on with a reply: its log-probabilities are of another kind",
+                hint="ask again",
+            )
+        self.serving = member.serving()
+
+    def versions(self, length: int) -> tuple[VersionSpan, ...]:
+        """The spans of the first `length` tokens of a reply that has no last chunk: cut short, or given up."""
+        spans = [span for span in self.earlier if span.end <= length]
+        start = spans[-1].end if spans else 0
+        if start < length:
+            spans.append(VersionSpan(self.served.version, start, length))
+        return tuple(spans)
 
     def __aiter__(self) -> Self:
         return self
@@ -93,7 +116,8 @@ class PoolReply(Generic[T]):
 class EnginePool:
     """The engines of a service; enter it with `async with`.
 
-    `tokenizer` is handed to engines made from a spec; ids outside of `vocabulary` are taken from none. `check` may
+    `tokenizer` is handed to engines made from a spec; ids outside of `vocabulary` are taken from none; `text` makes a
+    decoder of their ids, for stop strings in generations that a pause has cut in two. `check` may
     refuse an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is
     how many seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
     """
@@ -103,12 +127,14 @@ class EnginePool:
         *,
         tokenizer: str | None = None,
         vocabulary: Vocabulary = ANY_IDS,
+        text: Callable[[], TextStream] | None = None,
         check: EngineCheck | None = None,
         patience: float = 60.0,
         probing: Backoff = PROBING,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
+        self._text = text
         self._check = check
         self._patience = patience
         self._probing = probing
@@ -117,6 +143,7 @@ class EnginePool:
         self._affinity = Affinity()
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
+        self.policy = Policy(self._members, lost=self._mark_failed, found=self._mark_found)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -134,6 +161,7 @@ class EnginePool:
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
+            await shielded(lambda: self.policy.leave(tuple(self._members.values())))
             await shielded(self._close_all)
 
     async def add(self, spec: EngineSpec) -> EngineStatus:
@@ -186,6 +214,7 @@ class EnginePool:
             member.detail = "removed with generations in flight"
         finally:
             self._members.pop(name, None)
+            await shielded(lambda: self.policy.leave((member,)))
             if member.owned:
                 await shielded(member.engine.close)
 
@@ -215,42 +244,73 @@ class EnginePool:
         self._affinity.release(session_key)
 
     async def _chunks(self, reply: PoolReply[Any], request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
-        clock = asyncio.get_running_loop().time
+        clock, gate = asyncio.get_running_loop().time, self.policy.gate
         session_key, takes_tokens = request.session_key, isinstance(request, GenerateRequest)
         if isinstance(request, GenerateRequest):
             prompt_tokens = len(request.input_ids)
         else:
             prompt_tokens = sum(len(message.content) for message in request.messages) // CHARACTERS_PER_TOKEN
+        cuttable = request if isinstance(request, GenerateRequest) and continuable(request.sampling) else None
+        whole = cuttable is None
+        asked = request
+        earlier: Continuation | None = None
         give_up_at: float | None = None
         failed = 0
         while True:
             member = await self._engine_for(session_key, (takes_tokens,))
-            reply.serving = member.serving()
+            if gate.mode is not None:
+                await gate.opened()
+                give_up_at = None
+                continue
+            reply.serve(member)
             generated, begun = 0, False
-            check = self._check_of(request, member.name)
+            cut: Chunk | None = None
+            cuts, version = gate.cuts, member.version
+            check = self._check_of(asked, member.name)
             member.enter()
+            gate.enter(whole=whole)
             self._affinity.set_context(session_key, member, prompt_tokens)
             self._affinity.refresh(member)
             try:
-                async with aclosing(_begun(member.engine, request)) as chunks:
+                async with aclosing(_begun(member.engine, asked)) as chunks:
                     async for chunk in chunks:
                         generated += check.take(chunk)
                         begun = True
                         if chunk.finish is not None:
-                            if chunk.versions:
+                            if cuts != gate.cuts:  # what it says of the version may be outdated
+                                if chunk.finish is FinishReason.ABORT and cuttable is not None:
+                                    cut = chunk
+                                    break
+                            elif chunk.versions:
                                 member.version = chunk.versions[-1].version
                             if isinstance(chunk, ChatChunk) and chunk.output_ids is None:
                                 reply.serving = msgspec.structs.replace(
-                                    reply.serving, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE
+                                    reply.served, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE
                                 )
-                        yield chunk
+                        if earlier is None:
+                            yield chunk
+                            continue
+                        given = earlier.take(chunk, version)
+                        yield given
+                        if given.finish is not None:
+                            return
                 member.failed_probes = 0
-                return
+                if cut is None or cuttable is None:
+                    return
+                earlier = earlier or Continuation(cuttable, self._text)
+                given = earlier.take(msgspec.structs.replace(cut, finish=None, versions=()), version)
+                yield given
+                if given.finish is not None:
+                    return
+                earlier.cut(cast(TokenCheck, check).ids, cut, version)
             except EngineUnavailable as error:
                 self._mark_failed(member, error)
                 failed += 1
                 give_up_at = give_up_at or clock() + self._patience
-                if begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
+                if (gate.mode is not None or cuts != gate.cuts) and cuttable is not None:
+                    earlier = earlier or Continuation(cuttable, self._text)
+                    earlier.cut(cast(TokenCheck, check).ids, None, version)
+                elif begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
                     raise
             except EngineMisbehaved as error:
                 self._mark_suspect(member, error, request)
@@ -265,8 +325,16 @@ class EnginePool:
                 raise mistake from error
             finally:
                 member.leave(generated)
+                gate.leave(whole=whole)
                 self._affinity.set_context(session_key, member, prompt_tokens + generated)
                 self._affinity.refresh(member)
+            if earlier is not None:
+                if (last := earlier.ended()) is not None:
+                    yield last
+                    return
+                reply.earlier = earlier.versions
+                asked = earlier.request()
+                prompt_tokens = len(asked.input_ids)
 
     def _check_of(self, request: AnyRequest, engine: str) -> TokenCheck | ChatCheck:
         kind = TokenCheck if isinstance(request, GenerateRequest) else ChatCheck
@@ -282,6 +350,9 @@ class EnginePool:
                     await self._changed.wait()
                 return member
         except TimeoutError:
+            if self.policy.gate.mode is not None:  # an engine may be away for as long as the policy is paused
+                await self.policy.gate.opened()
+                return await self._engine_for(session_key, kinds)
             troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
             raise EngineUnavailable(
                 f"no engine to serve this request within {self._patience:g} s" + (f" ({troubles})" if troubles else ""),
@@ -307,6 +378,9 @@ class EnginePool:
     ) -> EngineStatus:
         member = Member(engine, health, kind=kind, url=url, owned=owned)
         self._members[member.name] = member
+        if (outdated := self.policy.outdated(engine, health)) is not None:
+            member.behind, member.detail = True, outdated.message
+            self._keep_out(member)
         self._affinity.refresh(member)
         self._notify()
         return member.status()
@@ -315,10 +389,14 @@ class EnginePool:
         """Give the engine no more work, and see when it is back."""
         member.failures += 1
         member.detail = error.message
-        if not member.serves:
-            return
+        if member.serves:
+            self._keep_out(member)
+
+    def _keep_out(self, member: Member) -> None:
         member.ok = False
         self._affinity.refresh(member)
+        if member.probe is not None:  # one that has not noticed yet that the engine was found
+            member.probe.cancel()
         member.probe = self._tasks.create_task(self._probe(member), name=f"probe {member.name}")
 
     async def _probe(self, member: Member) -> None:
@@ -328,9 +406,19 @@ class EnginePool:
             try:
                 member.health = await self._vet(member.engine)
             except EngineError as error:
+                member.behind, member.detail = False, error.message
+                continue
+            try:
+                version = await self.policy.catch_up(member, member.health)
+            except EngineError as error:
                 member.detail = error.message
             else:
-                member.ok, member.detail, member.version = True, "", member.health.version
+                member.version = version
+                self._mark_found(member)
+
+    def _mark_found(self, member: Member) -> None:
+        """The engine serves again."""
+        member.ok, member.behind, member.detail = True, False, ""
         self._affinity.refresh(member)
         self._notify()
 
@@ -353,6 +441,7 @@ class EnginePool:
         while good < GOOD_REPLIES:
             before = member.misbehaved
             await asyncio.sleep(self._probing.wait(before - 1 + failed))
+            await self.policy.gate.opened()
             try:
                 async with asyncio.timeout(TRIAL_SECONDS):
                     await self._vet(member.engine)
@@ -376,10 +465,15 @@ class EnginePool:
         few = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, TRIAL_TOKENS))
         trial = msgspec.structs.replace(request, request_id=name, session_key=name, sampling=few)
         check, finished = self._check_of(trial, engine.name), False
-        async with aclosing(_begun(engine, trial)) as chunks:
-            async for chunk in chunks:
-                check.take(chunk)
-                finished = chunk.finish is not None
+        await self.policy.gate.opened()
+        self.policy.gate.enter(whole=True)
+        try:
+            async with aclosing(_begun(engine, trial)) as chunks:
+                async for chunk in chunks:
+                    check.take(chunk)
+                    finished = chunk.finish is not None
+        finally:
+            self.policy.gate.leave(whole=True)
         if not finished:
             raise EngineUnavailable(f"engine {engine.name!r} ended its stream before the reply's end")
 

@@ -37,13 +37,13 @@ def max_characters(sampling: SamplingParams) -> int:
 
 
 class TokenCheck:
-    """Checks one reply of token ids, chunk by chunk."""
+    """Checks one reply of token ids, chunk by chunk. `ids` are those of its chunks until now."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
         self._sampling = sampling
         self._vocabulary = vocabulary
-        self._tokens = 0
+        self.ids: list[int] = []
         self._finished = False
 
     def take(self, chunk: Chunk) -> int:
@@ -52,9 +52,9 @@ class TokenCheck:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         new = len(chunk.ids)
         if new or chunk.logprobs:
-            self._tokens += new
-            if self._tokens > self._sampling.max_tokens:
-                raise _too_many(self._engine, self._tokens, self._sampling)
+            self.ids += chunk.ids
+            if len(self.ids) > self._sampling.max_tokens:
+                raise _too_many(self._engine, len(self.ids), self._sampling)
             _check_tokens(self._engine, chunk.ids, chunk.logprobs, self._vocabulary)
         if chunk.prompt_ids:
             _check_prompt(self._engine, chunk.prompt_ids)
@@ -64,7 +64,7 @@ class TokenCheck:
         return new
 
     def _check_end(self, chunk: Chunk) -> None:
-        _check_versions(self._engine, chunk.versions, self._tokens)
+        _check_versions(self._engine, chunk.versions, len(self.ids))
         _check_count(self._engine, "prompt tokens", chunk.prompt_tokens)
         _check_count(self._engine, "cached tokens", chunk.cached_tokens)
         if isinstance(chunk.stop_match, str):

@@ -21,7 +21,7 @@ from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_diff
 from outrider.sessions.calls.token_allowance import Share
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
-from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, VersionSpan, pack_logprobs
+from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, pack_logprobs
 
 PROMISED_TOKENS = 2048
 """Tokens of its session's limit that a call can count on, if it asks for as many. Nearly all replies are shorter, and
@@ -113,8 +113,8 @@ class TokenCall:
                 versions=(),
             )
         self._last = chunk
-        if chunk.prompt_ids is not None:
-            self._drift = count_differences(self._prompt, chunk.prompt_ids)
+        if chunk.prompt_ids is not None:  # again for each request that the generation took
+            self._drift = max(self._drift, count_differences(self._prompt, chunk.prompt_ids))
         elif chunk.prompt_tokens is not None:
             self._drift = max(self._drift, abs(chunk.prompt_tokens - len(self._prompt)))
         if chunk.ids:
@@ -167,6 +167,8 @@ class TokenCall:
         prompt, served = self._joined.prompt, self._generation.served
         node = self._tree.commit(prompt, self._ids, reply)
         versions = self._last.versions if self._last else ()
+        if self._ids and not versions:
+            versions = self._generation.versions(len(self._ids))
         return Turn(
             index=node.index,
             parent=prompt.parent.index if prompt.parent else None,
@@ -183,7 +185,7 @@ class TokenCall:
             output_ids=node.output,
             logprobs=pack_logprobs(self._logprobs),
             logprob_kind=served.logprob_kind,
-            versions=versions or ((VersionSpan(served.version, 0, len(self._ids)),) if self._ids else ()),
+            versions=versions,
             finish=finish,
             stop_match=self._last.stop_match if self._last else None,
             dialect=self._dialect,

@@ -28,7 +28,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine is served. `tokenizer` gives texts and `/tokenize`; `model` is the served name.
 
     vLLM: `generate_route` False refuses `/inference/v1/generate` as a server without `--enable-scale-out` does;
-    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31. SGLang: `incremental`
+    `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `dev_mode` False has no route
+    to pause, label or load weights; `refuses_while_paused` answers 503 then, as 0.33 does. SGLang: `incremental`
     streams deltas as with `--incremental-streaming-output`.
     """
 
@@ -36,6 +37,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "policy"
     generate_route: bool = True
     text_token_ids: bool = False
+    dev_mode: bool = True
+    refuses_while_paused: bool = False
     incremental: bool = False
 
 

@@ -14,7 +14,15 @@ import numpy as np
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of, version_of
-from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, SamplingParams, SetsVersion
+from outrider.engines.base import (
+    Chunk,
+    Engine,
+    GenerateRequest,
+    LoadsWeights,
+    PauseMode,
+    SamplingParams,
+    SetsVersion,
+)
 from outrider.errors import EngineError, EngineRejected
 from outrider.testing.engine_servers.asgi import HttpCall, Routes, ServeSettings, checked_constraint, common_routes
 from outrider.tokens.rendering.tokenizer import TextStream
@@ -77,6 +85,15 @@ class _NewVersion(msgspec.Struct):
     abort_all_requests: bool = True
 
 
+class _Weights(msgspec.Struct):
+    model_path: str
+    weight_version: str
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    keep_pause: bool = False
+
+
+_WEIGHTS = msgspec.json.Decoder(_Weights)
 _GENERATE = msgspec.json.Decoder(_Generate)
 _PAUSE = msgspec.json.Decoder(_Pause)
 _NEW_VERSION = msgspec.json.Decoder(_NewVersion)
@@ -94,6 +111,7 @@ class ServedSGLang:
             ("POST", "/pause_generation"): self._pause,
             ("POST", "/continue_generation"): self._continue,
             ("POST", "/update_weight_version"): self._update_weight_version,
+            ("POST", "/update_weights_from_disk"): self._update_weights,
         }
 
     def error_body(self, message: str, status: int) -> Any:
@@ -174,6 +192,21 @@ class ServedSGLang:
             await self.engine.resume()
         await self.engine.set_version(version_of(body.new_version))
         await call.answer(200, {"success": True, "new_version": body.new_version})
+
+    async def _update_weights(self, call: HttpCall) -> None:
+        body = await call.read(_WEIGHTS)
+        if not isinstance(self.engine, LoadsWeights):
+            raise EngineRejected("this engine's weights cannot be loaded")
+        if body.abort_all_requests:
+            await self.engine.pause("abort")
+        try:
+            await self.engine.update_weights(body.model_path, version_of(body.weight_version))
+        except EngineRejected as error:
+            await call.answer(400, {"success": False, "message": error.message})
+            return
+        if not body.keep_pause:
+            await self.engine.resume()
+        await call.answer(200, {"success": True, "message": "Succeeded to update model weights."})
 
 
 class _SGLangWriter:

@@ -6,7 +6,7 @@ Shapes follow vLLM 0.32, and older log-probabilities on request. It renders noth
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
@@ -14,12 +14,21 @@ import numpy as np
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of, version_of
-from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, SamplingParams, SetsVersion
-from outrider.errors import EngineError, EngineRejected
+from outrider.engines.base import (
+    Chunk,
+    Engine,
+    GenerateRequest,
+    LoadsWeights,
+    PauseMode,
+    SamplingParams,
+    SetsVersion,
+)
+from outrider.errors import EngineError, EngineRejected, EngineUnavailable
 from outrider.testing.engine_servers.asgi import HttpCall, Routes, ServeSettings, checked_constraint, common_routes
 from outrider.tokens.rendering.tokenizer import TextStream
 
 PAUSE_MODES: dict[str, PauseMode] = {"wait": "finish", "abort": "abort", "keep": "keep"}
+DEV_ROUTES = ("/pause", "/resume", "/weight_info", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache")
 COMPLETION_TOKENS = 16
 """vLLM's `max_tokens` on the completions route when none is given."""
 
@@ -85,9 +94,19 @@ class _NewVersion(msgspec.Struct):
     new_version: str
 
 
+class _ReloadArguments(msgspec.Struct):
+    weights_path: str
+
+
+class _Reload(msgspec.Struct):
+    method: Literal["reload_weights"]
+    kwargs: _ReloadArguments
+
+
 _GENERATE = msgspec.json.Decoder(_Generate)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _NEW_VERSION = msgspec.json.Decoder(_NewVersion)
+_RELOAD = msgspec.json.Decoder(_Reload)
 
 
 class ServedVLLM:
@@ -103,7 +122,12 @@ class ServedVLLM:
             ("POST", "/resume"): self._resume,
             ("GET", "/weight_info"): self._weight_info,
             ("POST", "/update_weight_version"): self._update_weight_version,
+            ("POST", "/collective_rpc"): self._collective_rpc,
+            ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
         }
+        if not settings.dev_mode:
+            self.routes = {key: handler for key, handler in self.routes.items() if key[1] not in DEV_ROUTES}
+        self._paused: PauseMode | None = None
 
     def error_body(self, message: str, status: int) -> Any:
         kind = ERROR_TYPES.get(status, "InternalServerError")
@@ -158,6 +182,8 @@ class ServedVLLM:
         )
 
     async def _respond(self, call: HttpCall, request: GenerateRequest, reply: _VLLMWriter, *, stream: bool) -> None:
+        if self.settings.refuses_while_paused and self._paused in ("abort", "finish"):
+            raise EngineUnavailable("Server is paused")
         collected: list[Chunk] = []
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -182,10 +208,12 @@ class ServedVLLM:
         mode = parse_qs(call.query).get("mode", ["abort"])[0]
         if mode not in PAUSE_MODES:
             raise EngineRejected(f"unknown pause mode {mode!r}")
+        self._paused = PAUSE_MODES[mode]
         await self.engine.pause(PAUSE_MODES[mode])
         await call.answer(200, {"status": "paused"})
 
     async def _resume(self, call: HttpCall) -> None:
+        self._paused = None
         await self.engine.resume()
         await call.answer(200, {"status": "resumed"})
 
@@ -198,6 +226,17 @@ class ServedVLLM:
             raise EngineRejected("this engine's version cannot be set")
         await self.engine.set_version(version_of(label))
         await call.answer(200, {"success": True, "new_version": label})
+
+    async def _collective_rpc(self, call: HttpCall) -> None:
+        """`reload_weights`, as a worker's method; the version's label is set by another call."""
+        path = (await call.read(_RELOAD)).kwargs.weights_path
+        if not isinstance(self.engine, LoadsWeights):
+            raise EngineRejected("this engine's weights cannot be loaded")
+        await self.engine.update_weights(path, (await self.engine.health()).version)
+        await call.answer(200, {"results": [None]})
+
+    async def _reset_prefix_cache(self, call: HttpCall) -> None:
+        await call.answer(200, {"success": True})
 
 
 class _Choices(Protocol):

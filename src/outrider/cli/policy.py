@@ -1,0 +1,125 @@
+"""`outrider policy`: the version of the policy that a running service's engines serve, its pause, and new weights."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.tables import policy_line, policy_table
+from outrider.cli.terminal import Terminal, terminal_of
+from outrider.schemas import PolicyStatus
+
+
+class Mode(StrEnum):
+    """What happens to generations in flight."""
+
+    FINISH = "finish"
+    ABORT = "abort"
+
+
+InFlight = Annotated[
+    Mode, typer.Option("--mode", help="Let generations in flight finish, or cut them off and continue them afterwards.")
+]
+
+
+def policy_commands() -> typer.Typer:
+    """The sub-commands of `outrider policy`."""
+    app = typer.Typer(no_args_is_help=True, help="Show, pause, resume and update the policy that the engines serve.")
+    for command in (show, pause, resume, update):
+        app.command()(command)
+    return app
+
+
+def show(ctx: typer.Context, url: Url = None, token: Token = None, json: Json = False) -> None:
+    """Show the policy's version, and the version of each engine.
+
+    Example:
+
+        outrider policy show
+    """
+    with client(url, token) as service:
+        _show(terminal_of(ctx), service.policy())
+
+
+def pause(
+    ctx: typer.Context, mode: InFlight = Mode.FINISH, url: Url = None, token: Token = None, json: Json = False
+) -> None:
+    """Hold new generations back, and wait until nothing is generated any more.
+
+    Clocks of agents stand still until the policy is resumed.
+
+    Example:
+
+        outrider policy pause --mode abort
+    """
+    with client(url, token) as service:
+        _show(terminal_of(ctx), service.pause_policy(mode.value))
+
+
+def resume(
+    ctx: typer.Context,
+    version: Annotated[
+        int | None,
+        typer.Argument(metavar="[N]", help="Version of the weights that the engines have now; by default the old one."),
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Generate again.
+
+    With a version, the engines are told first that their weights are of that version.
+
+    Example:
+
+        outrider policy resume 12
+    """
+    with client(url, token) as service:
+        _show(terminal_of(ctx), service.resume_policy(version))
+
+
+def update(
+    ctx: typer.Context,
+    version: Annotated[int, typer.Argument(metavar="N", help="The new version.")],
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="File or folder that every engine loads; by default the weights stay as they are."
+        ),
+    ] = None,
+    mode: InFlight = Mode.FINISH,
+    cancel_older_than: Annotated[
+        int | None, typer.Option(metavar="M", help="Cancel groups whose first session began at a version below this.")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Raise the policy's version, with weights that the engines load in place.
+
+    Pauses, loads, sets the version and resumes.
+
+    Example:
+
+        outrider policy update 12 --weights checkpoints/12 --mode abort
+    """
+    path = None if weights is None else str(Path(weights).absolute()) if Path(weights).exists() else weights
+    with client(url, token) as service:
+        _show(
+            terminal_of(ctx),
+            service.update_policy(version, mode=mode.value, weights=path, cancel_older_than=cancel_older_than),
+        )
+
+
+def _show(terminal: Terminal, policy: PolicyStatus) -> None:
+    if terminal.json:
+        terminal.write_json(policy)
+        return
+    terminal.out.print(policy_line(policy))
+    terminal.out.print(policy_table(policy))
+    if policy.cancelled:
+        terminal.out.print(f"cancelled: {', '.join(policy.cancelled)}")

@@ -1,0 +1,183 @@
+"""A generation that was cut off and goes on as a new request: the ids are kept, and the parts read as one reply.
+
+It knows no engine. What an engine would have known of the first part is restored: how many tokens are left, where the
+random numbers are, and the text in which a stop string may have begun. Invariant: the ids, log-probabilities and
+version spans given out are those that the engines gave, each in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+import msgspec
+import numpy as np
+
+from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
+from outrider.tokens.rendering.tokenizer import TextStream
+from outrider.trajectory import FinishReason, VersionSpan
+
+MAX_SEED = (1 << 31) - 1
+"""Every engine takes a seed of 31 bits."""
+
+
+def continuable(sampling: SamplingParams) -> bool:
+    """Whether an engine can go on with such a reply from its ids alone, and draw each token as if nothing had happened.
+
+    A constraint would begin anew in the middle of the form; presence and frequency penalties are taken from the tokens
+    that one request has sampled.
+    """
+    return sampling.constraint is None and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0
+
+
+class Continuation:
+    """One generation over several requests. `versions` are the spans of what was sampled before the newest of them.
+
+    `text` makes a decoder, for stop strings: without one, a stop string that spans a cut is not found.
+    """
+
+    def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:
+        self.versions: tuple[VersionSpan, ...] = ()
+        self._request = request
+        self._text = text
+        self._sampled: list[int] = []
+        self._cuts = 0
+        self._given = 0  # tokens of the newest request
+        self._cached: int | None = None
+        self._watch: StopWatch | None = None
+
+    def cut(self, ids: Sequence[int], last: Chunk | None, version: int) -> None:
+        """The newest request has sampled `ids` and was cut off, with a `last` chunk of the engine if there was one.
+        Where that has no spans, the tokens are of `version`."""
+        self._given = len(ids)
+        self.versions = self._joined(last.versions if last else (), version)
+        if last is not None:
+            self._note_cached(last)
+        self._sampled += ids
+        self._given = 0
+        self._cuts += 1
+        stops = self._request.sampling.stop
+        if stops and self._text is not None:
+            self._watch = StopWatch(stops, self._text(), self._sampled)
+
+    def ended(self) -> Chunk | None:
+        """The last chunk of a reply that was complete when it was cut, None for one that has to go on: the engine may
+        have been stopped after the last token and before it saw that it was the last."""
+        sampling, count = self._request.sampling, len(self._sampled)
+        last = self._sampled[-1] if self._sampled else None
+        if last in sampling.stop_token_ids and count > sampling.min_tokens:
+            finish, match = FinishReason.STOP, last
+        elif count >= sampling.max_tokens:
+            finish, match = FinishReason.LENGTH, None
+        else:
+            return None
+        return Chunk(
+            ids=[], logprobs=[], finish=finish, stop_match=match, versions=self.versions, cached_tokens=self._cached
+        )
+
+    def request(self) -> GenerateRequest:
+        """The request that goes on with the reply. Its id has 32 characters, like those of all calls."""
+        first, sampling, count = self._request, self._request.sampling, len(self._sampled)
+        name = f"{first.request_id}/{self._cuts}".encode()
+        seed = sampling.seed
+        if seed is not None and count:  # with the same seed the engine would draw the same numbers again
+            digest = blake2b(f"{seed}/{count}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") & MAX_SEED
+        return GenerateRequest(
+            request_id=blake2b(name, digest_size=16).hexdigest(),
+            session_key=first.session_key,
+            input_ids=np.concatenate((first.input_ids, np.asarray(self._sampled, dtype=np.int32))),
+            sampling=msgspec.structs.replace(
+                sampling,
+                max_tokens=sampling.max_tokens - count,
+                min_tokens=max(0, sampling.min_tokens - count),
+                seed=seed,
+            ),
+        )
+
+    def take(self, chunk: Chunk, version: int) -> Chunk:
+        """A chunk of the newest request, as one of the whole reply. `version` is that of the request's tokens where the
+        engine gives no spans."""
+        if self._watch is not None and chunk.ids:
+            chunk = self._stopped(chunk, self._watch)
+        self._given += len(chunk.ids)
+        if chunk.prompt_ids is not None:
+            chunk = msgspec.structs.replace(chunk, prompt_ids=self._echo(chunk.prompt_ids))
+        if chunk.prompt_tokens is not None:
+            chunk = msgspec.structs.replace(chunk, prompt_tokens=chunk.prompt_tokens - len(self._sampled))
+        if chunk.finish is None:
+            return chunk
+        self._note_cached(chunk)
+        return msgspec.structs.replace(
+            chunk, versions=self._joined(chunk.versions, version), cached_tokens=self._cached
+        )
+
+    def _note_cached(self, last: Chunk) -> None:
+        if self._cached is None and last.cached_tokens is not None:
+            self._cached = min(last.cached_tokens, len(self._request.input_ids))
+
+    def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
+        """The chunk, ended by the token that completes a stop string begun before the cut, if one does."""
+        for number, token_id in enumerate(chunk.ids, start=1):
+            if (match := watch.push(token_id)) is not None:
+                return msgspec.structs.replace(
+                    chunk,
+                    ids=chunk.ids[:number],
+                    logprobs=chunk.logprobs[:number],
+                    finish=FinishReason.STOP,
+                    stop_match=match,
+                )
+        if watch.over:
+            self._watch = None
+        return chunk
+
+    def _echo(self, reported: list[int]) -> list[int]:
+        """The engine's echo of its prompt without the ids that were sampled. An id that differs among those is drift,
+        too: for each, the echo is one longer than the prompt."""
+        length = len(self._request.input_ids)
+        behind = reported[length:]
+        wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
+        return reported[:length] + [0] * wrong
+
+    def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
+        """All spans, those of the newest request behind the ones before."""
+        start, count = len(self._sampled), self._given
+        spans = list(self.versions)
+        for span in versions or (VersionSpan(version, 0, count),):
+            end = min(span.end, count)  # a stop string that spans a cut ends a reply before its engine does
+            if end <= span.start:
+                continue
+            if spans and spans[-1].version == span.version:
+                spans[-1] = VersionSpan(span.version, spans[-1].start, start + end)
+            else:
+                spans.append(VersionSpan(span.version, start + span.start, start + end))
+        return tuple(spans)
+
+
+class StopWatch:
+    """Looks for a stop string that began before a cut; the engine finds those that begin behind it.
+
+    The first character behind the cut counts as before it: its first bytes may be of a token before. `over` says that
+    no such string can come any more.
+    """
+
+    def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:
+        self._stops = stops
+        self._text = text
+        self._longest = max(map(len, stops))
+        before = text.push(sampled)
+        self._before = min(len(before), self._longest - 1)
+        self._seen = before[len(before) - self._before :]
+
+    @property
+    def over(self) -> bool:
+        return len(self._seen) >= self._before + self._longest
+
+    def push(self, token_id: int) -> str | None:
+        """Take the next token; the stop string that it completes, if that began before the cut."""
+        self._seen += self._text.push((token_id,))
+        for stop in self._stops:
+            # From the first place at which it would end behind the cut: the engine has passed one that ends before.
+            if 0 <= self._seen.find(stop, max(0, self._before - len(stop) + 1)) <= self._before:
+                return stop
+        return None
