@@ -27,6 +27,6 @@ async def test_the_policy_is_shown_paused_and_updated(cli: Cli, tmp_path: Path) 
     assert engine.weights == str(tmp_path)
     assert (back.code, back.err.splitlines()[0]) == (
         2,
-        "error: version: the policy is at version 4: it cannot go back to 2",
+        "error: the policy is at version 4: it cannot go back to 2",
     )
     assert (wrong.code, wrong.err.splitlines()[0]) == (1, "error: engine 'scripted' finds no weights in nowhere")
