@@ -11,14 +11,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from engines.contract import CHECKS, Factory, Rig, tokenizes
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.demo.dialogue import POLICY
-from outrider.engines.base import EngineOptions, GenerateRequest
+from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
 from outrider.engines.embedded import EmbeddedEngine
+from outrider.engines.pool.pool import EnginePool
 from outrider.errors import ContextOverflow, EngineRejected, EngineUnavailable, InvalidField, ModelMismatch
 from outrider.trajectory import FinishReason, VersionSpan
 from support.embedded import DIALOGUE, PROMPT, TOKENIZER, everything, request, running, together
@@ -415,3 +417,32 @@ async def test_tokenizers_for_stop_ids_of_clients_are_few() -> None:
     for stop in range(3 * MAX_TOKENIZERS):
         compiler.compile(Constraint(ConstraintKind.REGEX, "a"), (stop, 1 << 30))
     assert len(compiler._tokenizers) == MAX_TOKENIZERS
+
+
+async def test_a_generation_that_an_update_cuts_is_exact_in_both_parts(
+    reference: ReferenceLlama, tmp_path: Path
+) -> None:
+    """By a pool's policy, with weights from a file: behind the cut all of it, the prompt too, is the new weights'."""
+    from safetensors.torch import save_file
+
+    other = {name: (tensor * 1.05).float() for name, tensor in reference.state.items()}
+    save_file({name: tensor.contiguous() for name, tensor in other.items()}, tmp_path / "model.safetensors")
+    async with running(slots=4) as engine, EnginePool(text=TOKENIZER.stream) as pool:
+        await pool.add_engine(engine)
+        asked = [request(temperature=1.0, seed=n, max_tokens=200) for n in range(6)]
+        asked = [msgspec.structs.replace(each, session_key=f"s{n}") for n, each in enumerate(asked)]
+        streams = [pool.generate(each) for each in asked]
+        firsts = [await anext(stream) for stream in streams[:3]]
+        async with asyncio.TaskGroup() as group:
+            rests = [group.create_task(everything(stream)) for stream in streams]
+            await pool.policy.update(7, mode="abort", weights=str(tmp_path))
+        changed_reference = ReferenceLlama(POLICY, other)
+        for number, task in enumerate(rests):
+            rest, first = task.result(), firsts[number] if number < 3 else Chunk(ids=[], logprobs=[])
+            ids, logprobs = first.ids + rest.ids, first.logprobs + rest.logprobs
+            assert len(ids) == 200
+            cut = next((span.end for span in rest.versions if span.version == 0), 0)
+            assert [span.version for span in rest.versions] == ([0, 7] if cut else [7])
+            assert logprobs[:cut] == pytest.approx(reference.logprobs(PROMPT, ids)[:cut], abs=EXACT)
+            assert logprobs[cut:] == pytest.approx(changed_reference.logprobs(PROMPT, ids)[cut:], abs=EXACT)
+        assert any(task.result().versions[0].version == 0 for task in rests)

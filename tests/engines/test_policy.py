@@ -481,3 +481,28 @@ async def test_patience_is_not_spent_while_paused(folder: Path) -> None:
         await all_up(pool)
         await pool.policy.resume(0)
         assert check(engine, await reply) == "0" * 21
+
+
+async def test_a_pause_that_is_cancelled_before_its_turn_leaves_nothing_paused(folder: Path) -> None:
+    """Another operation has the turn: a resume that an engine takes its time for."""
+
+    class Slow(StampingEngine):
+        asked = asyncio.Event()
+        answers = asyncio.Event()
+
+        async def set_version(self, version: int) -> None:
+            self.asked.set()
+            await self.answers.wait()
+
+    engine = Slow(folder)
+    async with pool_of(engine) as pool, asyncio.TaskGroup() as group:
+        resumed = group.create_task(pool.policy.resume(1))
+        await engine.asked.wait()
+        paused = asyncio.ensure_future(pool.policy.pause("finish"))
+        await until_waiting()
+        paused.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await paused
+        assert pool.policy.status().paused is None
+        engine.answers.set()
+        await resumed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ def request(prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerateRequest:
     )
 
 
-async def everything(chunks: AsyncGenerator[Chunk, None]) -> Chunk:
+async def everything(chunks: AsyncIterable[Chunk]) -> Chunk:
     """A stream as one chunk."""
     ids: list[int] = []
     logprobs: list[float] = []

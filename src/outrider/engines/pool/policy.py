@@ -153,9 +153,7 @@ class Policy:
         "finish" lets those in flight end. "abort" cuts them off, except those that no engine can go on with. Raises
         EngineRejected, with nothing paused, where an engine refuses to cut; Conflict where a resume came first.
         """
-        was_open = self.gate.mode is None
-        self.gate.close(mode)
-        async with self._lock, self._reopened_on_failure(was_open):
+        async with self._closed(mode):
             await self._halt()
 
     async def resume(self, version: int | None = None) -> None:
@@ -186,24 +184,23 @@ class Policy:
         self._check_forward(version)
         if weights is not None:
             self._check_loaders()
-        was_open = self.gate.mode is None
-        self.gate.close(mode)
-        async with self._lock:
-            async with self._reopened_on_failure(was_open):
-                self._check_forward(version)
-                await self._halt()
-                if weights is not None:
-                    await self._load(_Weights(weights, version))
+        async with self._closed(mode):
+            self._check_forward(version)
+            await self._halt()
+            if weights is not None:
+                await self._load(_Weights(weights, version))
             try:
                 if meanwhile is not None:
                     await meanwhile()
-            finally:
+            finally:  # the engines have the weights, whatever fails now
                 await shielded(lambda: self._go_on(version))
 
     async def catch_up(self, member: Member, health: EngineHealth) -> int:
         """Bring an engine that is back to where the policy is; its version. Raises EngineError where it is not."""
         engine = member.engine
         async with self._lock:
+            if member.ok:  # an operation that came first has found it
+                return member.version
             version = health.version
             if (outdated := self.outdated(engine, health)) is not None:
                 weights = self._weights
@@ -322,14 +319,25 @@ class Policy:
             self.gate.open()
 
     @asynccontextmanager
-    async def _reopened_on_failure(self, was_open: bool) -> AsyncGenerator[None, None]:
-        """Whatever fails in the block, cancellation included, leaves the policy unpaused if it `was_open` before."""
+    async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:
+        """One operation with the gate closed. Whatever fails in the block, or before its turn has come, cancellation
+        included, leaves the policy paused only if it was before."""
+        was_open = self.gate.mode is None
+        self.gate.close(mode)
+        try:
+            await self._lock.acquire()
+        except BaseException:
+            if was_open:
+                self.gate.open()
+            raise
         try:
             yield
         except BaseException:
-            if was_open:
+            if was_open and self.gate.mode is not None:
                 await shielded(lambda: self._go_on(None))
             raise
+        finally:
+            self._lock.release()
 
     async def _tell(
         self, members: Sequence[Member], say: Callable[[Member], Coroutine[Any, Any, None]]
