@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 from outrider.http_server import MAX_HEAD, MAX_PIPELINED, Application, Receive, Scope, Send, Timeouts, server_settings
@@ -56,11 +57,11 @@ async def a_connection(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, as
 
 @asynccontextmanager
 async def hasty(
-    application: Application = app, *, timeouts: Timeouts = BRIEF, connections: int = 100
+    application: Application = app, *, timeouts: Timeouts = BRIEF, connections: int = 100, websockets: int = 0
 ) -> AsyncIterator[str]:
     """The server with short timeouts. Time passes only as the test lets it: a busy machine makes no client slow."""
     stop_time()
-    config = server_settings(application, timeouts=timeouts, connections=connections)
+    config = server_settings(application, timeouts=timeouts, connections=connections, websockets=websockets)
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
@@ -275,12 +276,92 @@ async def test_a_header_that_decides_is_there_once(twice: bytes) -> None:
         assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
 
 
+UPGRADE = (
+    GET + b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+    b"sec-websocket-key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n\r\n"
+)
+PING = bytes([0x89, 0x80 | 125]) + bytes(4) + b"x" * 125  # masked with zeroes
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends back what comes over a WebSocket, as long as somebody reads it."""
+    if scope["type"] == "http":
+        await app(scope, receive, send)
+        return
+    while (message := await receive())["type"] != "websocket.disconnect":
+        if message["type"] == "websocket.connect":
+            await send({"type": "websocket.accept"})
+        else:
+            await send({"type": "websocket.send", "bytes": message["bytes"]})
+
+
+@asynccontextmanager
+async def a_websocket(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with a_connection(url) as (reader, writer):
+        writer.write(UPGRADE)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+        yield reader, writer
+
+
+def frame(data: bytes) -> bytes:
+    """A binary message of a client, masked with zeroes."""
+    return bytes([0x82, 0x80 | 127]) + len(data).to_bytes(8, "big") + bytes(4) + data
+
+
+async def test_a_websocket_is_for_servers_that_have_them() -> None:
+    async with serving(echo, websockets=1000) as url, a_websocket(url) as (reader, writer):
+        writer.write(frame(b"hello"))
+        assert await reader.readexactly(7) == b"\x82\x05hello"
+    async with serving(echo) as url, a_connection(url) as (reader, writer):
+        writer.write(UPGRADE)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_message_that_is_too_long_ends_its_websocket() -> None:
+    async with serving(echo, websockets=1000) as url, a_websocket(url) as (reader, writer):
+        writer.write(frame(b"x" * 1001))
+        assert (await reader.readexactly(4))[2:] == (1009).to_bytes(2, "big")
+
+
+@pytest.mark.parametrize("piece", [PING * 1000, frame(b"x" * 100_000)], ids=["pings", "messages"])
+async def test_a_websocket_that_reads_no_answers_is_kept_in_little_memory(piece: bytes) -> None:
+    async with hasty(echo, timeouts=Timeouts(unread=0.3), connections=1, websockets=1 << 20) as url:
+        async with a_websocket(url) as (_, writer):
+            sending = asyncio.ensure_future(taken(writer, piece))
+            while not sending.done():
+                await pass_time(0.3)
+            assert sending.result() < FLOOD
+        # Its place is free again.
+        async with a_connection(url) as (reader, writer):
+            writer.write(GET + b"\r\n")
+            assert (await reader.readuntil(b"!")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_quiet_websocket_stays_and_does_not_make_room() -> None:
+    """Only its application knows how long it may be quiet."""
+    async with hasty(echo, connections=1, websockets=1000) as url, a_websocket(url) as (reader, writer):
+        for _ in range(10):
+            await pass_time(BRIEF.idle)
+        async with a_connection(url) as (other, _):
+            assert (await rest(other)).startswith(b"HTTP/1.1 503 ")
+        writer.write(frame(b"hello"))
+        assert await reader.readexactly(7) == b"\x82\x05hello"
+
+
+async def test_a_websocket_cannot_be_asked_for_behind_an_open_request() -> None:
+    async with serving(echo, websockets=1000) as url, a_connection(url) as (reader, writer):
+        writer.write(WAIT + UPGRADE)
+        assert await rest(reader) == b""
+
+
 UNDOCUMENTED = {
     "protocol": {
         *("connection_made", "connection_lost", "data_received"),
         *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
         *("loop", "transport", "flow", "server_state", "pipeline", "scope", "headers", "cycle"),
+        "handle_websocket_upgrade",
     },
+    "websocket": {"pause_writing", "resume_writing", "handle_ping", "connection_lost", "loop", "transport", "writable"},
     "protocol.cycle": {"scope", "body", "more_body", "response_complete", "disconnected"},
     "protocol.flow": {"read_paused", "resume_reading"},
     "protocol.server_state": {"connections", "tasks", "total_requests"},
@@ -296,7 +377,8 @@ async def test_uvicorn_has_every_undocumented_part_that_we_use() -> None:
 
     async def look(scope: Scope, receive: Receive, send: Send) -> None:
         protocol = protocols[0]
-        found.update({"protocol": protocol, "server": uvicorn.Server(config)})
+        websocket = WebSocketsSansIOProtocol(config=config, server_state=ServerState(), app_state={})
+        found.update({"protocol": protocol, "websocket": websocket, "server": uvicorn.Server(config)})
         found.update({f"protocol.{name}": getattr(protocol, name, None) for name in ("cycle", "flow", "server_state")})
         await app(scope, receive, send)
 

@@ -5,7 +5,7 @@ an application that asks is told once that its client has left, whether that was
 sends outside of bodies, or leaves unfinished, costs a bounded amount of memory and time; and there are never more
 connections at once than the server allows.
 
-It subclasses a class of uvicorn and uses attributes that uvicorn does not document. tests/test_http_server.py lists
+It subclasses two classes of uvicorn and uses attributes that uvicorn does not document. tests/test_http_server.py lists
 them and checks them against the installed version; pyproject.toml allows only tested versions.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -107,6 +108,10 @@ class ConnectionLimit:
     def leave(self, connection: _Protocol) -> None:
         self.open -= 1
         self.idle.pop(connection, None)
+
+    def leave_upgraded(self) -> None:
+        """A connection that has become a WebSocket has ended. It is never idle."""
+        self.open -= 1
 
 
 class _CoalescedWrites:
@@ -213,6 +218,14 @@ class _Protocol(HttpToolsProtocol):
             self.flow.resume_reading()
         self.cycle.body = bytearray()  # free what was received of a body that the application did not read
 
+    def handle_websocket_upgrade(self) -> None:
+        if self._busy:  # sent ahead: the reply before it is not complete
+            self.transport.abort()
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        super().handle_websocket_upgrade()
+
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -250,6 +263,42 @@ class _Protocol(HttpToolsProtocol):
             self._check_later()
 
 
+class _WebSocket(WebSocketsSansIOProtocol):
+    """uvicorn's protocol of a WebSocket, with the limits of this module.
+
+    It reads the next message when the application has taken the last. What an application sends in answer to silence is
+    its own affair: it takes heartbeats for that, and not pings.
+    """
+
+    def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self._timeouts = timeouts
+        self._limit = limit
+        self._unread: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """The client does not read: it has `unread` seconds to begin again."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._timeouts.unread, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        super().resume_writing()
+
+    def handle_ping(self) -> None:
+        if self.writable.is_set():
+            super().handle_ping()
+        else:  # pings of a client that does not read its pongs, which would be kept
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        self._limit.leave_upgraded()
+        super().connection_lost(exc)
+
+
 def disconnect_of(scope: Scope) -> Disconnect:
     """Raises KeyError under another server."""
     found: Disconnect = scope["extensions"][DISCONNECT]
@@ -273,14 +322,18 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def server_settings(
-    application: Application, timeouts: Timeouts = TIMEOUTS, *, connections: int = sys.maxsize
+    application: Application, timeouts: Timeouts = TIMEOUTS, *, connections: int = sys.maxsize, websockets: int = 0
 ) -> uvicorn.Config:
     """Settings for a server that runs in the caller's event loop until the caller ends it. `connections` is the maximum
-    number of connections at once."""
+    number of connections at once; `websockets` the maximum bytes of a message, or 0 for a server without WebSockets."""
+    limit = ConnectionLimit(connections)
     return uvicorn.Config(
         application,
-        http=partial(_Protocol, timeouts=timeouts, limit=ConnectionLimit(connections)),  # type: ignore[arg-type]  # typed for classes only
-        ws="none",
+        http=partial(_Protocol, timeouts=timeouts, limit=limit),  # type: ignore[arg-type]  # typed for classes only
+        ws=partial(_WebSocket, timeouts=timeouts, limit=limit) if websockets else "none",  # type: ignore[arg-type]
+        ws_max_size=websockets,
+        ws_ping_interval=None,
+        ws_per_message_deflate=False,
         loop="none",
         lifespan="off",
         log_config=None,

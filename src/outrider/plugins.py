@@ -20,6 +20,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "engine": {
         "embedded": "outrider.engines.embedded:EmbeddedEngine",
         "openai": "outrider.engines.adapters.openai:OpenAIEngine",
+        "relay": "outrider.engines.relay.engine:RelayEngine",
         "scripted": "outrider.testing.scripted_engine:ScriptedEngine",
         "sglang": "outrider.engines.adapters.sglang:SGLangEngine",
         "vllm": "outrider.engines.adapters.vllm:VLLMEngine",

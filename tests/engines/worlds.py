@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from engines.contract import Factory, Rig
 from outrider.concurrency.backoff import Backoff
 from outrider.engines.adapters.sglang import SGLangEngine
 from outrider.engines.adapters.vllm import VLLMEngine
-from outrider.engines.base import Engine, EngineOptions, GenerateRequest
+from outrider.engines.base import Chunk, Engine, EngineOptions, GenerateRequest
 from outrider.engines.http.client import RetryPolicy
+from outrider.engines.relay.engine import RelayEngine
+from outrider.relay import FunctionEngine, Worker
 from outrider.testing.engine_servers import ServeSettings, engine_app, serving
 from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
+from support.relay import AT_ONCE, relay_served
 
 CONTEXT_TOKENS = 512
 REPLY = (
@@ -27,7 +31,9 @@ REPLY = (
 STALL = 3
 HASTY = RetryPolicy(attempts=2, backoff=Backoff(first=0.0, longest=0.0))
 
-World = Literal["direct", "vllm", "vllm-0.31", "vllm-completions", "sglang", "sglang-incremental"]
+World = Literal[
+    "direct", "vllm", "vllm-0.31", "vllm-completions", "sglang", "sglang-incremental", "relay", "relay-function"
+]
 
 SETTINGS: dict[World, tuple[Literal["vllm", "sglang"], dict[str, Any]]] = {
     "vllm": ("vllm", {}),
@@ -63,6 +69,13 @@ async def reached(world: World, fake: Engine, folder: Path) -> AsyncGenerator[En
     if world == "direct":
         yield fake
         return
+    if world in ("relay", "relay-function"):
+        relay = RelayEngine(EngineOptions(name=world))
+        served = fake if world == "relay" else function_of(fake, Tokenizer.load(folder))
+        async with relay_served(relay) as url, Worker(url, served, reconnecting=AT_ONCE) as worker:
+            await worker.attached()
+            yield relay
+        return
     protocol, settings = SETTINGS[world]
     app = engine_app(fake, protocol, ServeSettings(tokenizer=Tokenizer.load(folder), **settings))
     async with serving(app) as url:
@@ -72,6 +85,27 @@ async def reached(world: World, fake: Engine, folder: Path) -> AsyncGenerator[En
             yield engine
         finally:
             await engine.close()
+
+
+def function_of(fake: ScriptedEngine, tokenizer: Tokenizer) -> FunctionEngine:
+    """An engine that has only the fake's generate function, and what a trainer would say of it."""
+
+    async def generate(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(fake.generate(request)) as chunks:
+            async for chunk in chunks:
+                yield msgspec.structs.replace(chunk, versions=())
+
+    async def trouble() -> str:
+        return (await fake.health()).detail
+
+    return FunctionEngine(
+        generate,
+        model="scripted",
+        context_tokens=CONTEXT_TOKENS,
+        constraints=fake.constraints,
+        tokenize=tokenizer.encode,
+        healthy=trouble,
+    )
 
 
 def _rig(engine: Engine, fake: ScriptedEngine, tokenizer: Tokenizer) -> Rig:

@@ -28,9 +28,14 @@ class AccessControl:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or (error := self._refusal(scope)) is None:
+        if (
+            scope["type"] not in ("http", "websocket")
+            or scope["path"] in OPEN_PATHS
+            or (error := self._refusal(scope)) is None
+        ):
             await self._app(scope, receive, send)
         else:
+            # Starlette answers a WebSocket's request before it is accepted as it answers any other.
             await json_reply(error.record(), status=error.http_status)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Unauthorized | None:

@@ -25,7 +25,9 @@ from outrider.api.gateway import Gateway
 from outrider.api.groups import group_routes
 from outrider.api.openapi import describe
 from outrider.api.policy import policy_routes
+from outrider.api.relay import relay_routes
 from outrider.api.replies import bad_query, outrider_error, unknown_route
+from outrider.engines.relay.messages import MAX_TO_SERVICE
 from outrider.errors import EngineUnavailable, OutriderError, ServiceError
 from outrider.file_descriptors import raise_limit, shares
 from outrider.http_server import Application, Receive, Scope, Send, server_settings
@@ -50,8 +52,8 @@ async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
         gateway = Gateway(node, calls=share.session)
         control = AccessControl(control_app(service), config.token)
         servers = [
-            (_Server(RootApp(control, gateway), share.control), outside),
-            (_Server(gateway, share.sandboxes), inside),
+            (_Server(RootApp(control, gateway), share.control, websockets=MAX_TO_SERVICE), outside),
+            (_Server(gateway, share.sandboxes, websockets=0), inside),
         ]
         failure: Exception | None = None
         async with asyncio.TaskGroup() as group:
@@ -87,6 +89,7 @@ def control_app(service: Service) -> FastAPI:
     app.include_router(artifact_routes(service))
     app.include_router(engine_routes(service))
     app.include_router(policy_routes(service))
+    app.include_router(relay_routes(service))
     app.add_exception_handler(OutriderError, outrider_error)
     app.add_exception_handler(Exception, outrider_error)
     app.add_exception_handler(RequestValidationError, bad_query)
@@ -133,7 +136,7 @@ class _Server(uvicorn.Server):
     `ready` is set once it listens. When it shuts down, it cuts off the requests that it is answering.
     """
 
-    def __init__(self, app: Application, connections: int) -> None:
+    def __init__(self, app: Application, connections: int, *, websockets: int) -> None:
         async def until_cut_off(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 await app(scope, receive, send)
@@ -141,7 +144,7 @@ class _Server(uvicorn.Server):
                 if not self.should_exit:
                     raise
 
-        super().__init__(server_settings(until_cut_off, connections=connections))
+        super().__init__(server_settings(until_cut_off, connections=connections, websockets=websockets))
         self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -183,6 +183,13 @@ class TakesConstraints(Protocol):
     constraints: frozenset[ConstraintKind]
 
 
+@runtime_checkable
+class AwaitsWorkers(Protocol):
+    """An engine whose workers connect to the service: it may join a pool before it can answer."""
+
+    awaits_workers: bool
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The argument of every engine class: `Kind(EngineOptions)`. `tokenizer` is the model's folder."""
 

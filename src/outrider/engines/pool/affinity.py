@@ -76,9 +76,9 @@ class Member:
         self.paused = False
         self.behind = False
         self.probe: asyncio.Task[None] | None = None
+        self.probe_now = asyncio.Event()
         self.trial: asyncio.Task[None] | None = None
-        # Kept, because an isinstance check on a protocol takes 30 microseconds and every call would make two.
-        self._constraints = engine.constraints if isinstance(engine, TakesConstraints) else frozenset()
+        self.read_constraints()
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -94,6 +94,11 @@ class Member:
     @property
     def load(self) -> Load:
         return self.suspect is not None, self.in_flight + self.assigned_tokens / TOKENS_PER_REQUEST, self.sessions
+
+    def read_constraints(self) -> None:
+        """Keep the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
+        make two. Those of a relay are known when its first worker attaches."""
+        self._constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
         """A generation begins."""

@@ -21,7 +21,9 @@ import msgspec
 from outrider import plugins
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.events import wait_for_event
 from outrider.engines.base import (
+    AwaitsWorkers,
     ChatChunk,
     ChatEngine,
     ChatRequest,
@@ -178,7 +180,13 @@ class EnginePool:
             )
             try:
                 await engine.start()
-                return self._admit(engine, await self._vet(engine), kind=spec.kind, url=spec.url, owned=True)
+                try:
+                    health = await self._vet(engine)
+                except EngineUnavailable as error:
+                    if not isinstance(engine, AwaitsWorkers):
+                        raise
+                    health = EngineHealth(ok=False, detail=error.message)
+                return self._admit(engine, health, kind=spec.kind, url=spec.url, owned=True)
             except BaseException:  # cancelled, too: what was opened is closed
                 await shielded(engine.close)
                 raise
@@ -192,6 +200,21 @@ class EnginePool:
             return self._admit(engine, await self._vet(engine), kind=kind, url=None, owned=False)
         finally:
             self._joining.discard(engine.name)
+
+    def engine(self, name: str) -> AnyEngine | None:
+        """The engine of that name, if there is one."""
+        member = self._members.get(name)
+        return None if member is None or member.removed else member.engine
+
+    def probe_now(self, name: str) -> None:
+        """Do not wait for an engine's next probe, if it is down: it may be back."""
+        if (member := self._members.get(name)) is not None:
+            member.probe_now.set()
+
+    async def check(self, engine: AnyEngine) -> None:
+        """Raises what the pool's `check` does for an engine, or for a worker of one."""
+        if self._check is not None:
+            await self._check(engine)
 
     def drain(self, name: str) -> EngineStatus:
         """Give it no new session; those that keep to it go on. Raises NotFound."""
@@ -364,8 +387,7 @@ class EnginePool:
             health = await engine.health()
             if not health.ok:
                 raise EngineUnavailable(f"engine {engine.name!r} is not healthy: {health.detail}", field="url")
-            if self._check is not None:
-                await self._check(engine)
+            await self.check(engine)
         except OutriderError:
             raise
         except Exception as error:  # an engine may be anybody's code
@@ -378,7 +400,10 @@ class EnginePool:
     ) -> EngineStatus:
         member = Member(engine, health, kind=kind, url=url, owned=owned)
         self._members[member.name] = member
-        if (outdated := self.policy.outdated(engine, health)) is not None:
+        if not health.ok:
+            member.detail = health.detail
+            self._keep_out(member)
+        elif (outdated := self.policy.outdated(engine, health)) is not None:
             member.behind, member.detail = True, outdated.message
             self._keep_out(member)
         self._affinity.refresh(member)
@@ -401,7 +426,8 @@ class EnginePool:
 
     async def _probe(self, member: Member) -> None:
         while not member.ok:
-            await asyncio.sleep(self._probing.wait(member.failed_probes))
+            await wait_for_event(member.probe_now, self._probing.wait(member.failed_probes))
+            member.probe_now.clear()
             member.failed_probes += 1
             try:
                 member.health = await self._vet(member.engine)
@@ -419,6 +445,7 @@ class EnginePool:
     def _mark_found(self, member: Member) -> None:
         """The engine serves again."""
         member.ok, member.behind, member.detail = True, False, ""
+        member.read_constraints()
         self._affinity.refresh(member)
         self._notify()
 

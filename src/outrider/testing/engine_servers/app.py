@@ -59,12 +59,15 @@ async def _answer(served: Served, call: HttpCall) -> None:
 
 
 @asynccontextmanager
-async def serving(app: Application, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str, None]:
-    """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free one.
+async def serving(
+    app: Application, *, host: str = "127.0.0.1", port: int = 0, websockets: int = 0
+) -> AsyncGenerator[str, None]:
+    """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free one. `websockets`
+    is the maximum bytes of a WebSocket message, or 0 for none.
 
     Connections still open at the end of the block are cut.
     """
-    config = server_settings(app)
+    config = server_settings(app, websockets=websockets)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

@@ -1,0 +1,82 @@
+"""The route on which the workers of a relay engine attach, over WebSocket.
+
+It knows no message of the relay. Invariant: the access control has let the request pass before it comes here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import msgspec
+from fastapi import APIRouter, WebSocket
+from starlette.websockets import WebSocketDisconnect
+
+from outrider.engines.base import Engine
+from outrider.engines.pool.pool import EnginePool
+from outrider.engines.relay.attached_worker import AttachedWorker
+from outrider.engines.relay.engine import RelayEngine
+from outrider.engines.relay.link import Disconnected
+from outrider.engines.relay.messages import Close, close_reason
+from outrider.errors import Conflict, OutriderError
+from outrider.service.admission import parse_engine
+from outrider.service.service import Service
+
+
+def relay_routes(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/v1")
+
+    @routes.websocket("/relay/{engine}")
+    async def attach(websocket: WebSocket, engine: str) -> None:
+        """Attach a worker to the relay engine of that name, which is added if there is none."""
+        await websocket.accept()
+        socket = AsgiSocket(websocket)
+        pool = service.pool
+        try:
+            relay = await _relay(pool, engine)
+        except OutriderError as error:
+            await socket.close(Close.CONFLICT, close_reason(error.message))
+            return
+
+        async def check(worker: AttachedWorker) -> None:
+            await pool.check(cast(Engine, worker))  # it has what a check of a tokenizer needs
+
+        await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))
+
+    return routes
+
+
+async def _relay(pool: EnginePool, name: str) -> RelayEngine:
+    """Raises Conflict where an engine of another kind has the name, and InvalidField for one that cannot be a name."""
+    if pool.engine(name) is None:
+        await pool.add(parse_engine(msgspec.json.encode({"kind": "relay", "name": name})))
+    found = pool.engine(name)
+    if not isinstance(found, RelayEngine):
+        raise Conflict(f"engine {name!r} is no relay", hint="give the worker another engine name")
+    return found
+
+
+class AsgiSocket:
+    """`Socket` of the relay over an accepted WebSocket of an ASGI server."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            await self._websocket.send_bytes(frame)
+        except (WebSocketDisconnect, OSError) as error:
+            raise Disconnected(1006) from error
+
+    async def receive(self) -> bytes:
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise Disconnected(message.get("code", 1006), message.get("reason") or "")
+        # A text frame is no message either, and is refused as such.
+        return message.get("bytes") or (message.get("text") or "").encode()
+
+    async def close(self, code: int, reason: str) -> None:
+        try:
+            await self._websocket.close(code, reason)
+        except (WebSocketDisconnect, OSError, RuntimeError):  # it is closed already
+            return

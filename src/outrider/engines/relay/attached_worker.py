@@ -1,0 +1,339 @@
+"""One worker as the service has it: its generations and calls, which outlive its connections.
+
+It knows nothing of the other workers. Invariants: a generation's messages are taken in the order of their numbers,
+each once, over any number of connections; what a worker may have unread here is bounded by its windows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+
+import msgspec
+
+from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
+from outrider.engines.pool.reply_checks import TokenCheck
+from outrider.engines.relay.link import Link
+from outrider.engines.relay.messages import (
+    PROTOCOL,
+    Abort,
+    Acknowledge,
+    Answer,
+    Call,
+    Close,
+    Failed,
+    Generate,
+    Hello,
+    Nonsense,
+    Tokens,
+    ToService,
+    Version,
+    Welcome,
+    chunk_of,
+    pack_ids,
+    unpack_ids,
+)
+from outrider.errors import EngineError, EngineMisbehaved, EngineUnavailable, error_from
+from outrider.tokens.rendering.tokenizer import ANY_IDS
+from outrider.trajectory import LogprobKind, TokenMode
+
+CALL_SECONDS = 15.0
+"""How long a worker may take to say how it is, or to tokenise a probe."""
+
+
+class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`heartbeat_seconds`: a message is sent at least so often. `silence_seconds`: a connection without any is cut.
+    `resume_seconds`: a worker that has lost its connection may come back for so long, and its generations wait.
+    `window` and `total_window`: chunks of one generation, and of all of a worker, that may be unacknowledged; a
+    generation without any may always send one, so that slow readers do not stop the others."""
+
+    heartbeat_seconds: float = 5.0
+    silence_seconds: float = 20.0
+    resume_seconds: float = 30.0
+    window: int = 64
+    total_window: int = 4096
+
+
+class _Generation:
+    """`received` and `consumed` are the numbers of the last message that came, and of the last that was passed on;
+    `ended`: no more is to come. `news` is set when there is something to pass on."""
+
+    def __init__(self, number: int, message: Generate, check: TokenCheck) -> None:
+        self.number = number
+        self.message = message
+        self.check = check
+        self.received = self.consumed = self.acknowledged = 0
+        self.ended = False
+        self.error: EngineError | None = None
+        self.chunks: deque[Chunk] = deque()
+        self.news = asyncio.Event()
+
+
+class AttachedWorker:
+    """`engine` is the name in messages. `gone` says why it will not come back, and is None until then.
+
+    It has what a tokenizer check needs of an `Engine`.
+    """
+
+    mode = TokenMode.TOKENS
+
+    def __init__(self, hello: Hello, engine: str, options: RelayOptions, numbers: Iterator[int]) -> None:
+        self.hello = hello
+        self.name = f"{engine}/{hello.name}"
+        self.logprob_kind: LogprobKind = hello.logprob_kind
+        self.version = hello.version
+        self.model = hello.model
+        self.context_tokens = hello.context_tokens
+        self.gone: str | None = None
+        self.failing = False
+        """Whether its last generation failed with EngineUnavailable: others are preferred."""
+        self.deadline: asyncio.TimerHandle | None = None
+        """When it is given up, while it has no connection."""
+        self._engine = engine
+        self._options = options
+        self._numbers = numbers
+        self._link: Link[ToService] | None = None
+        self._generations: dict[int, _Generation] = {}
+        self._calls: dict[int, tuple[Call, asyncio.Future[Answer]]] = {}
+        self._unacknowledged = 0
+        """Messages received and not acknowledged, over all generations."""
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    @property
+    def _scarce(self) -> int:
+        """From how many unacknowledged messages on every chunk is acknowledged by itself."""
+        return max(1, self._options.total_window // 2)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for a call that a worker without a connection gets when it comes back."""
+        return self._options.resume_seconds + CALL_SECONDS
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._generations)
+
+    def connect(self, link: Link[ToService], hello: Hello) -> None:
+        """Go on over a new connection: say what was received, and send again what may have been lost."""
+        if self._link is not None:
+            self._link.close(Close.REPLACED, "this worker has connected again")
+        if self.deadline is not None:
+            self.deadline.cancel()
+        self._link = link
+        self.hello, self.version = hello, hello.version
+        resumed: dict[int, int] = {}
+        lost: list[_Generation] = []
+        for number, generation in self._generations.items():
+            if number in hello.holds:
+                resumed[number] = generation.received
+            elif generation.received and not generation.ended:
+                lost.append(generation)
+        options = self._options
+        link.send(
+            Welcome(
+                protocol=PROTOCOL,
+                resumed=resumed,
+                heartbeat=options.heartbeat_seconds,
+                silence=options.silence_seconds,
+                resume=options.resume_seconds,
+                window=options.window,
+                total_window=options.total_window,
+            )
+        )
+        for generation in lost:
+            self._fail(generation, EngineUnavailable(f"worker {self.name!r} has forgotten a generation"))
+        for number, generation in self._generations.items():
+            if number in resumed:
+                if generation.consumed:
+                    self._acknowledge(generation)
+            elif not generation.ended:
+                link.send(generation.message)
+        for call, _ in self._calls.values():
+            link.send(call)
+
+    def disconnect(self, link: Link[ToService]) -> bool:
+        """Whether the worker is now without a connection: not where a newer one has replaced this one."""
+        if self._link is not link:
+            return False
+        self._link = None
+        return True
+
+    def cut_off(self, code: Close, reason: str) -> None:
+        """Close its connection, if it has one."""
+        if self._link is not None:
+            self._link.close(code, reason)
+
+    def give_up(self, reason: str) -> None:
+        """It will not come back: all that it has fails."""
+        self.gone = reason
+        if self.deadline is not None:
+            self.deadline.cancel()
+        error = f"worker {self.name!r} is gone: {reason}"
+        for generation in self._generations.values():
+            if not generation.ended:
+                self._fail(generation, EngineUnavailable(error))
+        for _, answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable(error))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """As `Engine.generate`."""
+        number = next(self._numbers)
+        message = Generate(
+            generation=number,
+            request_id=request.request_id,
+            session_key=request.session_key,
+            input_ids=pack_ids(request.input_ids),
+            sampling=request.sampling,
+        )
+        generation = _Generation(number, message, TokenCheck(self._engine, request.sampling, ANY_IDS))
+        self._generations[number] = generation
+        if self.gone is not None:
+            self._fail(generation, EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}"))
+        self._send(message)
+        try:
+            while True:
+                while generation.chunks:
+                    yield self._next(generation)
+                if generation.error is not None:
+                    raise generation.error
+                if generation.ended:
+                    return
+                generation.news.clear()
+                await generation.news.wait()
+        finally:
+            del self._generations[number]
+            self._unacknowledged -= generation.received - generation.acknowledged
+            self._send(Acknowledge(number, generation.received) if generation.ended else Abort(number))
+
+    async def call(self, call: Call, *, seconds: float | None = CALL_SECONDS) -> Answer:
+        """Raises EngineUnavailable when the worker does not answer in time or is gone, and what it answers."""
+        if self.gone is not None:
+            raise EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[call.call] = call, future
+        self._send(call)
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await future
+        except TimeoutError:
+            raise EngineUnavailable(f"worker {self.name!r} did not answer {call.action!r} in {seconds} s") from None
+        finally:
+            del self._calls[call.call]
+        if answer.error is not None:
+            raise error_from(answer.error)
+        return answer
+
+    async def pause(self, mode: PauseMode) -> None:
+        """It may take as long as the generations in flight do."""
+        await self.call(Call(call=next(self._numbers), action="pause", mode=mode), seconds=None)
+
+    async def resume(self) -> None:
+        await self.call(Call(call=next(self._numbers), action="resume"), seconds=self._patience)
+
+    async def set_version(self, version: int) -> None:
+        await self.call(Call(call=next(self._numbers), action="set_version", version=version), seconds=self._patience)
+        self.version = version
+
+    async def token_check(self, text: str) -> list[int] | None:
+        if not self.hello.tokenizes:
+            return None
+        answer = await self.call(Call(call=next(self._numbers), action="tokenize", text=text))
+        return None if answer.ids is None else unpack_ids(answer.ids)
+
+    async def health(self) -> EngineHealth:
+        """Never raises."""
+        if self._link is None:
+            return EngineHealth(ok=False, detail=f"worker {self.name!r} has lost its connection")
+        try:
+            health = (await self.call(Call(call=next(self._numbers), action="health"))).health
+        except EngineError as error:
+            return EngineHealth(ok=False, detail=error.message)
+        if health is None:
+            return EngineHealth(ok=False, detail=f"worker {self.name!r} did not say how it is")
+        if health.ok:
+            self.failing = False
+            self.model, self.context_tokens, self.version = health.model, health.context_tokens, health.version
+        return health
+
+    def handle(self, message: ToService) -> None:
+        """Take one message. Raises Nonsense."""
+        if isinstance(message, Tokens | Failed):
+            # One that is not known was given up here, and the worker has not read so yet.
+            if (generation := self._generations.get(message.generation)) is not None:
+                self._take(generation, message)
+        elif isinstance(message, Answer):
+            known = self._calls.get(message.call)
+            if known is not None and not known[1].done():
+                if message.ids is not None:
+                    unpack_ids(message.ids)
+                known[1].set_result(message)
+        elif isinstance(message, Version):
+            self.version = message.version
+        else:
+            raise Nonsense("a second hello")
+
+    def _take(self, generation: _Generation, message: Tokens | Failed) -> None:
+        if message.number != generation.received + 1 or generation.ended:
+            raise Nonsense(f"message {message.number} of a generation came after {generation.received}")
+        waiting = generation.received - generation.acknowledged
+        if waiting >= self._options.window:
+            raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
+        if waiting and self._unacknowledged >= self._options.total_window:
+            raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
+        if isinstance(message, Failed):
+            self._received(generation)
+            error = error_from(message.error)
+            if not isinstance(error, EngineError):
+                error = EngineMisbehaved(f"worker {self.name!r} failed: {error.message}")
+            self._fail(generation, error)
+            return
+        chunk = chunk_of(message)
+        if chunk.finish is not None and not chunk.versions and (chunk.ids or generation.received):
+            raise Nonsense("a last chunk without the policy versions of the tokens")
+        try:
+            generation.check.take(chunk)
+        except EngineMisbehaved as error:
+            raise Nonsense(error.message) from error
+        self._received(generation)
+        generation.chunks.append(chunk)
+        generation.ended = chunk.finish is not None
+        generation.news.set()
+
+    def _received(self, generation: _Generation) -> None:
+        """Count a message. When the worker has little room left, whatever was consumed is acknowledged at once: a
+        reader that has consumed everything must not wait for a worker that waits for its acknowledgement."""
+        generation.received += 1
+        self._unacknowledged += 1
+        if self._unacknowledged == self._scarce:
+            for each in self._generations.values():
+                self._acknowledge(each)
+
+    def _fail(self, generation: _Generation, error: EngineError) -> None:
+        """What came before the failure is passed on first, unless another worker can still do it all."""
+        if not generation.consumed and isinstance(error, EngineUnavailable):
+            generation.chunks.clear()
+        generation.ended, generation.error = True, error
+        generation.news.set()
+
+    def _next(self, generation: _Generation) -> Chunk:
+        """The next chunk, acknowledged now and then: a quarter of the window keeps the worker going."""
+        chunk = generation.chunks.popleft()
+        generation.consumed += 1
+        few = generation.consumed - generation.acknowledged < self._options.window // 4
+        if not few or self._unacknowledged >= self._scarce:
+            self._acknowledge(generation)
+        return chunk
+
+    def _acknowledge(self, generation: _Generation) -> None:
+        self._unacknowledged -= generation.consumed - generation.acknowledged
+        generation.acknowledged = generation.consumed
+        self._send(Acknowledge(generation.number, generation.consumed))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._link is not None:
+            self._link.send(message)

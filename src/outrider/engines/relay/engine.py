@@ -1,0 +1,331 @@
+"""The relay engine: workers attach to it from outside, and it gives each generation to one of them.
+
+It knows neither HTTP nor a model. Invariants: a generation goes to another worker only while nothing of it has been
+passed on; all workers of an engine report the same kind of log-probabilities, and name the same model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+import msgspec
+import xxhash
+
+from outrider.constraint import ConstraintKind
+from outrider.engines.adapters.options import read_options
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.pool.reply_checks import check_health
+from outrider.engines.relay.attached_worker import AttachedWorker, RelayOptions
+from outrider.engines.relay.link import Disconnected, Link, Socket
+from outrider.engines.relay.messages import PROTOCOL, TO_SERVICE, Close, Hello, ToService, close_reason
+from outrider.errors import EngineError, EngineUnavailable, InvalidField, OutriderError
+from outrider.trajectory import LogprobKind, TokenMode
+
+log = logging.getLogger("outrider.relay")
+
+HELLO_SECONDS = 10.0
+STAY = 4
+"""How many more generations than the least loaded worker a session's own worker, which may have its prefix cached, may
+have and still get the session's next one."""
+FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
+"""Ends after which a worker is not waited for. Every other is an accident."""
+NO_WORKERS = "no worker is attached"
+HINT = "run one where the model is: outrider.relay.Worker(URL, generate, engine={!r})"
+
+WorkerCheck = Callable[[AttachedWorker], Awaitable[None]]
+
+
+class RelayEngine:
+    """`Engine`, `TokenizesText`, `SetsVersion` and `AwaitsWorkers`.
+
+    `logprob_kind` and `constraints` are those of the workers, known when the first one attaches.
+    """
+
+    mode = TokenMode.TOKENS
+    awaits_workers = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        if options.url is not None:
+            raise InvalidField(
+                f"engine {options.name!r} is a relay: it has no URL, its workers connect to this service",
+                field="url",
+            )
+        self.name = options.name
+        self.logprob_kind = LogprobKind.SAMPLING
+        self._options = read_options(RelayOptions, options.options)
+        _check(self._options)
+        self._workers: dict[str, AttachedWorker] = {}
+        self._paused: PauseMode | None = None
+        # Numbers from an earlier service, which a worker may still hold, are not used again.
+        self._numbers = itertools.count(secrets.randbits(48))
+        self._closed = False
+
+    @property
+    def constraints(self) -> frozenset[ConstraintKind]:
+        kinds = [frozenset(worker.hello.constraints) for worker in self._workers.values()]
+        return frozenset.intersection(*kinds) if kinds else frozenset()
+
+    async def start(self) -> None:
+        """Nothing to open: workers come by themselves."""
+
+    async def close(self) -> None:
+        self._closed = True
+        for worker in list(self._workers.values()):
+            worker.cut_off(Close.REMOVED, f"engine {self.name!r} was removed")
+            self._drop(worker, f"engine {self.name!r} was removed")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        tried: set[AttachedWorker] = set()
+        failure: EngineUnavailable | None = None
+        while True:
+            worker = self._choose(request.session_key, tried)
+            if worker is None:
+                raise failure or self._nobody()
+            begun = False
+            try:
+                async with aclosing(worker.generate(request)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        yield chunk
+                worker.failing = False
+                return
+            except EngineUnavailable as error:
+                worker.failing = True
+                if begun:
+                    raise
+                tried.add(worker)
+                failure = error
+
+    async def health(self) -> EngineHealth:
+        """Well if any worker is."""
+        workers = list(self._workers.values())
+        if not workers:
+            return EngineHealth(ok=False, detail=self._nobody().message)
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(worker.health()) for worker in workers]
+        answers = [task.result() for task in asked]
+        good = [answer for answer in answers if answer.ok]
+        if not good:
+            return answers[0]
+        for answer in good:
+            check_health(self.name, answer)
+        contexts = [answer.context_tokens for answer in good if answer.context_tokens is not None]
+        return EngineHealth(
+            ok=True,
+            detail=f"{len(good)} of {len(workers)} workers",
+            model=next((answer.model for answer in good if answer.model is not None), None),
+            context_tokens=min(contexts, default=None),
+            version=min(answer.version for answer in good),
+        )
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Workers that attach later are paused before they get work. Raises what a worker answers."""
+        self._paused = mode
+        await self._each(lambda worker: worker.pause(mode))
+
+    async def resume(self) -> None:
+        self._paused = None
+        await self._each(lambda worker: worker.resume())
+
+    async def set_version(self, version: int) -> None:
+        await self._each(lambda worker: worker.set_version(version))
+
+    async def token_check(self, text: str) -> list[int] | None:
+        """By a worker that can. Each was asked before it was admitted, so any of them will do."""
+        for worker in self._workers.values():
+            if worker.connected and worker.hello.tokenizes:
+                return await worker.token_check(text)
+        return None
+
+    async def serve(
+        self,
+        socket: Socket,
+        *,
+        check: WorkerCheck | None = None,
+        attached: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Serve one connection of a worker until it ends. A worker that `check` refuses, by raising an OutriderError,
+        gets no work; `attached` is called when a new one may get some."""
+        try:
+            hello = await _hello(socket)
+        except _Refused as refused:
+            log.warning("relay %s refused a worker: %s", self.name, refused)
+            await _refuse(socket, refused)
+            return
+        except Disconnected:
+            return
+        link: Link[ToService] = Link(
+            socket,
+            TO_SERVICE,
+            heartbeat=self._options.heartbeat_seconds,
+            silence=self._options.silence_seconds,
+        )
+        worker = self._workers.get(hello.instance)
+        if worker is not None:
+            await self._run(worker, link, hello)
+            return
+        if (conflict := self._conflict(hello)) is not None:
+            log.warning("relay %s refused worker %s: %s", self.name, hello.name, conflict)
+            await _refuse(socket, _Refused(Close.CONFLICT, conflict))
+            return
+        worker = AttachedWorker(hello, self.name, self._options, self._numbers)
+        async with asyncio.TaskGroup() as group:
+            admission = group.create_task(self._admit(worker, check, attached), name=f"admit {worker.name}")
+            await self._run(worker, link, hello)
+            admission.cancel()
+
+    async def _run(self, worker: AttachedWorker, link: Link[ToService], hello: Hello) -> None:
+        """Serve one connection of a worker, and decide when it ends whether the worker is waited for."""
+        worker.connect(link, hello)
+        end: Disconnected | None = None
+        try:
+            end = await link.run(worker.handle)
+        finally:
+            if worker.disconnect(link):
+                self._disconnected(worker, end)
+
+    async def _admit(
+        self,
+        worker: AttachedWorker,
+        check: WorkerCheck | None,
+        attached: Callable[[], object],
+    ) -> None:
+        """Check a worker, bring it to the state of the others, and let it have work."""
+        try:
+            if check is not None:
+                await check(worker)
+            if self._paused is not None:
+                await worker.pause(self._paused)
+        except OutriderError as error:
+            log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
+            worker.cut_off(Close.CONFLICT, error.message)
+            worker.give_up(error.message)
+            return
+        # Others may have attached meanwhile.
+        conflict = self._conflict(worker.hello)
+        if conflict is not None:
+            worker.cut_off(Close.CONFLICT, conflict)
+            worker.give_up(conflict)
+            return
+        self.logprob_kind = worker.logprob_kind
+        self._workers[worker.hello.instance] = worker
+        log.info("relay %s: worker %s attached", self.name, worker.name)
+        attached()
+
+    def _disconnected(self, worker: AttachedWorker, end: Disconnected | None) -> None:
+        """Wait for a worker whose connection broke; drop one that has left or was cut off."""
+        if worker.gone is not None:
+            return
+        # `end` is None when this service itself is being closed.
+        if end is not None and end.code not in FINAL:
+            log.info("relay %s: worker %s lost its connection: %s", self.name, worker.name, end)
+            worker.deadline = asyncio.get_running_loop().call_later(
+                self._options.resume_seconds,
+                self._drop,
+                worker,
+                f"it did not come back within {self._options.resume_seconds:g} s",
+            )
+        else:
+            self._drop(worker, end.reason or "it has left" if end is not None else "the service is closing")
+
+    def _drop(self, worker: AttachedWorker, reason: str) -> None:
+        self._workers.pop(worker.hello.instance, None)
+        log.info("relay %s: worker %s is gone: %s", self.name, worker.name, reason)
+        worker.give_up(reason)
+
+    def _conflict(self, hello: Hello) -> str | None:
+        """Why a new worker cannot serve together with those attached."""
+        if self._closed:
+            return f"engine {self.name!r} was removed"
+        for other in self._workers.values():
+            if other.logprob_kind is not hello.logprob_kind:
+                return f"log-probabilities are {other.logprob_kind} here, not {hello.logprob_kind}"
+            if other.model is not None and hello.model is not None and other.model != hello.model:
+                return f"the model here is {other.model}, not {hello.model}"
+        return None
+
+    def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
+        """The least loaded worker: with a connection rather than without, and rather not one that has just failed. A
+        session stays with its own, the one of the highest hash, while that has little more to do."""
+        workers = [worker for worker in self._workers.values() if worker not in tried]
+        if not workers:
+            return None
+
+        def rank(worker: AttachedWorker) -> tuple[bool, bool, int]:
+            return not worker.connected, worker.failing, worker.in_flight
+
+        best = min(workers, key=rank)
+        own = max(workers, key=lambda worker: xxhash.xxh3_64_intdigest((session_key + worker.hello.instance).encode()))
+        stays = rank(own)[:2] == rank(best)[:2] and own.in_flight <= best.in_flight + STAY
+        return own if stays else best
+
+    async def _each(self, act: Callable[[AttachedWorker], Awaitable[None]]) -> None:
+        """Have every worker do it; those that go away meanwhile are passed over. Raises the first other error."""
+        failures: list[EngineError] = []
+
+        async def one(worker: AttachedWorker) -> None:
+            try:
+                await act(worker)
+            except EngineError as error:
+                if worker.gone is None:
+                    failures.append(error)
+
+        async with asyncio.TaskGroup() as group:
+            for worker in list(self._workers.values()):
+                group.create_task(one(worker))
+        if failures:
+            raise failures[0]
+
+    def _nobody(self) -> EngineUnavailable:
+        return EngineUnavailable(f"relay {self.name!r}: {NO_WORKERS}", hint=HINT.format(self.name))
+
+
+class _Refused(Exception):
+    def __init__(self, code: Close, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+async def _hello(socket: Socket) -> Hello:
+    """A worker's first message. Raises _Refused and Disconnected."""
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            frame = await socket.receive()
+    except TimeoutError:
+        raise _Refused(Close.SILENT, f"no hello came within {HELLO_SECONDS:g} s") from None
+    try:
+        # Read alone first: the rest of another version's hello may not be readable.
+        protocol = msgspec.msgpack.decode(frame, type=_AnyHello).protocol
+        if protocol != PROTOCOL:
+            raise _Refused(Close.PROTOCOL, f"this service speaks protocol {PROTOCOL}, not {protocol}: update the older")
+        hello = TO_SERVICE.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _Refused(Close.NONSENSE, f"the first message is no hello: {error}") from error
+    if not isinstance(hello, Hello):
+        raise _Refused(Close.NONSENSE, "the first message is no hello")
+    return hello
+
+
+class _AnyHello(msgspec.Struct):
+    protocol: int
+
+
+async def _refuse(socket: Socket, refused: _Refused) -> None:
+    try:
+        await socket.close(refused.code, close_reason(str(refused)))
+    except Disconnected:
+        return
+
+
+def _check(options: RelayOptions) -> None:
+    """Raises InvalidField for numbers with which no worker could work."""
+    for name in ("heartbeat_seconds", "resume_seconds", "window", "total_window"):
+        if getattr(options, name) <= 0:
+            raise InvalidField(f"engine options: {name} must be above 0", field="options")
+    if options.silence_seconds <= options.heartbeat_seconds:
+        raise InvalidField("engine options: silence_seconds must be above heartbeat_seconds", field="options")

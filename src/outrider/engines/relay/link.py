@@ -1,0 +1,131 @@
+"""One connection of a relay, as both ends use it: messages out in order, messages in one by one, and heartbeats.
+
+It knows neither what a message means nor what carries it. Invariants: `run` returns when the connection has ended,
+whichever end or silence ended it, and leaves no task; nothing is sent behind a close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from outrider.engines.relay.messages import Beat, Close, Nonsense, close_reason, encode
+
+In = TypeVar("In")
+
+
+class Disconnected(Exception):
+    """The connection has ended. `code` is that of WebSocket; 1006 where there was no close frame."""
+
+    def __init__(self, code: int, reason: str = "") -> None:
+        super().__init__(f"{reason or 'connection lost'} ({code})")
+        self.code = code
+        self.reason = reason
+
+
+class Socket(Protocol):
+    """Whole messages over something that can break. `send` and `receive` raise Disconnected."""
+
+    async def send(self, frame: bytes) -> None: ...
+    async def receive(self) -> bytes: ...
+    async def close(self, code: int, reason: str) -> None: ...
+
+
+class Link(Generic[In]):
+    """`heartbeat` and `silence` are in seconds: what may pass without a message out, and without one in."""
+
+    def __init__(
+        self, socket: Socket, decoder: msgspec.msgpack.Decoder[In], *, heartbeat: float, silence: float
+    ) -> None:
+        self._socket = socket
+        self._decoder = decoder
+        self._heartbeat = heartbeat
+        self._silence = silence
+        self._waiting: deque[bytes] = deque()  # bounded by the windows and by the requests in flight
+        self._wake = asyncio.Event()
+        self._close: Disconnected | None = None
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, frame: bytes) -> None:
+        if self._close is None:
+            self._waiting.append(frame)
+            self._wake.set()
+
+    def close(self, code: Close, reason: str) -> None:
+        """End the connection; what was not sent yet is dropped."""
+        if self._close is None:
+            self._close = Disconnected(code, close_reason(reason))
+            self._waiting.clear()
+            self._wake.set()
+
+    async def run(self, handle: Callable[[In], None]) -> Disconnected:
+        """Send and receive until the connection ends; how it ended. `handle` gets each message but the heartbeats;
+        Nonsense that it raises closes the connection."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._write(), name="relay writer"),
+                group.create_task(self._read(handle), name="relay reader"),
+            ]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+        if self._close is not None:
+            return self._close
+        return next(task for task in tasks if task in ended).result()
+
+    async def _write(self) -> Disconnected:
+        while True:
+            try:
+                async with asyncio.timeout(self._heartbeat):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.send(Beat())
+            self._wake.clear()
+            try:
+                # A peer that reads nothing for so long is as good as gone.
+                async with asyncio.timeout(self._silence):
+                    while self._waiting:
+                        await self._socket.send(self._waiting.popleft())
+                    if self._close is not None:
+                        await self._socket.close(self._close.code, self._close.reason)
+                        return self._close
+            except TimeoutError:
+                return Disconnected(Close.SILENT, "the peer reads nothing")
+            except Disconnected as end:
+                return end
+
+    async def _read(self, handle: Callable[[In], None]) -> Disconnected:
+        while True:
+            try:
+                async with asyncio.timeout(self._silence):
+                    frame = await self._socket.receive()
+            except Disconnected as end:
+                return end
+            except TimeoutError:
+                self.close(Close.SILENT, f"nothing came for {self._silence:g} s")
+                return await self._written()
+            try:
+                message = self._decoded(frame)
+                if self._close is None and not isinstance(message, Beat):
+                    handle(message)
+            except Nonsense as error:
+                self.close(Close.NONSENSE, str(error))
+            if self._close is not None:
+                return await self._written()
+
+    async def _written(self) -> Disconnected:
+        """Leave the end to the writer, which sends the close frame."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def _decoded(self, frame: bytes) -> In:
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Nonsense(f"no message of this protocol: {error}") from error

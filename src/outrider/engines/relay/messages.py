@@ -1,0 +1,208 @@
+"""The messages between a service and the workers of a relay engine, as MessagePack maps; docs/relay.md describes them.
+
+It knows no connection. Invariant: ids are int32 and log-probabilities float64, packed little-endian, so that they
+arrive as they were sent, to the bit.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from outrider.constraint import ConstraintKind
+from outrider.engines.base import Chunk, EngineHealth, PauseMode, SamplingParams
+from outrider.errors import ErrorRecord
+from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
+
+PROTOCOL = 1
+"""Raised when either side would misread the other: also when `SamplingParams` gets a field, which an older worker would
+ignore silently."""
+
+MAX_TO_SERVICE = 16 << 20
+"""Maximum bytes of a message from a worker: a chunk of 16 MiB has more than a million tokens."""
+MAX_TO_WORKER = 64 << 20
+"""Maximum bytes of a message to a worker, such as a prompt of 16 million tokens."""
+MAX_VERSION = (1 << 31) - 1
+MAX_REASON = 120
+"""Maximum bytes of a close reason; WebSocket allows 123."""
+
+
+class Close(IntEnum):
+    """Why a connection is closed. Workers come back after REPLACED, SILENT and the codes of WebSocket itself; the
+    others mean that the same worker would be refused again."""
+
+    LEFT = 1000  # the worker is done: nothing is resumed
+    REPLACED = 4001  # the same worker has connected again
+    NONSENSE = 4400  # the peer broke the protocol, or sent tokens that cannot be
+    SILENT = 4408  # nothing came for too long
+    CONFLICT = 4409  # a worker of another model, or the engine of that name is no relay
+    REMOVED = 4410  # the engine was removed from the service
+    PROTOCOL = 4426  # the peer speaks another version of the protocol
+
+
+class Nonsense(Exception):
+    """The peer sent what the protocol does not allow. The text becomes the close reason."""
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
+    """A worker's first message. `instance` is a random name of this worker object, the same on every connection;
+    `holds` are the generations that it has and whose end was not acknowledged."""
+
+    protocol: int
+    instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
+    name: Annotated[str, msgspec.Meta(max_length=100)]
+    model: Annotated[str, msgspec.Meta(max_length=1000)] | None
+    context_tokens: Annotated[int, msgspec.Meta(gt=0)] | None
+    logprob_kind: LogprobKind
+    version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+    constraints: tuple[ConstraintKind, ...] = ()
+    tokenizes: bool = False
+    holds: tuple[int, ...] = ()
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True, kw_only=True):
+    """The service's first message. `resumed` has, for each generation that goes on, the last sequence number that the
+    service received; the worker forgets those it holds that are not in it. Times are in seconds, windows in chunks."""
+
+    protocol: int
+    resumed: dict[int, int]
+    heartbeat: float
+    silence: float
+    resume: float
+    window: int
+    total_window: int
+
+
+class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
+    generation: int
+    request_id: str
+    session_key: str
+    input_ids: bytes
+    sampling: SamplingParams
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """The service wants no more of a generation: the worker ends and forgets it."""
+
+    generation: int
+
+
+class Acknowledge(msgspec.Struct, tag="acknowledge", frozen=True):
+    """All of a generation up to `number` has been consumed."""
+
+    generation: int
+    number: int
+
+
+class Call(msgspec.Struct, tag="call", frozen=True, kw_only=True):
+    """Something to do that is answered once. A worker that gets a call again does it once, and answers again."""
+
+    call: int
+    action: Literal["pause", "resume", "set_version", "health", "tokenize"]
+    mode: PauseMode = "finish"
+    version: int = 0
+    text: str = ""
+
+
+class Tokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit_defaults=True):
+    """A `Chunk`. `number` counts the messages of its generation, from 1."""
+
+    generation: int
+    number: int
+    ids: bytes = b""
+    logprobs: bytes = b""
+    finish: FinishReason | None = None
+    stop_match: int | str | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    cached_tokens: int | None = None
+    prompt_ids: bytes | None = None
+    prompt_tokens: int | None = None
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
+    """The last message of a generation that failed, numbered as `Tokens`."""
+
+    generation: int
+    number: int
+    error: ErrorRecord
+
+
+class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
+    call: int
+    error: ErrorRecord | None = None
+    health: EngineHealth | None = None
+    ids: bytes | None = None
+
+
+class Version(msgspec.Struct, tag="version", frozen=True):
+    """The worker's weights have changed by themselves: it serves this policy version now."""
+
+    version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+
+
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """Sent by either side when it has sent nothing else for a while."""
+
+
+ToWorker = Welcome | Generate | Abort | Acknowledge | Call | Beat
+ToService = Hello | Tokens | Failed | Answer | Version | Beat
+
+_ENCODER = msgspec.msgpack.Encoder()
+encode = _ENCODER.encode
+TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)
+
+
+def pack_ids(ids: object) -> bytes:
+    """int32, little-endian. Raises OverflowError for an id that does not fit, ValueError and TypeError for no ids."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Raises Nonsense."""
+    if len(data) % 4:
+        raise Nonsense(f"{len(data)} bytes are no int32 ids")
+    ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
+    return ids
+
+
+def tokens_of(generation: int, number: int, chunk: Chunk) -> Tokens:
+    """Raises as `pack_ids`."""
+    return Tokens(
+        generation=generation,
+        number=number,
+        ids=pack_ids(chunk.ids),
+        logprobs=np.asarray(chunk.logprobs, dtype="<f8").tobytes(),
+        finish=chunk.finish,
+        stop_match=chunk.stop_match,
+        versions=chunk.versions,
+        cached_tokens=chunk.cached_tokens,
+        prompt_ids=None if chunk.prompt_ids is None else pack_ids(chunk.prompt_ids),
+        prompt_tokens=chunk.prompt_tokens,
+    )
+
+
+def chunk_of(tokens: Tokens) -> Chunk:
+    """Raises Nonsense."""
+    if len(tokens.logprobs) != 2 * len(tokens.ids):
+        raise Nonsense(f"{len(tokens.logprobs)} bytes of log-probabilities for {len(tokens.ids)} bytes of ids")
+    if not tokens.ids and tokens.finish is None:
+        raise Nonsense("a chunk without tokens that is not the last")
+    return Chunk(
+        ids=unpack_ids(tokens.ids),
+        logprobs=np.frombuffer(tokens.logprobs, dtype="<f8").tolist(),
+        finish=tokens.finish,
+        stop_match=tokens.stop_match,
+        versions=tokens.versions,
+        cached_tokens=tokens.cached_tokens,
+        prompt_ids=None if tokens.prompt_ids is None else unpack_ids(tokens.prompt_ids),
+        prompt_tokens=tokens.prompt_tokens,
+    )
+
+
+def close_reason(text: str) -> str:
+    """The text, cut to what a close frame holds."""
+    return text.encode()[:MAX_REASON].decode(errors="ignore")

@@ -1,0 +1,178 @@
+"""An `Engine` made of one function that generates: it adds pausing, aborting and policy versions.
+
+It knows no relay and no model. Invariant: every token is marked with the version that was set when its chunk came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from outrider.concurrency.events import Broadcast
+from outrider.constraint import ConstraintKind
+from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
+from outrider.engines.pause_gate import PauseGate
+from outrider.errors import EngineMisbehaved, EngineUnavailable
+from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
+
+Generate = Callable[[GenerateRequest], AsyncIterator[Chunk] | Awaitable[Chunk]]
+"""Called for each generation: an async generator of chunks, or a coroutine function that returns the whole reply."""
+
+
+class FunctionEngine:
+    """`Engine`, `SetsVersion` and `TakesConstraints` over `generate`; `TokenizesText` if `tokenize` is given.
+
+    A last chunk without versions gets those that were set (`set_version`, or the attribute `version`) while its tokens
+    came. `healthy` returns what is wrong, or "" when nothing is.
+    """
+
+    mode = TokenMode.TOKENS
+
+    def __init__(
+        self,
+        generate: Generate,
+        *,
+        name: str = "function",
+        model: str | None = None,
+        context_tokens: int | None = None,
+        logprob_kind: LogprobKind = LogprobKind.SAMPLING,
+        version: int = 0,
+        constraints: Iterable[ConstraintKind] = (),
+        tokenize: Callable[[str], list[int]] | None = None,
+        healthy: Callable[[], Awaitable[str]] | None = None,
+    ) -> None:
+        self.name = name
+        self.logprob_kind = logprob_kind
+        self.constraints = frozenset(constraints)
+        self.version = version
+        self._generate = generate
+        self._model = model
+        self._context_tokens = context_tokens
+        self._tokenize = tokenize
+        self._healthy = healthy
+        self._gate = PauseGate()
+        self._frozen = False
+        self._aborts = 0
+        self._changed = Broadcast()
+        self._steps: set[asyncio.Timeout] = set()
+        """The generations whose function is at work now, by what aborts them."""
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        spans: list[VersionSpan] = []
+        length = 0
+        async with self._gate.passage():
+            aborts = self._aborts
+            async with aclosing(self._chunks(request)) as chunks:
+                while True:
+                    chunk = await self._next(chunks, aborts)
+                    length = _mark(spans, self.version, length, len(chunk.ids))
+                    if chunk.finish is not None and not chunk.versions:
+                        chunk = msgspec.structs.replace(chunk, versions=tuple(spans))
+                    await self._thawed(aborts)
+                    yield chunk
+                    if chunk.finish is not None:
+                        return
+                    await self._thawed(aborts)
+
+    async def health(self) -> EngineHealth:
+        trouble = "" if self._healthy is None else await self._healthy()
+        return EngineHealth(
+            ok=not trouble,
+            detail=trouble,
+            model=self._model,
+            context_tokens=self._context_tokens,
+            version=self.version,
+        )
+
+    async def pause(self, mode: PauseMode) -> None:
+        """When this returns the function is not at work, except for "keep": there the step that it is at goes on, and
+        is passed on later."""
+        self._gate.close()
+        if mode == "finish":
+            await self._gate.drained()
+        elif mode == "keep":
+            self._frozen = True
+        else:
+            self._aborts += 1
+            self._changed.send()
+            for step in self._steps:
+                step.reschedule(0)
+            changed = self._changed.next()
+            while self._steps:
+                await changed.wait()
+                changed = self._changed.next()
+
+    async def resume(self) -> None:
+        self._frozen = False
+        self._changed.send()
+        self._gate.open()
+
+    async def set_version(self, version: int) -> None:
+        self.version = version
+
+    async def token_check(self, text: str) -> list[int] | None:
+        return None if self._tokenize is None else self._tokenize(text)
+
+    async def _thawed(self, aborts: int) -> None:
+        """Wait while generations are frozen, but not with one that is aborted."""
+        changed = self._changed.next()
+        while self._frozen and self._aborts == aborts:
+            await changed.wait()
+            changed = self._changed.next()
+
+    async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        made = self._generate(request)
+        if not hasattr(made, "__aiter__"):
+            yield await made
+            return
+        stream: Any = made
+        try:
+            async for chunk in stream:
+                yield chunk
+        finally:
+            if hasattr(stream, "aclose"):
+                await stream.aclose()
+
+    async def _next(self, chunks: AsyncGenerator[Chunk, None], aborts: int) -> Chunk:
+        """The next chunk, or an empty last one when the generation is aborted before it comes."""
+        aborted = Chunk(ids=[], logprobs=[], finish=FinishReason.ABORT)
+        if self._aborts != aborts:
+            return aborted
+        try:
+            async with asyncio.timeout(None) as step:
+                self._steps.add(step)
+                try:
+                    chunk = await anext(chunks)
+                finally:
+                    self._steps.discard(step)
+                    self._changed.send()
+        except TimeoutError:
+            if not step.expired():
+                raise
+            return aborted
+        except StopAsyncIteration:
+            raise EngineUnavailable("the generate function ended before its generation did") from None
+        if not isinstance(chunk, Chunk):
+            raise EngineMisbehaved(f"the generate function gave a {type(chunk).__name__}, not a Chunk")
+        return chunk
+
+
+def _mark(spans: list[VersionSpan], version: int, start: int, tokens: int) -> int:
+    """Note the version of so many new tokens; the length of the output with them."""
+    end = start + tokens
+    if tokens:
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, end)
+        else:
+            spans.append(VersionSpan(version, start, end))
+    return end

@@ -1,0 +1,156 @@
+"""The generations of a worker: each runs once, and what it gave is kept until the service has acknowledged it.
+
+It knows no connection but where to send. Invariants: a generation's messages are numbered from 1 without a gap; it is
+asked for more only while the windows have room, so what is kept is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import aclosing
+
+import msgspec
+import numpy as np
+
+from outrider.engines.base import Chunk, Engine, GenerateRequest
+from outrider.engines.relay.link import Link
+from outrider.engines.relay.messages import Failed, Generate, ToWorker, Welcome, encode, tokens_of
+from outrider.errors import EngineMisbehaved, EngineUnavailable, OutriderError
+from outrider.plugins import plugin_code
+
+
+class _Generation:
+    """`produced` and `acknowledged` are numbers of messages; `kept` are the messages between them, encoded."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.produced = 0
+        self.acknowledged = 0
+        self.kept: deque[bytes] = deque()
+        self.ended = False
+        self.room = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
+class Generations:
+    """Those of one worker. `link` is the connection they send on, None while there is none; the windows are those of
+    `Welcome`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._link: Link[ToWorker] | None = None
+        self._generations: dict[int, _Generation] = {}
+        self._window = self._total_window = 1
+        self._unacknowledged = 0
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        return tuple(self._generations)
+
+    def start(self, message: Generate, tasks: asyncio.TaskGroup) -> None:
+        if message.generation in self._generations:
+            return
+        generation = _Generation(message.generation)
+        self._generations[generation.number] = generation
+        request = GenerateRequest(
+            request_id=message.request_id,
+            session_key=message.session_key,
+            input_ids=np.frombuffer(message.input_ids, dtype="<i4").astype(np.int32),
+            sampling=message.sampling,
+        )
+        generation.task = tasks.create_task(self._run(generation, request), name=f"relay {message.request_id}")
+
+    def acknowledge(self, number: int, upto: int) -> None:
+        """The service needs its messages up to that number no more, nor the generation if that is its last."""
+        if (generation := self._generations.get(number)) is None:
+            return
+        was_full = self._unacknowledged >= self._total_window
+        while generation.kept and generation.acknowledged < upto:
+            generation.kept.popleft()
+            generation.acknowledged += 1
+            self._unacknowledged -= 1
+        generation.room.set()
+        if was_full:
+            self._wake_all()
+        if generation.ended and not generation.kept:
+            del self._generations[number]
+
+    def abort(self, number: int) -> None:
+        """End and forget a generation, if it is there."""
+        if (generation := self._generations.pop(number, None)) is None:
+            return
+        was_full = self._unacknowledged >= self._total_window
+        self._unacknowledged -= len(generation.kept)
+        if generation.task is not None:
+            generation.task.cancel()
+        if was_full:
+            self._wake_all()
+
+    def abort_all(self) -> None:
+        for number in self.held:
+            self.abort(number)
+
+    def attach(self, link: Link[ToWorker], welcome: Welcome) -> None:
+        """Go on over a new connection: send again what the service has not received, and end what it does not know."""
+        self._window, self._total_window = welcome.window, welcome.total_window
+        for number in self.held:
+            if number not in welcome.resumed:
+                self.abort(number)
+                continue
+            generation = self._generations[number]
+            received = welcome.resumed[number]
+            for place, frame in enumerate(generation.kept, start=generation.acknowledged + 1):
+                if place > received:
+                    link.send_encoded(frame)
+        self._link = link
+        self._wake_all()
+
+    def detach(self) -> None:
+        self._link = None
+
+    async def _run(self, generation: _Generation, request: GenerateRequest) -> None:
+        try:
+            with plugin_code():
+                async with aclosing(self._engine.generate(request)) as chunks:
+                    while not generation.ended:
+                        await self._room(generation)
+                        chunk = await anext(chunks, None)
+                        if chunk is None:
+                            raise EngineUnavailable("the worker's engine ended its stream before the generation's end")
+                        self._give(generation, chunk)
+        except OutriderError as error:
+            self._fail(generation, error)
+        except Exception as error:  # the engine may be anybody's code
+            self._fail(generation, EngineMisbehaved(f"the worker's engine raised {type(error).__name__}: {error}"))
+
+    async def _room(self, generation: _Generation) -> None:
+        """Wait until the windows allow one more message."""
+        while generation.kept and (len(generation.kept) >= self._window or self._unacknowledged >= self._total_window):
+            generation.room.clear()
+            await generation.room.wait()
+
+    def _give(self, generation: _Generation, chunk: Chunk) -> None:
+        if not chunk.ids and not chunk.logprobs and chunk.finish is None:
+            return
+        if len(chunk.ids) != len(chunk.logprobs):
+            raise EngineMisbehaved(f"{len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} sampled tokens")
+        generation.ended = chunk.finish is not None
+        self._send(generation, tokens_of(generation.number, generation.produced + 1, chunk))
+
+    def _fail(self, generation: _Generation, error: OutriderError) -> None:
+        generation.ended = True
+        message = Failed(generation=generation.number, number=generation.produced + 1, error=error.record())
+        self._send(generation, message)
+
+    def _send(self, generation: _Generation, message: msgspec.Struct) -> None:
+        frame = encode(message)
+        generation.produced += 1
+        generation.kept.append(frame)
+        self._unacknowledged += 1
+        if self._link is not None:
+            self._link.send_encoded(frame)
+
+    def _wake_all(self) -> None:
+        for generation in self._generations.values():
+            generation.room.set()

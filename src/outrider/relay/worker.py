@@ -1,0 +1,384 @@
+"""`Worker`: serves an engine to a service that cannot reach it, over a connection that the worker opens.
+
+    async with Worker("http://service:8700", generate, engine="trainer", token=TOKEN): ...
+
+It knows no model. Invariants: what was generated is kept until the service has acknowledged it, or waits for it no
+more; a generation runs once, over any number of connections; a call of the service is done once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import Self, cast
+from urllib.parse import quote
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+
+from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.cancellation import shielded
+from outrider.engines.base import Engine, SetsVersion, TakesConstraints, TokenizesText
+from outrider.engines.relay import messages
+from outrider.engines.relay.link import Disconnected, Link
+from outrider.engines.relay.messages import (
+    MAX_TO_WORKER,
+    PROTOCOL,
+    TO_WORKER,
+    Abort,
+    Acknowledge,
+    Answer,
+    Call,
+    Close,
+    Hello,
+    Nonsense,
+    ToWorker,
+    Version,
+    Welcome,
+    encode,
+    pack_ids,
+)
+from outrider.errors import (
+    Conflict,
+    EngineMisbehaved,
+    EngineRejected,
+    NotFound,
+    OutriderError,
+    ServiceError,
+    Unauthorized,
+    record_of,
+)
+from outrider.relay.function_engine import FunctionEngine, Generate
+from outrider.relay.generations import Generations
+
+log = logging.getLogger("outrider.relay")
+
+RECONNECTING = Backoff(first=0.5, longest=20.0)
+CONNECT_SECONDS = 20.0
+CLOSE_SECONDS = 2.0
+REMEMBERED_ANSWERS = 256
+"""Answers kept for a service that asks again because the connection broke before it had them."""
+
+REFUSALS: dict[int, type[OutriderError]] = {
+    Close.NONSENSE: EngineMisbehaved,
+    Close.CONFLICT: Conflict,
+    Close.REMOVED: Conflict,
+    Close.PROTOCOL: Conflict,
+    401: Unauthorized,
+    403: NotFound,
+    404: NotFound,
+}
+"""Close codes and HTTP statuses that would come again, and the errors that `Worker.run` raises for them."""
+
+HINTS: dict[int, str] = {
+    Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
+    401: "give the service's token: Worker(..., token=...)",
+    403: "is this an Outrider service, of the same version as the worker?",
+    404: "is this an Outrider service, of the same version as the worker?",
+}
+
+
+class Worker:
+    """A worker for the relay engine `engine` of the service at `url` (`http://host:port`).
+
+    `generate` is an `Engine`, started and closed by the caller, or a function (`FunctionEngine` says what it may be,
+    and takes what there is to tell of it). `name` is for people; `reconnecting` are the waits between tries to connect.
+    A worker runs once at a time: `await worker.run()`; `async with worker` beside other work of the event loop;
+    `with worker.in_thread()` beside code that blocks. All three raise what `run` does.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        generate: Engine | Generate,
+        *,
+        engine: str = "trainer",
+        token: str | None = None,
+        name: str | None = None,
+        reconnecting: Backoff = RECONNECTING,
+    ) -> None:
+        self.engine: Engine = cast(Engine, generate) if hasattr(generate, "generate") else FunctionEngine(generate)
+        self.name = (name or platform.node() or "worker")[:100]
+        self.url = f"{url.rstrip('/')}/v1/relay/{quote(engine, safe='')}"
+        self.connections = 0
+        """How often the service has taken it up."""
+        self._token = token
+        self._reconnecting = reconnecting
+        self._instance = uuid4().hex
+        self._generations = Generations(self.engine)
+        self._answers: OrderedDict[int, Answer | None] = OrderedDict()
+        self._welcome: Welcome | None = None
+        self._link: Link[ToWorker] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._attached: Future[None] = Future()
+        self._forget: asyncio.TimerHandle | None = None
+        self._entered = AsyncExitStack()
+
+    async def run(self) -> None:
+        """Serve until it is cancelled, whatever becomes of the connection.
+
+        Raises Unauthorized for a wrong token, Conflict where the service has no use for this worker (another model, an
+        engine of another kind, another version of the protocol), EngineMisbehaved when it sent what cannot be, and
+        NotFound for a service without a relay.
+        """
+        if self._loop is not None:
+            raise Conflict("this worker is running already", hint="make another one")
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+                await self._stay_attached(session, tasks)
+        except ExceptionGroup as group:  # the task group's, around the one error of its block
+            if len(group.exceptions) > 1:
+                raise
+            self._set_attached(group.exceptions[0])
+            raise group.exceptions[0] from None
+        finally:
+            self._loop = None
+            if self._forget is not None:
+                self._forget.cancel()
+            self._generations.abort_all()
+            self._answers.clear()
+
+    async def __aenter__(self) -> Self:
+        await self._entered.enter_async_context(self._running())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._entered.__aexit__(kind, error, trace)
+
+    async def attached(self) -> None:
+        """Return when the service has taken up the worker for the first time. Raises what `run` does."""
+        await asyncio.shield(asyncio.wrap_future(self._attached))
+
+    @contextmanager
+    def in_thread(self, *, seconds: float | None = 30.0) -> Iterator[Self]:
+        """Serve in a thread with an event loop of its own, for the length of the block, which begins when the service
+        has taken up the worker. Raises ServiceError if it has not after so many seconds; None does not wait."""
+        ended: Future[None] = Future()
+        loop = asyncio.new_event_loop()
+        stop = asyncio.Event()
+
+        async def until_stopped() -> None:
+            async with self:
+                await stop.wait()
+
+        def work() -> None:
+            try:
+                with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                    runner.run(until_stopped())
+            except BaseException as error:  # for whoever waits in the other thread
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        thread = threading.Thread(target=work, name=f"relay {self.name}", daemon=True)
+        thread.start()
+        try:
+            if seconds is not None:
+                try:
+                    self._attached.result(seconds)
+                except FutureTimeout:
+                    raise ServiceError(
+                        f"{self.url} has not taken up the worker within {seconds:g} s",
+                        hint="is the service running, and can it be reached from here?",
+                    ) from None
+            yield self
+        finally:
+            with suppress(RuntimeError):  # the loop is closed: the worker has ended by itself
+                loop.call_soon_threadsafe(stop.set)
+            thread.join()
+        ended.result()
+
+    def set_version(self, version: int) -> None:
+        """Mark tokens with this policy version from now on, and tell the service. From any thread; for a worker over a
+        function. An engine of another kind is told by its own means."""
+        if not isinstance(self.engine, FunctionEngine):
+            raise TypeError("the engine of this worker has versions of its own: call its set_version")
+        self.engine.version = version
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(self._tell_version, version)
+
+    def _tell_version(self, version: int) -> None:
+        if self._link is not None:
+            self._link.send(Version(version))
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(self.run(), name=f"relay worker {self.name}")
+                try:
+                    yield
+                except Exception as error:  # of the caller's block: the task group would wrap it
+                    failure = error
+                finally:
+                    task.cancel()
+        except ExceptionGroup as wrapped:
+            raise wrapped.exceptions[0] from None
+        if failure is not None:
+            raise failure
+
+    async def _stay_attached(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
+        """Connect again and again. Raises what `run` does."""
+        failed = 0
+        while True:
+            before = self.connections
+            try:
+                end: object = await self._serve(session, tasks)
+            except (aiohttp.ClientError, OSError, Disconnected, Nonsense, msgspec.DecodeError) as error:
+                end = error
+            code = end.code if isinstance(end, Disconnected) else getattr(end, "status", 0)
+            if (kind := REFUSALS.get(code)) is not None:
+                raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
+            if self.connections > before:
+                failed = 0
+                # The service waits no longer: what is kept would be for nobody.
+                seconds = self._welcome.resume if self._welcome is not None else 0
+                self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
+            log.info("worker %s has no connection to %s: %s", self.name, self.url, end)
+            await asyncio.sleep(self._reconnecting.wait(failed))
+            failed += 1
+
+    async def _serve(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> Disconnected:
+        """One connection, from its first message to its end."""
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
+        async with asyncio.timeout(CONNECT_SECONDS):
+            websocket = await session.ws_connect(self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing)
+        socket = _ClientSocket(websocket)
+        code = Close.SILENT  # if it is still open it is of no use, but the worker comes back
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await socket.send(encode(await self._hello()))
+                welcome = TO_WORKER.decode(await socket.receive())
+            if not isinstance(welcome, Welcome):
+                raise Nonsense("the service's first message is no welcome")
+            if self._forget is not None:
+                self._forget.cancel()
+            link: Link[ToWorker] = Link(socket, TO_WORKER, heartbeat=welcome.heartbeat, silence=welcome.silence)
+            self._welcome, self._link = welcome, link
+            self.connections += 1
+            self._set_attached(None)
+            self._generations.attach(link, welcome)
+            return await link.run(partial(self._handle, tasks=tasks))
+        except asyncio.CancelledError:
+            code = Close.LEFT
+            raise
+        finally:
+            self._link = None
+            self._generations.detach()
+            await shielded(partial(socket.close, code, ""))
+
+    async def _hello(self) -> Hello:
+        health = await self.engine.health()
+        return Hello(
+            protocol=PROTOCOL,
+            instance=self._instance,
+            name=self.name,
+            model=health.model,
+            context_tokens=health.context_tokens,
+            logprob_kind=self.engine.logprob_kind,
+            version=health.version,
+            constraints=tuple(self.engine.constraints) if isinstance(self.engine, TakesConstraints) else (),
+            tokenizes=isinstance(self.engine, TokenizesText),
+            holds=self._generations.held,
+        )
+
+    def _handle(self, message: ToWorker, tasks: asyncio.TaskGroup) -> None:
+        if isinstance(message, messages.Generate):
+            self._generations.start(message, tasks)
+        elif isinstance(message, Acknowledge):
+            self._generations.acknowledge(message.generation, message.number)
+        elif isinstance(message, Abort):
+            self._generations.abort(message.generation)
+        elif isinstance(message, Call):
+            self._take_call(message, tasks)
+        else:
+            raise Nonsense("a second welcome")
+
+    def _take_call(self, call: Call, tasks: asyncio.TaskGroup) -> None:
+        """Do it unless it is done or being done: the service asks again when the connection broke before the answer."""
+        if call.call not in self._answers:
+            self._answers[call.call] = None
+            while len(self._answers) > REMEMBERED_ANSWERS:
+                self._answers.popitem(last=False)
+            tasks.create_task(self._answer(call), name=f"relay {call.action}")
+        elif (answer := self._answers[call.call]) is not None and self._link is not None:
+            self._link.send(answer)
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            answer = await self._done(call)
+        except Exception as error:  # the engine may be anybody's code
+            record = record_of(error if isinstance(error, OutriderError) else EngineMisbehaved(f"{error!r}"))
+            answer = Answer(call=call.call, error=record)
+        self._answers[call.call] = answer
+        if self._link is not None:
+            self._link.send(answer)
+
+    async def _done(self, call: Call) -> Answer:
+        if call.action == "pause":
+            await self.engine.pause(call.mode)
+        elif call.action == "resume":
+            await self.engine.resume()
+        elif call.action == "health":
+            return Answer(call=call.call, health=await self.engine.health())
+        elif call.action == "set_version":
+            if not isinstance(self.engine, SetsVersion):
+                raise EngineRejected(f"the engine of worker {self.name!r} cannot be told its version")
+            await self.engine.set_version(call.version)
+        elif isinstance(self.engine, TokenizesText):
+            ids = await self.engine.token_check(call.text)
+            return Answer(call=call.call, ids=None if ids is None else pack_ids(ids))
+        return Answer(call=call.call)
+
+    def _set_attached(self, error: BaseException | None) -> None:
+        if not self._attached.done():
+            if error is None:
+                self._attached.set_result(None)
+            else:
+                self._attached.set_exception(error)
+
+
+class _ClientSocket:
+    """`Socket` of the relay over aiohttp's WebSocket."""
+
+    def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
+        self._websocket = websocket
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            await self._websocket.send_bytes(frame)
+        except (aiohttp.ClientError, OSError) as error:
+            raise Disconnected(1006, str(error)) from error
+
+    async def receive(self) -> bytes:
+        message = await self._websocket.receive()
+        if message.type is aiohttp.WSMsgType.BINARY:
+            data: bytes = message.data
+            return data
+        if message.type is aiohttp.WSMsgType.CLOSE:
+            raise Disconnected(message.data or 1005, message.extra or "")
+        if message.type is aiohttp.WSMsgType.TEXT:
+            raise Disconnected(1003, "the service sent text")
+        raise Disconnected(self._websocket.close_code or 1006, "" if message.data is None else str(message.data))
+
+    async def close(self, code: int, reason: str) -> None:
+        """Does nothing where it has ended already."""
+        with suppress(aiohttp.ClientError, OSError):
+            await self._websocket.close(code=code, message=reason.encode())

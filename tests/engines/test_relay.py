@@ -1,0 +1,742 @@
+"""The relay between a worker and the service: cut connections, slow readers, several workers, and hostile ones."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+
+from engines.contract import chunks_of, collect
+from outrider.constraint import ConstraintKind
+from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.relay.engine import RelayEngine
+from outrider.engines.relay.messages import (
+    PROTOCOL,
+    TO_WORKER,
+    Close,
+    Generate,
+    Hello,
+    Tokens,
+    Version,
+    Welcome,
+)
+from outrider.engines.relay.messages import encode as encoded
+from outrider.errors import (
+    Conflict,
+    ContextOverflow,
+    EngineMisbehaved,
+    EngineRejected,
+    EngineUnavailable,
+    InvalidField,
+    OutriderError,
+    ServiceError,
+)
+from outrider.relay import FunctionEngine, Worker
+from outrider.testing.scripted_engine import scripted_logprob
+from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
+from support.relay import AT_ONCE, CuttingProxy, relay_served
+
+_numbers = itertools.count()
+
+
+def relay(**options: Any) -> RelayEngine:
+    return RelayEngine(EngineOptions(name="trainer", options=options))
+
+
+def request(*, tokens: int = 100, first: int = 3, session: str | None = None) -> GenerateRequest:
+    number = next(_numbers)
+    return GenerateRequest(
+        request_id=f"request-{number:08}",
+        session_key=session or f"session-{number:08}",
+        input_ids=np.array([first, 5, 7], dtype=np.int32),
+        sampling=SamplingParams(max_tokens=tokens),
+    )
+
+
+def expected(asked: GenerateRequest) -> tuple[list[int], list[float]]:
+    """What `Counter` generates for a request: ids and log-probabilities that tell prompt and position."""
+    first = int(asked.input_ids[0])
+    ids = [(first * 7919 + position * 31) % 50_000 for position in range(asked.sampling.max_tokens)]
+    return ids, [scripted_logprob(position + first, token) for position, token in enumerate(ids)]
+
+
+class Counter:
+    """A generate function whose tokens are known. It waits at token `stall`, if there is one, until `go` is set."""
+
+    def __init__(self, *, stall: int | None = None, most: int = 3) -> None:
+        self.stall = stall
+        self.most = most
+        self.go = asyncio.Event()
+        self.stalled = asyncio.Event()
+        self.started = 0
+        self.given = 0
+        self.left = 0
+        """Generations that were closed before their end."""
+
+    async def __call__(self, asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.started += 1
+        ids, logprobs = expected(asked)
+        sizes = random.Random(asked.request_id)
+        at = 0
+        try:
+            while at < len(ids):
+                if self.stall is not None and at >= self.stall and not self.go.is_set():
+                    self.stalled.set()
+                    await self.go.wait()
+                end = min(at + sizes.randint(1, self.most), len(ids))
+                if self.stall is not None and at < self.stall:
+                    end = min(end, self.stall)
+                await asyncio.sleep(0)
+                self.given += end - at
+                chunk = Chunk(
+                    ids=ids[at:end],
+                    logprobs=logprobs[at:end],
+                    finish=FinishReason.LENGTH if end == len(ids) else None,
+                )
+                at = end
+                yield chunk
+        except (GeneratorExit, asyncio.CancelledError):
+            self.left += 1
+            raise
+
+
+async def gathered(engine: RelayEngine, asked: GenerateRequest) -> None:
+    """Read a whole generation, and check that it has each token once and in order."""
+    ids, logprobs = expected(asked)
+    whole = await collect(engine.generate(asked))
+    assert whole.ids == ids
+    assert whole.logprobs == logprobs
+
+
+@asynccontextmanager
+async def attached(url: str, generate: Any, **fields: Any) -> AsyncGenerator[Worker, None]:
+    async with Worker(url, generate, reconnecting=AT_ONCE, **fields) as worker:
+        await worker.attached()
+        yield worker
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Give other tasks a turn until it holds."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0)
+
+
+async def test_a_hundred_cut_connections_lose_double_and_mix_up_nothing() -> None:
+    """32 streams at once, over a connection that is cut at random bytes until it was cut 100 times."""
+    engine = relay(window=8)
+    counter = Counter()
+    lengths = random.Random(5)
+    done = 0
+    async with relay_served(engine) as url:
+        proxy = CuttingProxy(url, cuts=100, most=6000, seed=11)
+        async with proxy.open() as through, attached(through, counter) as worker:
+
+            async def stream(number: int) -> None:
+                nonlocal done
+                while proxy.made < 100 or done < 64:
+                    await gathered(engine, request(tokens=lengths.randint(1, 200), first=number))
+                    done += 1
+
+            async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+                for number in range(32):
+                    group.create_task(stream(number))
+            assert proxy.made >= 100
+            assert worker.connections >= 50  # some are cut in the greeting
+            await until(lambda: not worker._generations.held)  # the last acknowledgements are on their way
+    assert counter.started == done, "a generation began twice, or was thrown away"
+
+
+async def test_a_short_loss_of_the_connection_is_not_noticed() -> None:
+    engine = relay()
+    counter = Counter(stall=10)
+    async with relay_served(engine) as url:
+        proxy = CuttingProxy(url, cuts=0, most=1, seed=0)
+        async with proxy.open() as through, attached(through, counter) as worker:
+            async with asyncio.TaskGroup() as group:
+                reading = group.create_task(gathered(engine, request()))
+                await counter.stalled.wait()
+                await proxy.cut()
+                counter.go.set()
+                await reading
+            assert (worker.connections, counter.started) == (2, 1)
+
+
+async def test_a_slow_reader_holds_its_generation_back_and_no_other() -> None:
+    engine = relay(window=8)
+    counter = Counter(most=1)
+    async with relay_served(engine) as url, attached(url, counter):
+        slow = request(tokens=1000)
+        async with aclosing(engine.generate(slow)) as chunks:
+            first = await anext(chunks)
+            await gathered(engine, request(tokens=500))
+            before = counter.given
+            for _ in range(20):
+                await engine.health()  # messages go to the worker and back: it had time for more
+            assert counter.given == before <= 500 + 1 + 8 + 1
+            rest = [token for chunk in [chunk async for chunk in chunks] for token in chunk.ids]
+        assert first.ids + rest == expected(slow)[0]
+
+
+async def test_all_unread_generations_together_are_bounded() -> None:
+    engine = relay(window=8, total_window=20)
+    counter = Counter(most=1)
+    async with relay_served(engine) as url, attached(url, counter):
+        asked = [request(tokens=50, first=number) for number in range(10)]
+        streams = [engine.generate(each) for each in asked]
+        firsts = [await anext(stream) for stream in streams]
+        for _ in range(20):
+            await engine.health()
+        assert counter.given <= len(firsts) + 20 + len(streams), "and one of each may always come"
+        async with asyncio.TaskGroup() as group:
+            rests = [group.create_task(chunks_of(stream)) for stream in streams]
+        for each, first, rest in zip(asked, firsts, rests, strict=True):
+            later = [token for chunk in rest.result() for token in chunk.ids]
+            assert first.ids + later == expected(each)[0]
+
+
+async def test_a_reader_that_leaves_ends_the_generation_at_the_worker() -> None:
+    engine = relay()
+    counter = Counter(stall=5)
+    async with relay_served(engine) as url, attached(url, counter) as worker:
+        chunks = engine.generate(request())
+        await anext(chunks)
+        await chunks.aclose()
+        await until(lambda: counter.left == 1)
+        assert worker._generations.held == ()
+
+
+async def test_a_reader_that_leaves_while_the_worker_is_away_ends_it_too() -> None:
+    engine = relay()
+    counter = Counter(stall=5)
+    async with relay_served(engine) as url:
+        proxy = CuttingProxy(url, cuts=0, most=1, seed=0)
+        async with proxy.open() as through, attached(through, counter) as worker:
+            chunks = engine.generate(request())
+            await anext(chunks)
+            proxy.closed = True
+            await proxy.cut()
+            await chunks.aclose()
+            assert counter.left == 0
+            proxy.closed = False
+            await until(lambda: counter.left == 1)
+            assert worker.connections == 2
+            await until(lambda: worker._generations.held == ())
+
+
+async def test_work_goes_to_the_worker_with_the_least() -> None:
+    engine = relay()
+    one, other = Counter(stall=1), Counter(stall=1)
+    async with relay_served(engine) as url, attached(url, one), attached(url, other), asyncio.TaskGroup() as group:
+        for number in range(40):
+            group.create_task(gathered(engine, request(first=number)))
+        await until(lambda: one.started + other.started == 40)
+        assert abs(one.started - other.started) <= 6
+        one.go.set()
+        other.go.set()
+
+
+async def test_the_turns_of_a_session_stay_with_one_worker() -> None:
+    engine = relay()
+    counters = [Counter(), Counter(), Counter()]
+    async with (
+        relay_served(engine) as url,
+        attached(url, counters[0]),
+        attached(url, counters[1]),
+        attached(url, counters[2]),
+    ):
+        for _ in range(12):
+            await gathered(engine, request(tokens=5, session="the same"))
+    assert sorted(counter.started for counter in counters) == [0, 0, 12]
+
+
+async def test_a_worker_that_leaves_hands_over_what_has_no_token_yet() -> None:
+    engine = relay()
+    one, other = Counter(stall=0), Counter()
+    async with relay_served(engine) as url, asyncio.TaskGroup() as group:
+        async with attached(url, one):
+            reading = group.create_task(gathered(engine, request()))
+            await one.stalled.wait()
+            async with attached(url, other):
+                pass  # the next one stays; this one shows that attaching changes nothing for others
+            assert other.started == 0
+            later = Worker(url, other, reconnecting=AT_ONCE)
+            serving = group.create_task(later.run())
+            await later.attached()
+        await reading
+        assert other.started == 1
+        serving.cancel()
+
+
+async def test_a_worker_killed_in_the_middle_fails_what_has_tokens() -> None:
+    engine = relay(resume_seconds=0.05)
+    counter = Counter(stall=5)
+    async with relay_served(engine) as url:
+        proxy = CuttingProxy(url, cuts=0, most=1, seed=0)
+        async with proxy.open() as through, attached(through, counter):
+            asked = request()
+            chunks = engine.generate(asked)
+            ids = (await anext(chunks)).ids
+            proxy.closed = True
+            await proxy.cut()
+            try:
+                async for chunk in chunks:
+                    ids += chunk.ids
+            except EngineUnavailable as error:
+                assert "did not come back within" in error.message  # noqa: PT017  # what came before it counts, too
+            assert ids == expected(asked)[0][:5], "what came before the failure is passed on"
+            with pytest.raises(EngineUnavailable, match="no worker is attached"):
+                await collect(engine.generate(request()))
+
+
+async def test_a_worker_that_was_given_up_starts_afresh() -> None:
+    engine = relay(resume_seconds=0.05)
+    counter = Counter(stall=5)
+    async with relay_served(engine) as url:
+        proxy = CuttingProxy(url, cuts=0, most=1, seed=0)
+        async with proxy.open() as through, attached(through, counter) as worker:
+            chunks = engine.generate(request())
+            await anext(chunks)
+            proxy.closed = True
+            await proxy.cut()
+            with pytest.raises(EngineUnavailable):
+                await chunks_of(chunks)
+            proxy.closed = False
+            await until(lambda: worker.connections == 2)
+            await until(lambda: counter.left == 1)
+            counter.go.set()
+            await gathered(engine, request())
+
+
+async def test_a_restarted_service_is_found_again() -> None:
+    """What ran for the old service is ended; the new one is served by the same worker."""
+    counter = Counter(stall=5)
+    before, after = relay(), relay()
+    async with AsyncExitStack() as held:
+        url = await held.enter_async_context(relay_served(before))
+        proxy = CuttingProxy(url, cuts=0, most=1, seed=0)
+        through = await held.enter_async_context(proxy.open())
+        worker = await held.enter_async_context(attached(through, counter))
+        chunks = before.generate(request())
+        await anext(chunks)
+        proxy.target = await held.enter_async_context(relay_served(after))
+        await proxy.cut()
+        await until(lambda: worker.connections == 2)
+        await until(lambda: counter.left == 1)
+        counter.go.set()
+        await gathered(after, request())
+        await chunks.aclose()
+
+
+ERRORS: list[tuple[Exception, type[OutriderError], str]] = [
+    (ContextOverflow("too long"), ContextOverflow, "too long"),
+    (EngineRejected("no such thing"), EngineRejected, "no such thing"),
+    (EngineUnavailable("busy"), EngineUnavailable, "busy"),
+    (ServiceError("not an engine's error"), EngineMisbehaved, "not an engine's error"),
+    (ValueError("a mistake"), EngineMisbehaved, "ValueError: a mistake"),
+    (SystemExit("I am a program"), EngineMisbehaved, "tried to exit"),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("raised", "kind", "text"), ERRORS, ids=lambda value: getattr(value, "__name__", None))
+async def test_what_a_generate_function_raises_arrives_as_an_engines_error(
+    raised: BaseException, kind: type[OutriderError], text: str
+) -> None:
+    async def generate(asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(ids=[1], logprobs=[-0.5])
+        raise raised
+
+    engine = relay()
+    async with relay_served(engine) as url, attached(url, generate):
+        with pytest.raises(kind, match=text):
+            await chunks_of(engine.generate(request()))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Chunk(ids=[1, 2], logprobs=[-1.0]),
+        Chunk(ids=[1 << 40], logprobs=[-1.0]),
+        Chunk(ids=["x"], logprobs=[-1.0]),  # type: ignore[list-item]
+        "no chunk",
+    ],
+    ids=["lengths", "id", "type", "no chunk"],
+)
+async def test_a_generate_function_that_gives_no_tokens_fails_its_generation_only(bad: Any) -> None:
+    async def generate(asked: GenerateRequest) -> AsyncGenerator[Any, None]:
+        yield bad
+
+    engine = relay()
+    async with relay_served(engine) as url, attached(url, generate) as worker:
+        with pytest.raises(EngineMisbehaved):
+            await collect(engine.generate(request()))
+        assert worker.connections == 1
+        assert (await engine.health()).ok
+
+
+async def test_a_coroutine_that_returns_the_whole_reply_will_do() -> None:
+    async def generate(asked: GenerateRequest) -> Chunk:
+        ids, logprobs = expected(asked)
+        return Chunk(ids=ids, logprobs=logprobs, finish=FinishReason.LENGTH)
+
+    engine = relay()
+    async with relay_served(engine) as url, attached(url, generate):
+        await gathered(engine, request())
+
+
+async def test_tokens_keep_the_version_that_the_trainer_had_set() -> None:
+    engine = relay()
+    counter = Counter(stall=4, most=1)
+    async with relay_served(engine) as url, attached(url, FunctionEngine(counter, version=3)) as worker:
+        asked = request(tokens=10)
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(collect(engine.generate(asked)))
+            await counter.stalled.wait()
+            worker.set_version(4)
+            counter.go.set()
+        assert reading.result().versions == (VersionSpan(3, 0, 4), VersionSpan(4, 4, 10))
+        assert (await engine.health()).version == 4
+
+
+async def test_a_thread_serves_code_that_blocks() -> None:
+    """The loop of this test is the service's; the worker has its own, in a thread of a thread."""
+    engine = relay()
+
+    async def generate(asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        ids, logprobs = expected(asked)
+        for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), start=1):
+            yield Chunk(ids=[token], logprobs=[logprob], finish=FinishReason.LENGTH if place == len(ids) else None)
+
+    entered, leave = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def trainer(url: str) -> int:
+        with Worker(url, generate).in_thread() as worker:
+            worker.set_version(2)
+            loop.call_soon_threadsafe(entered.set)
+            leave.wait()
+            return worker.connections
+
+    async with relay_served(engine) as url:
+        training = asyncio.create_task(asyncio.to_thread(trainer, url))
+        await entered.wait()
+        await gathered(engine, request())
+        assert (await engine.health()).version == 2
+        leave.set()
+        assert await training == 1
+        assert not (await engine.health()).ok
+
+
+async def test_a_thread_whose_service_is_not_there_says_so() -> None:
+    def trainer() -> None:
+        with Worker("http://127.0.0.1:9", Counter(), reconnecting=AT_ONCE).in_thread(seconds=0.05):
+            raise AssertionError
+
+    with pytest.raises(ServiceError, match="has not taken up the worker"):
+        await asyncio.to_thread(trainer)
+
+
+async def test_a_paused_engine_pauses_workers_that_come_later() -> None:
+    engine = relay()
+    counter = Counter()
+    async with relay_served(engine) as url:
+        await engine.pause("finish")
+        async with attached(url, counter), asyncio.TaskGroup() as group:
+            await until(lambda: bool(engine._workers))
+            reading = group.create_task(gathered(engine, request()))
+            for _ in range(5):
+                await engine.health()
+            assert (reading.done(), counter.started) == (False, 0)
+            await engine.resume()
+        assert counter.started == 1
+
+
+async def test_a_pause_outlives_the_connection_it_was_asked_on() -> None:
+    engine = relay()
+    counter = Counter(stall=5)
+    async with relay_served(engine) as url:
+        proxy = CuttingProxy(url, cuts=0, most=1, seed=0)
+        async with proxy.open() as through, attached(through, counter) as worker, asyncio.TaskGroup() as group:
+            reading = group.create_task(gathered(engine, request()))
+            await counter.stalled.wait()
+            pausing = group.create_task(engine.pause("finish"))
+            await engine.health()
+            await proxy.cut()
+            await until(lambda: worker.connections == 2)
+            await engine.health()
+            assert not pausing.done()
+            counter.go.set()
+            await reading
+            await pausing
+
+
+# ---- workers that speak the protocol by themselves
+
+
+class RawWorker:
+    """A worker written by hand."""
+
+    def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
+        self._websocket = websocket
+
+    async def send(self, message: msgspec.Struct | bytes) -> None:
+        await self._websocket.send_bytes(message if isinstance(message, bytes) else encoded(message))
+
+    async def receive(self) -> Any:
+        return TO_WORKER.decode((await self._websocket.receive()).data)
+
+    async def text(self, text: str) -> None:
+        await self._websocket.send_str(text)
+
+    async def closed(self) -> tuple[int, str]:
+        """How the service closes the connection."""
+        while (message := await self._websocket.receive()).type is not aiohttp.WSMsgType.CLOSE:
+            assert message.type is aiohttp.WSMsgType.BINARY
+        return message.data, message.extra or ""
+
+
+def hello(**fields: Any) -> Hello:
+    known: dict[str, Any] = {
+        "protocol": PROTOCOL,
+        "instance": f"instance-{next(_numbers):020}",
+        "name": "raw",
+        "model": None,
+        "context_tokens": None,
+        "logprob_kind": LogprobKind.SAMPLING,
+        "version": 0,
+    }
+    return Hello(**known | fields)
+
+
+@asynccontextmanager
+async def raw_worker(url: str, **fields: Any) -> AsyncGenerator[RawWorker, None]:
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/x") as websocket:
+        worker = RawWorker(websocket)
+        await worker.send(hello(**fields))
+        assert isinstance(await worker.receive(), Welcome)
+        yield worker
+
+
+def tokens(generation: int, number: int = 1, *, ids: list[int] | None = None, **fields: Any) -> Tokens:
+    given = [1] if ids is None else ids
+    packed: dict[str, Any] = {
+        "ids": np.array(given, dtype="<i4").tobytes(),
+        "logprobs": np.full(len(given), -1.0, dtype="<f8").tobytes(),
+    }
+    return Tokens(generation=generation, number=number, **packed | fields)
+
+
+def end_of(length: int) -> dict[str, Any]:
+    """What the last chunk of an output of that length has besides tokens."""
+    return {"finish": FinishReason.LENGTH, "versions": (VersionSpan(0, 0, length),)}
+
+
+NONSENSE: dict[str, tuple[Callable[[int], Any], str]] = {
+    "bytes": (lambda _: b"\xff\x00what", "no message of this protocol"),
+    "empty": (lambda _: b"", "no message of this protocol"),
+    "unknown": (lambda _: msgspec.msgpack.encode({"type": "sing"}), "no message of this protocol"),
+    "second hello": (lambda _: hello(), "a second hello"),
+    "gap": (lambda n: tokens(n, 2), "message 2 of a generation came after 0"),
+    "half an id": (lambda n: tokens(n, ids=[], logprobs=b"12", finish=FinishReason.STOP), "2 bytes of log-prob"),
+    "lengths": (lambda n: tokens(n, logprobs=b"12345678" * 3), "24 bytes of log-probabilities for 4 bytes of ids"),
+    "nothing": (lambda n: tokens(n, ids=[]), "a chunk without tokens"),
+    "too many": (lambda n: tokens(n, ids=[1] * 101), "gave 101 tokens where at most 100"),
+    "not a number": (lambda n: tokens(n, logprobs=np.array([np.nan]).tobytes()), "gave the log-probability nan"),
+    "above zero": (lambda n: tokens(n, logprobs=np.array([0.5]).tobytes()), "gave the log-probability 0.5"),
+    "versions": (
+        lambda n: tokens(n, finish=FinishReason.STOP, versions=(VersionSpan(1, 0, 9),)),
+        "policy versions that do not cover",
+    ),
+    "no versions": (lambda n: tokens(n, finish=FinishReason.STOP), "without the policy versions"),
+    "version": (lambda _: encoded(Version(-1)), "no message of this protocol"),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+async def test_a_worker_that_speaks_nonsense_is_cut_off_with_the_reason(case: str) -> None:
+    """What it had in hand goes to another worker."""
+    make, reason = NONSENSE[case]
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url) as raw, asyncio.TaskGroup() as group:
+        await until(lambda: bool(engine._workers))
+        reading = group.create_task(gathered(engine, request()))
+        asked = await raw.receive()
+        assert isinstance(asked, Generate)
+        async with attached(url, Counter()):
+            await until(lambda: len(engine._workers) == 2)
+            await raw.send(make(asked.generation))
+            code, said = await raw.closed()
+            assert code == Close.NONSENSE
+            assert reason in said
+            await reading
+
+
+async def test_a_worker_that_ignores_the_window_is_cut_off() -> None:
+    engine = relay(window=4)
+    async with relay_served(engine) as url, raw_worker(url) as raw:
+        await until(lambda: bool(engine._workers))
+        chunks = engine.generate(request())
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(anext(chunks))
+            asked = await raw.receive()
+            await raw.send(tokens(asked.generation))
+        assert first.result().ids == [1]
+        for number in range(2, 8):
+            await raw.send(tokens(asked.generation, number))
+        assert await raw.closed() == (Close.NONSENSE, "more than 4 unacknowledged chunks of one generation")
+        with pytest.raises(EngineUnavailable, match="more than 4 unack"):
+            await chunks_of(chunks)
+
+
+async def test_the_workers_own_code_is_told_why_it_was_cut_off() -> None:
+    async def generate(asked: GenerateRequest) -> Chunk:
+        return Chunk(ids=[1], logprobs=[0.5], finish=FinishReason.STOP)
+
+    engine = relay()
+    async with relay_served(engine) as url:
+        running = asyncio.create_task(Worker(url, generate).run())
+        await until(lambda: bool(engine._workers))
+        with pytest.raises(EngineUnavailable, match="gave the log-probability"):
+            await collect(engine.generate(request()))
+        with pytest.raises(EngineMisbehaved, match="gave the log-probability"):
+            await running
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "reason"),
+    [
+        (hello(protocol=PROTOCOL + 1), Close.PROTOCOL, f"this service speaks protocol {PROTOCOL}, not {PROTOCOL + 1}"),
+        (msgspec.msgpack.encode({"type": "hello", "protocol": 99}), Close.PROTOCOL, "not 99"),
+        (Version(3), Close.NONSENSE, "no hello"),
+        (b"?", Close.NONSENSE, "no hello"),
+        (hello(version=-1), Close.NONSENSE, "no hello"),
+        (hello(instance="short"), Close.NONSENSE, "no hello"),
+        (hello(model="other"), Close.CONFLICT, "the model here is one, not other"),
+        (hello(logprob_kind=LogprobKind.RAW), Close.CONFLICT, "log-probabilities are sampling here, not raw"),
+    ],
+)
+async def test_a_greeting_that_does_not_fit_is_refused(first: Any, code: int, reason: str) -> None:
+    engine = relay()
+    async with relay_served(engine) as url, attached(url, FunctionEngine(Counter(), model="one")):
+        await until(lambda: bool(engine._workers))
+        async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/x") as websocket:
+            raw = RawWorker(websocket)
+            await raw.send(first)
+            given, said = await raw.closed()
+        assert given == code
+        assert reason in said
+
+
+async def test_text_is_no_message() -> None:
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url) as raw:
+        await raw.text("hello")
+        assert (await raw.closed())[0] == Close.NONSENSE
+
+
+async def test_a_newer_connection_of_a_worker_replaces_the_older() -> None:
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url, instance="i" * 32) as old:
+        await until(lambda: bool(engine._workers))
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(collect(engine.generate(request(tokens=2))))
+            asked = await old.receive()
+            await old.send(tokens(asked.generation))
+            await until(
+                lambda: all(each.received for w in engine._workers.values() for each in w._generations.values())
+            )
+            async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/x") as websocket:
+                new = RawWorker(websocket)
+                await new.send(hello(instance="i" * 32, holds=(asked.generation, 12345)))
+                welcome = await new.receive()
+                assert welcome.resumed == {asked.generation: 1}
+                assert await old.closed() == (Close.REPLACED, "this worker has connected again")
+                await new.send(tokens(asked.generation, 2, ids=[9], **end_of(2)))
+                await reading
+        assert reading.result().ids == [1, 9]
+
+
+async def test_a_generation_that_a_worker_never_got_is_sent_again_and_one_it_forgot_fails() -> None:
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url, instance="i" * 32) as old, asyncio.TaskGroup() as group:
+        await until(lambda: bool(engine._workers))
+        lost = group.create_task(collect(engine.generate(request(tokens=1))))
+        never = await old.receive()
+        forgotten = engine.generate(request(tokens=2))
+        first = group.create_task(anext(forgotten))
+        begun = await old.receive()
+        await old.send(tokens(begun.generation))
+        await first
+        async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/x") as websocket:
+            new = RawWorker(websocket)
+            await new.send(hello(instance="i" * 32))
+            assert (await new.receive()).resumed == {}
+            again = await new.receive()
+            assert again == never
+            with pytest.raises(EngineUnavailable, match="has forgotten a generation"):
+                await anext(forgotten)
+            await new.send(tokens(again.generation, ids=[4], **end_of(1)))
+            assert (await lost).ids == [4]
+
+
+async def test_silence_is_noticed_by_the_service() -> None:
+    engine = relay(heartbeat_seconds=0.02, silence_seconds=0.1)
+    async with relay_served(engine) as url, raw_worker(url) as raw:
+        code, reason = await raw.closed()
+        assert code == Close.SILENT
+        assert "nothing came for 0.1 s" in reason
+
+
+async def test_heartbeats_keep_a_quiet_connection() -> None:
+    engine = relay(heartbeat_seconds=0.02, silence_seconds=0.5)
+    counter = Counter(stall=1)
+    async with (
+        relay_served(engine) as url,
+        attached(url, counter) as worker,
+        aclosing(engine.generate(request())) as chunks,
+    ):
+        await anext(chunks)
+        await counter.stalled.wait()
+        await asyncio.sleep(1.2)  # more than two silences
+        assert worker.connections == 1
+
+
+async def test_a_removed_engine_tells_its_workers_so() -> None:
+    engine = relay()
+    async with relay_served(engine) as url:
+        worker = Worker(url, Counter())
+        running = asyncio.create_task(worker.run())
+        await until(lambda: bool(engine._workers))
+        await engine.close()
+        with pytest.raises(Conflict, match="was removed"):
+            await running
+
+
+async def test_constraints_are_those_that_every_worker_can_keep() -> None:
+    engine = relay()
+    both = FunctionEngine(Counter(), constraints=[ConstraintKind.REGEX, ConstraintKind.GRAMMAR])
+    one = FunctionEngine(Counter(), constraints=[ConstraintKind.REGEX])
+    assert engine.constraints == frozenset()
+    async with relay_served(engine) as url, attached(url, both):
+        await until(lambda: len(engine._workers) == 1)
+        assert engine.constraints == {ConstraintKind.REGEX, ConstraintKind.GRAMMAR}
+        async with attached(url, one):
+            await until(lambda: len(engine._workers) == 2)
+            assert engine.constraints == {ConstraintKind.REGEX}
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 0}, {"resume_seconds": -1}, {"silence_seconds": 1.0}, {"windows": 3}], ids=str
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField):
+        relay(**options)

@@ -1,0 +1,105 @@
+"""A relay engine that workers can reach, and a proxy that cuts their connections."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+from starlette.websockets import WebSocket
+
+from outrider.api.relay import AsgiSocket
+from outrider.concurrency.backoff import Backoff
+from outrider.engines.relay.engine import RelayEngine
+from outrider.engines.relay.messages import MAX_TO_SERVICE
+from outrider.http_server import Receive, Scope, Send
+from outrider.testing.engine_servers.app import serving
+
+AT_ONCE = Backoff(first=0.0, longest=0.0)
+
+
+@asynccontextmanager
+async def relay_served(engine: RelayEngine) -> AsyncIterator[str]:
+    """The URL for the engine's workers. At the end their connections are cut, as by a service that is killed."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        websocket = WebSocket(scope, receive, send)
+        await websocket.accept()
+        await engine.serve(AsgiSocket(websocket))
+
+    async with serving(app, websockets=MAX_TO_SERVICE) as url:
+        yield url
+
+
+class CuttingProxy:
+    """Forwards TCP connections to `target`. Each of the first `cuts` connections is cut after a random number of bytes
+    below `most`, both directions together, at whatever place of a message that is. While `closed`, it accepts none."""
+
+    def __init__(self, target: str, *, cuts: int = 0, most: int = 1, seed: int = 0) -> None:
+        self.target = target
+        self.closed = False
+        self.made = 0
+        """Connections cut."""
+        self._left = cuts
+        self._most = most
+        self._random = random.Random(seed)
+        self._open: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[str]:
+        async with asyncio.TaskGroup() as group:
+
+            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                task = group.create_task(self._forward(reader, writer))
+                self._open.add(task)
+                task.add_done_callback(self._open.discard)
+
+            server = await asyncio.start_server(accept, "127.0.0.1", 0)
+            try:
+                yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            finally:
+                server.close()
+                await self.cut()
+
+    async def cut(self) -> None:
+        """Cut all connections that there are."""
+        while self._open:
+            for task in self._open:
+                task.cancel()
+            await asyncio.wait(self._open)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        budget = self._random.randrange(self._most) if self._left > 0 else None
+        self._left -= 1
+        there: asyncio.StreamWriter | None = None
+        try:
+            if self.closed:
+                return
+            parts = urlsplit(self.target)
+            there_reader, there = await asyncio.open_connection(parts.hostname, parts.port)
+            spent = 0
+
+            async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+                nonlocal spent
+                while data := await source.read(4096):
+                    room = len(data) if budget is None else min(len(data), budget - spent)
+                    spent += room
+                    sink.write(data[:room])
+                    await sink.drain()
+                    if room < len(data) or spent == budget:
+                        self.made += 1
+                        return
+
+            async with asyncio.TaskGroup() as group:
+                ways = [group.create_task(copy(reader, there)), group.create_task(copy(there_reader, writer))]
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                for way in ways:
+                    way.cancel()
+        except* OSError:
+            pass
+        finally:
+            for each in (writer, there):
+                if each is not None:
+                    each.transport.abort()
