@@ -20,6 +20,8 @@ from outrider.api.groups import group_routes
 from outrider.api.policy import policy_routes
 from outrider.cli.main import commands
 from outrider.config import Config
+from outrider.engines.relay.attached_worker import RelayOptions
+from outrider.engines.relay.messages import Close, ToService, ToWorker
 from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.command import ENDPOINT_VARIABLES
@@ -105,6 +107,23 @@ def test_tasks_has_every_field_with_its_default() -> None:
     assert written(table) == fields_of(GroupSpec)
 
 
+def test_relay_has_every_option_and_close_code() -> None:
+    (options,) = page("docs/relay.md").tables("Option")
+    assert written(options) == struct_fields(RelayOptions)
+    (codes,) = page("docs/relay.md").tables("Close code")
+    assert {int(code(row[0])) for row in codes.rows} == set(Close)
+
+
+def test_relay_has_every_message_with_its_fields() -> None:
+    tables = page("docs/relay.md").tables("Message")
+    shown = {code(row[0]): row[1].replace("`", "").split(", ") for table in tables for row in table.rows}
+    messages = {kind for union in (ToService, ToWorker) for kind in get_args(union)}
+    assert shown == {
+        kind.__struct_config__.tag: [field.name for field in msgspec.structs.fields(kind)] or ["none"]
+        for kind in messages
+    }
+
+
 def test_config_has_every_setting_with_its_default_and_its_variable() -> None:
     (table,) = page("docs/config.md").tables("Setting")
     settings = dict(zip(listed(table), table.rows, strict=True))
@@ -133,7 +152,7 @@ def test_engines_has_every_field_and_kind() -> None:
     assert written(script) == struct_fields(ScriptOptions)
     assert written(reply) == struct_fields(Reply)
     (kinds,) = page("docs/engines.md").tables("Kind")
-    assert listed(kinds) == ["vllm", "sglang", "openai", "embedded", "scripted"]
+    assert listed(kinds) == ["vllm", "sglang", "openai", "embedded", "relay", "scripted"]
     assert set(listed(kinds)) == set(names("engine"))
 
 

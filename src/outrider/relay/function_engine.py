@@ -27,7 +27,7 @@ class FunctionEngine:
     """`Engine`, `SetsVersion` and `TakesConstraints` over `generate`; `TokenizesText` if `tokenize` is given.
 
     A last chunk without versions gets those that were set (`set_version`, or the attribute `version`) while its tokens
-    came. `healthy` returns what is wrong, or "" when nothing is.
+    came. `healthy` returns what is wrong, or "" when nothing is; `changed` is called when the version was set.
     """
 
     mode = TokenMode.TOKENS
@@ -44,11 +44,13 @@ class FunctionEngine:
         constraints: Iterable[ConstraintKind] = (),
         tokenize: Callable[[str], list[int]] | None = None,
         healthy: Callable[[], Awaitable[str]] | None = None,
+        changed: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self.logprob_kind = logprob_kind
         self.constraints = frozenset(constraints)
-        self.version = version
+        self._version = version
+        self._changed_version = changed
         self._generate = generate
         self._model = model
         self._context_tokens = context_tokens
@@ -60,6 +62,15 @@ class FunctionEngine:
         self._changed = Broadcast()
         self._steps: set[asyncio.Timeout] = set()
         """The generations whose function is at work now, by what aborts them."""
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        self._changed_version()
 
     async def start(self) -> None:
         """Nothing to open."""
