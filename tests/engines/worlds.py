@@ -14,7 +14,7 @@ from engines.contract import Factory, Rig
 from outrider.concurrency.backoff import Backoff
 from outrider.engines.adapters.sglang import SGLangEngine
 from outrider.engines.adapters.vllm import VLLMEngine
-from outrider.engines.base import Chunk, Engine, EngineOptions, GenerateRequest
+from outrider.engines.base import Chunk, Engine, EngineOptions, GenerateRequest, TakesConstraints
 from outrider.engines.http.client import RetryPolicy
 from outrider.engines.relay.engine import RelayEngine
 from outrider.relay import FunctionEngine, Worker
@@ -87,7 +87,7 @@ async def reached(world: World, fake: Engine, folder: Path) -> AsyncGenerator[En
             await engine.close()
 
 
-def function_of(fake: ScriptedEngine, tokenizer: Tokenizer) -> FunctionEngine:
+def function_of(fake: Engine, tokenizer: Tokenizer) -> FunctionEngine:
     """An engine that has only the fake's generate function, and what a trainer would say of it."""
 
     async def generate(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -102,7 +102,7 @@ def function_of(fake: ScriptedEngine, tokenizer: Tokenizer) -> FunctionEngine:
         generate,
         model="scripted",
         context_tokens=CONTEXT_TOKENS,
-        constraints=fake.constraints,
+        constraints=fake.constraints if isinstance(fake, TakesConstraints) else (),
         tokenize=tokenizer.encode,
         healthy=trouble,
     )
