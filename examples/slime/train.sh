@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# slime's own arguments for its model, its engines and its optimiser come behind: examples/slime/train.sh --hf-checkpoint ...
+# Run it in slime's folder (its package is not on PyPI), with Outrider installed beside it.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+
+exec python train.py \
+    --rollout-function-path outrider.bridges.slime.generate_rollout \
+    --custom-reward-post-process-path outrider.bridges.slime.post_process_rewards \
+    --custom-config-path "$here/settings.yaml" \
+    --prompt-data "$here/rows.jsonl" --input-key prompt --label-key label --rollout-shuffle \
+    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std \
+    --rollout-batch-size 4 --n-samples-per-prompt 8 --over-sampling-batch-size 8 --global-batch-size 32 \
+    --advantage-estimator grpo --use-tis \
+    "$@"

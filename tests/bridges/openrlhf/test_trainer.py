@@ -1,0 +1,178 @@
+"""The executor inside OpenRLHF 0.11.2: its rollout actor, experiences, dynamic filter, advantages and policy loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from openrlhf.models.loss import PolicyLoss
+from openrlhf.trainer.ppo_utils import samples_generator
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ray import vllm_engine
+from openrlhf.utils.agent import AgentExecutorBase
+
+from bridges.test_openrlhf import VLLM_PARAMS
+from outrider.bridges.openrlhf import VARIABLE
+from outrider.errors import HarnessError
+from outrider.service.service import Service
+from support.scribe import scribe_task
+from support.service import running_service, say
+
+pytestmark = pytest.mark.trainers
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "openrlhf" / "agent.py"
+MAX_LENGTH = 512
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the environment of the example's agent."""
+
+    def set_settings(url: str, task: dict[str, Any]) -> None:
+        monkeypatch.setenv(VARIABLE, json.dumps({"url": url, "task": task, "metrics": ["number"]}))
+
+    return set_settings
+
+
+def rollout_actor() -> Any:
+    """OpenRLHF's Ray actor without Ray and vLLM, with the executor of the example's file."""
+    actor = object.__new__(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class)
+    actor.executor = vllm_engine._load_agent_executor(str(EXAMPLE))
+    return actor
+
+
+async def responses(actor: Any, prompt: str, n: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = await actor.generate_responses(
+        prompt=prompt,
+        label="42",
+        sampling_params=SimpleNamespace(**VLLM_PARAMS),
+        max_length=MAX_LENGTH,
+        hf_tokenizer=None,
+        num_samples=n,
+    )
+    return found
+
+
+def experiences_of(found: list[dict[str, Any]]) -> list[Experience]:
+    generator = object.__new__(SamplesGenerator)
+    return [generator._process_response_into_experience(response, max_len=MAX_LENGTH) for response in found]
+
+
+async def test_responses_become_experiences_token_for_token(tmp_path: Path, settings: Any) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two and more")]) as (service, url):
+        settings(url, scribe_task("openrlhf real", rewards=[0, 1], rewrites=[1]))
+        actor = rollout_actor()
+        assert isinstance(actor.executor, AgentExecutorBase)
+        found = await responses(actor, "say hello", 2)
+        rows = await first_rows(service)
+    experiences = experiences_of(found)
+    for experience in experiences:
+        row = rows[int(experience.info["number"].item())]
+        assert experience.sequences[0].tolist() == row.ids
+        assert experience.action_mask[0].tolist() == row.loss_mask[1:]
+        expected = torch.tensor(row.logprobs[1:])
+        torch.testing.assert_close(experience.rollout_log_probs[0].double(), expected.double())
+        assert experience.rewards.tolist() == experience.scores.tolist() == [row.reward]
+        assert not experience.truncated.item()
+    batch = make_experience_batch([one for each in experiences for one in split_experience_batch(each)])
+    assert batch.action_mask.shape == batch.rollout_log_probs.shape
+    assert sorted(map(float, batch.info["outrider_rows_left_out"])) == [0.0, 1.0]
+
+
+async def first_rows(service: Service) -> dict[int, Any]:
+    """The row of the main conversation of each session, by its number."""
+    page = await service.results(after=0, wait=0, limit=100, samples=True)
+    rows = [sample for group in page.groups for sample in group.samples or () if sample.row == 0]
+    return {int(row.metrics["number"]): row for row in rows}
+
+
+async def test_the_dynamic_filter_replaces_prompts_by_their_scores(
+    tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SamplesGenerator._generate_vllm` itself, with Ray's two calls done in place."""
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        settings(url, scribe_task("openrlhf filtered", rewards=[1, 1, 0, 1]))
+        actor = rollout_actor()
+        done = [await responses(actor, prompt, 2) for prompt in ("too easy", "just right")]
+    monkeypatch.setattr(samples_generator.ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))
+    monkeypatch.setattr(samples_generator.ray, "get", lambda ref: done[ref])
+    generator = object.__new__(SamplesGenerator)
+    generator.args = SimpleNamespace(algo=SimpleNamespace(dynamic_filtering_range=(0, 1)))
+    dispatched: list[str] = []
+
+    def dispatch(prompts: list[str], labels: list[str], **_: Any) -> list[int]:
+        dispatched.extend(prompts)
+        return [len(dispatched) - 1]
+
+    generator._dispatch_prompts_to_vllm = dispatch
+    loader = iter([([None], [prompt], ["42"], [None]) for prompt in ("too easy", "just right")])
+    accepted, consumed, exhausted = generator._generate_vllm(loader, 1, dynamic_filtering=True, max_len=MAX_LENGTH)
+    assert (dispatched, consumed, exhausted) == (["too easy", "just right"], 2, False)
+    assert [one.prompts for one in accepted] == [["just right"]] * 2
+    assert sorted(one.scores.item() for one in accepted) == [0.0, 1.0]
+
+
+async def test_advantages_and_a_step_of_the_policy(tmp_path: Path, settings: Any) -> None:
+    replies = [{"when": "say a", "reply": say("alpha")}, {"when": "say b", "reply": say("beta")}]
+    async with running_service(tmp_path=tmp_path, replies=replies) as (_, url):
+        settings(url, scribe_task("openrlhf learns", rewards=[0, 1]))
+        actor = rollout_actor()
+        experiences = experiences_of([*await responses(actor, "say a", 1), *await responses(actor, "say b", 1)])
+    for index, experience in enumerate(experiences):
+        experience.index = [index]
+        experience.kl = torch.zeros_like(experience.action_mask, dtype=torch.float32)
+    experiences = experience_maker(n=2).compute_advantages_and_returns(experiences)
+    for experience, expected in zip(experiences, (-(2**-0.5), 2**-0.5), strict=True):  # a pair's normalised rewards
+        of_actions = experience.advantages[experience.action_mask.bool()]
+        torch.testing.assert_close(of_actions, torch.full_like(of_actions, expected))
+    vocabulary = max(int(one.sequences.max()) for one in experiences) + 1
+    logits = torch.zeros(vocabulary, requires_grad=True)
+    losses = [step_loss(PolicyLoss(), logits, experience) for experience in experiences]
+    torch.stack(losses).sum().backward()
+    before = chances_of_actions(logits, experiences)
+    torch.optim.SGD([logits], lr=1.0).step()
+    worse, better = (
+        after - earlier for after, earlier in zip(chances_of_actions(logits, experiences), before, strict=True)
+    )
+    assert worse < 0 < better
+
+
+def step_loss(loss_of: Any, logits: torch.Tensor, experience: Experience) -> torch.Tensor:
+    chances = logits.log_softmax(-1)[experience.sequences[:, 1:]]
+    loss: torch.Tensor = loss_of(
+        chances, chances.detach(), experience.advantages, action_mask=experience.action_mask.bool()
+    )[0]
+    return loss
+
+
+def chances_of_actions(logits: torch.Tensor, experiences: list[Experience]) -> list[float]:
+    """Mean log-probability of each one's action tokens under a policy that knows no context."""
+    chances = logits.detach().log_softmax(-1)
+    return [chances[one.sequences[:, 1:]][one.action_mask.bool()].mean().item() for one in experiences]
+
+
+def experience_maker(n: int) -> Any:
+    maker = object.__new__(RemoteExperienceMaker)
+    advantage = SimpleNamespace(estimator="group_norm", gamma=1.0, lambd=1.0, no_std_norm=False)
+    args = SimpleNamespace(
+        algo=SimpleNamespace(advantage=advantage),
+        rollout=SimpleNamespace(n_samples_per_prompt=n, max_new_tokens=None),
+        reward=SimpleNamespace(clip_range=(-10, 10), overlong_buffer_len=None, stop_properly_penalty_coef=None),
+    )
+    maker.strategy = SimpleNamespace(args=args)
+    maker.advantage_estimator = "group_norm"
+    maker.kl_ctl = SimpleNamespace(value=0.0)
+    return maker
+
+
+async def test_a_failed_session_ends_the_call_with_its_error(tmp_path: Path, settings: Any) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        settings(url, scribe_task("openrlhf real ill", fails=[0]))
+        with pytest.raises(HarnessError, match="the scribe fell ill"):
+            await responses(rollout_actor(), "say hello", 2)

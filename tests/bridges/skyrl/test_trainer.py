@@ -1,0 +1,159 @@
+"""The generator's output in SkyRL 0.3.0: validation, joining, merging of steps, training batch, advantages, filters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.generators.base import GeneratorInterface
+from skyrl.train.generators.utils import concatenate_generator_outputs, merge_stepwise_output, prepare_generator_input
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils.trainer_utils import validate_generator_output
+
+from bridges.skyrl_world import VLLM_PARAMS
+from outrider.bridges.skyrl import OutriderGenerator
+from support.scribe import scribe_task
+from support.service import running_service, say
+
+pytestmark = pytest.mark.trainers
+
+PAD = 0
+
+
+class Generator(OutriderGenerator, GeneratorInterface):  # type: ignore[misc]
+    """SkyRL's interface asks for nothing that the bridge has not."""
+
+
+def config(**generator: Any) -> Any:
+    overrides = {
+        "generator.n_samples_per_prompt": 2,
+        "trainer.policy_mini_batch_size": 2,
+        "trainer.train_batch_size": 2,
+    }
+    overrides |= {f"generator.{name}": value for name, value in generator.items()}
+    return SkyRLTrainConfig.from_cli_overrides([f"{name}={str(value).lower()}" for name, value in overrides.items()])
+
+
+def trainer_for(cfg: Any) -> Any:
+    """SkyRL's trainer without its models and engines."""
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.cfg = cfg
+    trainer.tokenizer = SimpleNamespace(pad_token_id=PAD)
+    trainer.all_metrics = {}
+    trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 1)
+    return trainer
+
+
+def rows_of(tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows as SkyRL's dataset gives them."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"say {number}"}],
+            "env_class": None,
+            "env_extras": {"task": task, "data_source": "test"},
+            "uid": str(number),
+        }
+        for number, task in enumerate(tasks)
+    ]
+
+
+async def generated(url: str, cfg: Any, tasks: Sequence[dict[str, Any]], phase: Any = "train") -> Any:
+    generator = Generator(cfg.generator, {"url": url})
+    batch, uids = prepare_generator_input(rows_of(tasks), 2, dict(VLLM_PARAMS), "outrider", phase, 1)
+    output = await generator.generate(batch)
+    validate_generator_output(len(uids), output, step_wise=cfg.generator.step_wise_trajectories)
+    if cfg.generator.step_wise_trajectories:
+        uids = [trajectory_id.instance_id for trajectory_id in output["trajectory_ids"]]
+    return output, uids
+
+
+def advantages_of(cfg: Any, output: Any, uids: list[str]) -> tuple[Any, torch.Tensor]:
+    trainer = trainer_for(cfg)
+    output, uids = trainer.postprocess_generator_output(output, uids)
+    batch = trainer.convert_to_training_input(output, uids)
+    batch["values"] = None
+    return batch, trainer.compute_advantages_and_returns(batch)["advantages"]
+
+
+async def test_a_training_batch_and_its_advantages(tmp_path: Path) -> None:
+    cfg = config()
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (service, url):
+        tasks = [scribe_task("skyrl real a", rewards=[0, 1]), scribe_task("skyrl real b", rewards=[0.5])]
+        output, uids = await generated(url, cfg, tasks)
+        page = await service.results(after=0, wait=0, limit=100, samples=True)
+    assert output["rollout_metrics"]["generate/avg_num_tokens"] > 0
+    by_session = {sample.session_id: sample for group in page.groups for sample in group.samples or ()}
+    samples = [by_session[about["session_id"]] for about in output["env_metrics"]]
+    batch, advantages = advantages_of(cfg, output, uids)
+    for row, sample in enumerate(samples):
+        length = len(sample.ids)
+        assert batch["sequences"][row, -length:].tolist() == sample.ids
+        trained = batch["loss_mask"][row].bool()
+        masked = [at for at, mask in enumerate(sample.loss_mask) if mask]
+        torch.testing.assert_close(
+            batch["rollout_logprobs"][row][trained], torch.tensor([sample.logprobs[at] for at in masked])
+        )
+        scaled = {0.0: -(2**-0.5), 1.0: 2**-0.5, 0.5: 0.0}[sample.reward or 0.0]
+        expected = torch.full((int(trained.sum()),), scaled)
+        torch.testing.assert_close(advantages[row][trained], expected, atol=1e-4, rtol=0)
+
+
+async def test_steps_of_a_trajectory_share_its_advantage(tmp_path: Path) -> None:
+    cfg = config(step_wise_trajectories=True)
+    cfg.trainer.policy_mini_batch_size = cfg.trainer.train_batch_size = 1
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two"), say("three")]) as (_, url):
+        output, uids = await generated(url, cfg, [scribe_task("skyrl real steps", rewards=[0, 1], rewrites=[0, 1])])
+    assert len(output["response_ids"]) == 4
+    merged = merge_stepwise_output({name: value for name, value in output.items() if value is not None})
+    assert len(merged["response_ids"]) == 4  # branches of a rewritten history do not begin with one another
+    batch, advantages = advantages_of(cfg, output, uids)
+    trained = batch["loss_mask"].bool()
+    signs = [set(advantages[row][trained[row]].sign().tolist()) for row in range(4)]
+    rewards = [reward[-1] for reward in output["rewards"]]
+    assert signs == [{1.0} if reward else {-1.0} for reward in rewards]
+
+
+async def test_an_instance_with_a_failure_does_not_train(tmp_path: Path) -> None:
+    cfg = config()
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        tasks = [scribe_task("skyrl real ill", fails=[1]), scribe_task("skyrl real well", rewards=[0, 1])]
+        output, uids = await generated(url, cfg, tasks)
+    batch, advantages = advantages_of(cfg, output, uids)
+    assert batch["loss_mask"].sum(-1).bool().tolist() == [False, False, True, True]
+    assert advantages[:2].abs().sum() == 0
+    assert advantages[2:].abs().sum() > 0
+
+
+async def test_parts_of_a_batch_are_joined_as_the_asynchronous_trainer_does(tmp_path: Path) -> None:
+    cfg = config()
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        first, _ = await generated(url, cfg, [scribe_task("skyrl real part", rewards=[0, 1])])
+        tasks = [scribe_task("skyrl real failing", fails=[0]), scribe_task("skyrl real part b", rewards=[1, 0])]
+        second, _ = await generated(url, cfg, tasks)
+    joined = concatenate_generator_outputs([first, second])
+    assert len(joined["response_ids"]) == 6
+    metrics = joined["rollout_metrics"]
+    assert metrics["outrider/failed_trajectories"] == 1
+    assert metrics["outrider/masked_instances"] == 1
+    assert metrics["outrider/turns_mean"] == 2.0
+    assert metrics["outrider/version_max"] == 0
+
+
+async def test_dynamic_sampling_keeps_the_groups_that_differ(tmp_path: Path) -> None:
+    cfg = config()
+    cfg.trainer.algorithm.dynamic_sampling.type = "filter"
+    trainer = trainer_for(cfg)
+    trainer.dynamic_sampling_state = None
+    trainer.cfg.trainer.train_batch_size = 1
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        tasks = [scribe_task("skyrl real flat"), scribe_task("skyrl real mixed", rewards=[0, 1])]
+        output, uids = await generated(url, cfg, tasks)
+    kept, kept_uids, keep_sampling = trainer.handle_dynamic_sampling(output, uids)
+    assert (kept_uids, keep_sampling) == (["1", "1"], False)
+    assert sorted(kept["rewards"]) == [0.0, 1.0]
+    validate_generator_output(2, kept)

@@ -1,0 +1,50 @@
+"""The examples of the bridges: their settings and rows make tasks that a service takes, and their scripts name ours."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bridges.openrlhf import OpenRLHFSettings
+from outrider.bridges.slime import SlimeSettings
+from outrider.bridges.trajectories import BridgeSettings, read_settings, task_for
+from outrider.service.admission import validate_group
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAINERS = {"openrlhf": OpenRLHFSettings, "skyrl": BridgeSettings, "slime": SlimeSettings}
+
+
+def settings_of(trainer: str) -> dict[str, Any]:
+    if trainer != "slime":
+        return tomllib.loads((EXAMPLES / trainer / "settings.toml").read_text())
+    yaml = pytest.importorskip("yaml")
+    found: dict[str, Any] = yaml.safe_load((EXAMPLES / "slime" / "settings.yaml").read_text())["outrider"]
+    return found
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_each_row_is_a_task(trainer: str) -> None:
+    settings = read_settings(TRAINERS[trainer], settings_of(trainer), source="settings", variable="OUTRIDER_EXAMPLE")
+    rows = [json.loads(line) for line in (EXAMPLES / trainer / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 4
+    for row in rows:
+        task = task_for(settings, row, prompt=row["prompt"], sampling={}, labels={})
+        spec = validate_group({"task": task, "n": 8}).task
+        assert spec.evaluator.run == f'[ "$(cat answer.txt)" = "{row["label"]}" ]'
+        assert spec.instruction.endswith("as digits.")
+
+
+@pytest.mark.parametrize("trainer", ["openrlhf", "slime"])
+def test_what_the_script_names_of_ours_is_there(trainer: str) -> None:
+    script = (EXAMPLES / trainer / "train.sh").read_text()
+    for path in re.findall(r"outrider\.bridges\.[\w.]+", script):
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name))
+    for file in re.findall(r'\$here/([\w.]+)"', script):
+        assert (EXAMPLES / trainer / file).exists()
