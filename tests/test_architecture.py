@@ -62,6 +62,7 @@ SIDEWAYS = {
     ("sessions", "sandboxes"),
     ("service", "sandboxes"),
     ("service", "sessions"),
+    ("demo", "bridges"),
     ("cli", "doctor"),
     ("cli", "demo"),
     ("cli", "certify"),

@@ -1,0 +1,116 @@
+"""Hands the weights of a policy in training to the engines of a service, through a folder that both can read.
+
+It knows no trainer. Invariant: each published version is higher than all that the service had before, and is in a
+folder of its own, which is whole before the service is told of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol, Self
+
+from outrider.errors import InvalidField
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.schemas import PolicyStatus
+
+WEIGHTS = "model.safetensors"
+
+
+class PolicyControl(Protocol):
+    """What is needed of a service; `client.Client` is one."""
+
+    def policy(self) -> PolicyStatus: ...
+    def update_policy(
+        self, version: int, *, mode: Literal["finish", "abort"] = "finish", weights: str | None = None
+    ) -> PolicyStatus: ...
+
+
+class PolicyWeights:
+    """`with PolicyWeights(client, model="models/tiny") as weights: weights.publish(model.named_parameters())`.
+
+    `folder`: where weights are written; it must be readable by the engines, under the same path. None makes a temporary
+    one, for engines on this machine. `model`: the folder that the model was loaded from; its configuration and
+    tokenizer are put beside each version's weights, for engines that load whole folders. `keep`: how many versions stay
+    on disk. `mode`: what happens to generations in flight while the engines load ("finish" or "abort").
+    """
+
+    def __init__(
+        self,
+        client: PolicyControl,
+        folder: Path | str | None = None,
+        *,
+        model: Path | str | None = None,
+        keep: int = 2,
+        mode: Literal["finish", "abort"] = "finish",
+    ) -> None:
+        if keep < 1:
+            raise InvalidField(f"keep is {keep}; it must be at least 1", field="keep")
+        self.version = -1
+        """The version that was published last; -1 before the first."""
+        self._client = client
+        self._folder = Path(folder) if folder is not None else None
+        self._model = Path(model) if model is not None else None
+        self._keep = keep
+        self._mode = mode
+        self._written: list[int] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._folder is None:
+            self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-weights-")))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def publish(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
+        """Write the parameters, have every engine load them, and return their version. Generations wait meanwhile.
+
+        Parameters have the names of the published model; tied ones are given once. Raises InvalidField for those of
+        an adapter, and what the service raises.
+        """
+        from safetensors.torch import save_file
+
+        tensors = {name: value.detach().cpu().contiguous() for name, value in parameters}
+        if adapter := next((name for name in tensors if name.startswith("base_model.") or ".lora_" in name), None):
+            raise InvalidField(
+                f"{adapter} belongs to an adapter, and engines load whole models",
+                field="parameters",
+                hint="merge the adapter, and publish the merged model's parameters",
+            )
+        version = 1 + max(self.version, self._client.policy().version)
+        folder = self.folder(version)
+        folder.mkdir(parents=True)
+        for file in self._model.iterdir() if self._model else ():
+            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
+                shutil.copyfile(file, folder / file.name)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        self._client.update_policy(version, mode=self._mode, weights=str(folder))
+        self.version = version
+        self._written.append(version)
+        while len(self._written) > self._keep:
+            shutil.rmtree(self.folder(self._written.pop(0)))
+        return version
+
+    def read(self, version: int) -> Mapping[str, Tensor] | None:
+        """The parameters of a version; None if they are not kept any more."""
+        from safetensors.torch import load_file
+
+        if version not in self._written:
+            return None
+        tensors: Mapping[str, Tensor] = load_file(self.folder(version) / WEIGHTS)
+        return tensors
+
+    def folder(self, version: int) -> Path:
+        assert self._folder is not None, "open it first: `with PolicyWeights(client) as weights:`"
+        return self._folder.absolute() / f"version-{version}"

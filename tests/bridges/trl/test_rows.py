@@ -1,0 +1,265 @@
+"""The bridge to TRL without TRL: which rows a batch has, what is published, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from outrider.bridges.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state, service_reward
+from outrider.bridges.weights import PolicyWeights
+from outrider.errors import EngineError, InvalidField, ServiceError
+from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.schemas import GroupView, SessionView
+from outrider.testing.simulated_service import Played
+from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
+
+from .world import BareTrainer, Trainer, simulated
+
+torch = pytest.importorskip("torch")
+PARAMETERS = {"model.norm.weight": torch.ones(3)}
+
+
+def task(number: int) -> dict[str, Any]:
+    return {"number": number}
+
+
+def even(task: Mapping[str, Any], index: int, version: int) -> Played:
+    """Every third prompt teaches nothing: its samples have the same reward."""
+    return Played(0.001, float(index % 2 and task["number"] % 3 != 1))
+
+
+def sample(index: int, row: int = 0, **changed: Any) -> Sample:
+    """Two ids of context, two of the model's with one of context between."""
+    made = Sample(
+        group_id="g",
+        session_id=f"g-{index}",
+        attempt=1,
+        sample_index=index,
+        row=row,
+        rows=1,
+        kind=BranchKind.MAIN,
+        turns=(0,),
+        ids=[10, 11, 20 + row, 12, 30 + row],
+        loss_mask=[0, 0, 1, 0, 1],
+        logprobs=[0.0, 0.0, -0.5, 0.0, -0.25],
+        versions=[-1, -1, 3, -1, 4],
+        prompt_length=2,
+        reward=1.0,
+        mode=TokenMode.TOKENS,
+        logprob_kind=LogprobKind.RAW,
+        stop_reason=StopReason.COMPLETED,
+        min_version=3,
+        max_version=4,
+    )
+    return msgspec.structs.replace(made, **changed)
+
+
+def group(rewards: list[float | None], samples: list[Sample]) -> GroupView:
+    def session(index: int, reward: float | None) -> SessionView:
+        result = SessionResult(
+            session_id=f"g-{index}",
+            group_id="g",
+            sample_index=index,
+            attempt=1,
+            stop_reason=StopReason.COMPLETED,
+            verdict=None if reward is None else Verdict(reward=reward),
+        )
+        return SessionView(
+            id=f"g-{index}",
+            group_id="g",
+            sample_index=index,
+            state=SessionState.DONE,
+            attempt=1,
+            node=None,
+            created=0.0,
+            updated=0.0,
+            last_error=None,
+            result=result,
+        )
+
+    return GroupView(
+        id="g",
+        state=GroupState.DONE,
+        cancelled=False,
+        n=len(rewards),
+        priority=0,
+        created=0.0,
+        finished=1.0,
+        cursor=1,
+        labels={},
+        sessions=tuple(session(index, reward) for index, reward in enumerate(rewards)),
+        samples=tuple(samples),
+    )
+
+
+def test_a_row_is_split_behind_its_prompt() -> None:
+    [row, _] = rows_of(group([1.0, 0.0], [sample(0), sample(1, reward=0.0)])).rows
+    assert (row.prompt_ids, row.completion_ids, row.mask) == ([10, 11], [20, 12, 30], [1, 0, 1])
+    assert (row.logprobs, row.versions, row.reward) == ([-0.5, 0.0, -0.25], [3, -1, 4], 1.0)
+
+
+def test_a_session_has_one_row_and_the_others_are_left_out_by_name() -> None:
+    context_only = sample(0, 0, loss_mask=[0] * 5)
+    found = rows_of(group([1.0, 0.0], [context_only, sample(0, 1), sample(0, 2), sample(1, reward=0.0)]))
+    assert [row.completion_ids[0] for row in found.rows] == [21, 20]
+    assert [each.sample.row for each in found.left_out] == [2]
+
+
+@pytest.mark.parametrize(("reward", "samples"), [(None, []), (0.5, []), (0.5, [sample(1, reward=None)])])
+def test_a_session_without_a_row_gets_one_that_trains_nothing(reward: float | None, samples: list[Sample]) -> None:
+    found = rows_of(group([1.0, reward, 0.0], [sample(0), *samples, sample(2, reward=0.0)]))
+    empty = found.rows[1]
+    assert (empty.prompt_ids, empty.mask, empty.logprobs, empty.versions) == ([10, 11], [0], [0.0], [-1])
+    assert (len(empty.completion_ids), empty.reward) == (1, reward)
+    assert [row.reward for row in found.rows] == [1.0, reward, 0.0]
+
+
+def test_a_group_that_cannot_be_trained_on_is_refused() -> None:
+    with pytest.raises(EngineError, match="no token to train on"):
+        rows_of(group([1.0, 0.0], []))
+    with pytest.raises(EngineError, match="no log-probabilities"):
+        rows_of(group([1.0, 0.0], [sample(0, logprob_kind=LogprobKind.NONE)]))
+
+
+def test_every_batch_is_full_of_groups_that_teach_something(tmp_path: Path) -> None:
+    trainer = Trainer(PARAMETERS)
+    with (
+        simulated(even, version=7) as client,
+        PolicyWeights(client, tmp_path, keep=2) as weights,
+        Rollouts(client, task, weights) as rollouts,
+    ):
+        for step in range(4):
+            trainer.state.global_step = step
+            made = rollouts(["ignored"] * 12, trainer)
+            assert {len(column) for column in made.values()} == {12}
+            rewards = [reward or 0.0 for reward in service_reward(outrider_reward=made[REWARD_COLUMN])]
+            assert [sum(rewards[start : start + 4]) for start in (0, 4, 8)] == [2.0, 2.0, 2.0]
+            assert set(made["prompt_ids"][0] + made["completion_ids"][0]) == {1, 2}
+        versions = [stats.version for stats in rollouts.history]
+        last = rollouts.history[-1]
+        dropped = sum(stats.groups.uninformative for stats in rollouts.history)
+    assert versions == [8, 9, 10, 11]
+    assert dropped >= 3
+    assert (last.kept_reward, last.spread > 0, last.errors, last.left_out_rows) == (0.5, True, 0, 0)
+    assert last.staleness_max <= 1
+    assert last.reward <= 0.5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-11"]
+
+
+def test_weights_are_published_once_for_a_step(tmp_path: Path) -> None:
+    trainer = Trainer(PARAMETERS)
+    with (
+        simulated(even) as client,
+        PolicyWeights(client, tmp_path, mode="abort") as weights,
+        Rollouts(client, task, weights) as rollouts,
+    ):
+        for _ in range(3):
+            rollouts([""] * 4, trainer)
+        assert client.loads == [(1, "abort", str(tmp_path / "version-1"))]  # type: ignore[attr-defined]
+        assert torch.equal(weights.read(1)["model.norm.weight"], torch.ones(3))  # type: ignore[index]
+        assert weights.read(2) is None
+
+
+def test_a_checkpoints_sampler_goes_on_where_it_was(tmp_path: Path) -> None:
+    trainer = Trainer(PARAMETERS)
+    seen: list[int] = []
+
+    def noting(task: Mapping[str, Any], index: int, version: int) -> Played:
+        seen.append(task["number"])
+        return even(task, index, version)
+
+    with simulated(noting) as client, PolicyWeights(client, tmp_path / "weights") as weights:
+        with Rollouts(client, task, weights, inflight=1) as rollouts:
+            rollouts([""] * 4, trainer)
+            state = rollouts.state()
+        assert state is not None
+        (tmp_path / "outrider_sampler.json").write_bytes(msgspec.json.encode(state))
+        with Rollouts(client, task, weights, inflight=1, state=sampler_state(tmp_path)) as rollouts:
+            before = max(seen)
+            trainer.state.global_step = 1
+            rollouts([""] * 4, trainer)
+    assert min(seen[4:]) > 0
+    assert max(seen) > before
+    with pytest.raises(InvalidField, match="no sampler's state"):
+        sampler_state(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rows", "complaint"),
+    [
+        (BareTrainer(PARAMETERS), 4, "ServiceLogprobs"),
+        (Trainer(PARAMETERS, processes=2), 4, "2 processes"),
+        (Trainer(PARAMETERS), 6, "multiple of num_generations, 4"),
+        (Trainer({"base_model.model.norm.lora_A": torch.ones(1)}), 4, "adapter"),
+    ],
+)
+def test_a_trainer_that_would_train_on_something_else_is_refused(
+    trainer: BareTrainer, rows: int, complaint: str, tmp_path: Path
+) -> None:
+    with (
+        simulated(even) as client,
+        PolicyWeights(client, tmp_path) as weights,
+        Rollouts(client, task, weights) as rollouts,
+        pytest.raises(InvalidField) as raised,
+    ):
+        rollouts([""] * rows, trainer)
+    assert complaint in f"{raised.value.message} {raised.value.hint}"
+
+
+def test_vllm_inside_the_trainer_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(PARAMETERS)
+    trainer.use_vllm = True
+    with (
+        simulated(even) as client,
+        PolicyWeights(client, tmp_path) as weights,
+        Rollouts(client, task, weights) as rollouts,
+        pytest.raises(InvalidField, match="the service generates"),
+    ):
+        rollouts([""] * 4, trainer)
+
+
+def test_tasks_that_are_used_up_are_said_to_be(tmp_path: Path) -> None:
+    def three(number: int) -> dict[str, Any]:
+        if number >= 3:
+            raise IndexError
+        return task(number)
+
+    with (
+        simulated(even) as client,
+        PolicyWeights(client, tmp_path) as weights,
+        Rollouts(client, three, weights) as rollouts,
+        pytest.raises(ServiceError, match="2 of 3 groups are left"),
+    ):
+        rollouts([""] * 12, Trainer(PARAMETERS))
+
+
+def test_an_evaluation_has_tasks_of_its_own_and_no_filter(tmp_path: Path) -> None:
+    trainer = Trainer(PARAMETERS)
+    trainer.model.training = False
+    with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
+        with Rollouts(client, task, weights) as rollouts, pytest.raises(InvalidField, match="no tasks for it"):
+            rollouts([""] * 4, trainer)
+        with Rollouts(client, task, weights, eval_tasks=[task(1)]) as rollouts:
+            made = rollouts([""] * 4, trainer)
+            assert rollouts.history == []
+    assert made[REWARD_COLUMN] == [0.0] * 4
+
+
+def test_versions_never_go_back_and_configuration_goes_along(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text(name)
+    with simulated(even, version=41) as client, PolicyWeights(client, model=model, keep=1) as weights:
+        assert [weights.publish(PARAMETERS.items()) for _ in range(2)] == [42, 43]
+        folder = weights.folder(43)
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert (folder / "model.safetensors").read_bytes() != b"model.safetensors"
+        assert not weights.folder(42).exists()
+    assert not folder.exists()
+    with pytest.raises(InvalidField, match="at least 1"):
+        PolicyWeights(client, keep=0)
