@@ -11,12 +11,16 @@ CONSTRAINTS ?=
 # Further arguments, such as `make test ARGS="-k tree"` or `make demo ARGS=--json`.
 ARGS ?=
 
+# Trainers bring hundreds of packages, in versions of their own: they are installed beside $(VENV).
+TRL_VENV ?= .venv-trl
+
 # Where test-real keeps the agent programs that it installs.
 PROGRAMS ?= $(CURDIR)/.cache/outrider
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+PIP_TRL = $(subst $(BIN),$(TRL_VENV)/bin,$(PIP))
 # Tests and benchmarks run side by side: torch must not spin on every core in each of them.
 ONE_THREAD := OMP_NUM_THREADS=1
 # Tests start hundreds of Python programs: without compiled files, each would compile all that it imports again.
@@ -24,15 +28,18 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-deep check test-real fuzz bench policy clean
+.PHONY: help venv demo train test test-deep check test-real test-trainers fuzz bench policy clean
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMPS)/dev ## install Outrider for development into .venv
 
 demo: $(STAMPS)/demo ## roll out 32 sessions with a real (tiny) model in real sandboxes
 	$(BIN)/outrider demo $(ARGS)
+
+train: $(TRL_VENV)/.stamps/train ## train the demo's policy with TRL until it is right nearly every time (minutes)
+	$(TRL_VENV)/bin/outrider demo --train $(ARGS)
 
 # Three workers, also on two cores: many tests wait for other processes.
 test: $(STAMPS)/dev ## the fast tests
@@ -51,6 +58,9 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, agents (inst
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m real \
 		tests/real tests/bench tests/runtimes tests/rootfs $(ARGS)
 
+test-trainers: $(TRL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
+	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/bridges/trl $(ARGS)
+
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\
 		$(ONE_THREAD) $(BIN)/python scripts/fuzz_gateway.py --dialect $(dialect) $(ARGS) &&) true
@@ -62,7 +72,7 @@ policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
 clean: ## remove all that these commands installed or cached
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	rm -rf $(VENV) $(TRL_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.
@@ -92,4 +102,18 @@ $(STAMPS)/dev: $(STAMPS)/demo
 $(STAMPS)/real: $(STAMPS)/dev
 	@echo "Installing transformers, which recomputes log-probabilities in tests/real"
 	@$(PIP) "transformers>=5.16"
+	@touch $@
+
+$(TRL_VENV)/.stamps/train: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) must be Python 3.11 or newer: name another one with make PYTHON=..." >&2; exit 1; }
+	@echo "Installing $(TORCH), TRL and what training needs into $(TRL_VENV)"
+	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	@$(PIP_TRL) $(TORCH)
+	@$(PIP_TRL) --editable ".[train]"
+	@mkdir -p $(@D) && touch $@
+
+$(TRL_VENV)/.stamps/dev: $(TRL_VENV)/.stamps/train
+	@echo "Installing the tools for tests into $(TRL_VENV)"
+	@$(PIP_TRL) --editable ".[train,dev]"
 	@touch $@

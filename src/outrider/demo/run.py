@@ -32,9 +32,9 @@ LANES = LanesConfig(init=8, run=32, eval=8)
 """All sessions run at once, because the embedded engine answers 32 requests together about 7 times as fast."""
 
 
-async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None) -> Rollouts:
+async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> Rollouts:
     """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` keeps the service's database; without it the
-    database is deleted. `watch` is called with the groups as they progress.
+    database is deleted. `watch` is called with the groups as they progress. `policy` is the model's folder.
 
     Raises EngineUnavailable when torch is missing, and what the service raises.
     """
@@ -45,14 +45,13 @@ async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None) -> R
         episodes.setdefault(episode.item, episode)
         if len(episodes) == GROUPS:
             break
-    policy = str(POLICY)
     with nullcontext(data) if data else tempfile.TemporaryDirectory(prefix="outrider-demo-") as folder:
         config = Config(
             port=0,
             data=Path(folder),
-            model=ModelConfig(tokenizer=policy, renderer=RENDERER, name="demo-policy"),
+            model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name="demo-policy"),
             lanes=LANES,
-            engines=(EngineSpec(kind="embedded", model=policy),),
+            engines=(EngineSpec(kind="embedded", model=str(policy)),),
         )
         async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
             specs = [group_spec(episode, SAMPLES, runtime=runtime) for episode in episodes.values()]

@@ -1,0 +1,321 @@
+"""Trains the demo's policy on its task: a service in a process of its own, TRL's GRPO in this one, HTTP between them.
+
+It knows no terminal. It trains with `bridges.trl`, as any user of TRL would. Invariant: when `train` returns, nothing
+is left of it but its result and the trained weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import random
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from outrider.bridges.trl import Rollouts, ServiceLogprobs, StepStats, service_reward, steps_dataset
+from outrider.bridges.weights import PolicyWeights
+from outrider.client import AsyncClient, Client
+from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.demo.run import RENDERER
+from outrider.demo.service_process import service_process
+from outrider.demo.task import group_spec, make_task
+from outrider.errors import InvalidField, ServiceError
+from outrider.lifecycle import StopReason
+from outrider.spec import EngineSpec
+
+GROUPS, SAMPLES = 16, 8
+"""Groups of a training step, and sessions of a group."""
+INFLIGHT = 20
+"""Groups that run at once, a few more than a step takes: tokens are seldom more than one version old."""
+MAX_AGE = 1
+LEARNING_RATE = 1e-3
+MAX_STEPS = 60
+SECONDS = 200.0
+"""After so many seconds no further step is begun."""
+SOLVED, SOLVED_STEPS = 0.93, 3
+"""Training ends when the mean reward of so many steps, over all groups and not only those kept, is at least this."""
+EPISODES = 128
+"""Fresh episodes, one session each, over which the reward is measured before and after."""
+LANES = LanesConfig(init=8, run=48, eval=8)
+SLOTS = 48
+"""Sequences that the engine computes together: as many as agents run."""
+STARTS_BELOW, ENDS_ABOVE, LARGEST_GAP = 0.3, 0.85, 1e-4
+
+PAGE = 500
+LOOK_EVERY = 0.25
+"""Seconds between two looks at the lanes."""
+
+
+class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A training step. `idle` is the share of the run lane's slots that were free since the step before, `seconds` the
+    time since training began."""
+
+    stats: StepStats
+    idle: float
+    seconds: float
+
+
+class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy trained from the start. Rewards are means over EPISODES fresh episodes. `errors` and `drift_tokens` are
+    those of all sessions, `policy` is the folder of the trained weights."""
+
+    seed: int
+    first_reward: float
+    last_reward: float
+    seconds: float
+    steps: tuple[TrainStep, ...]
+    sessions: int
+    errors: int
+    drift_tokens: int
+    max_logprob_gap: float
+    compared_tokens: int
+    policy: str
+
+
+class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A seed in the JSON line."""
+
+    seed: int
+    first_reward: float
+    last_reward: float
+    seconds: float
+
+
+class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON line of `outrider demo --train --json`. `curve` is the path of the picture, None without matplotlib."""
+
+    seeds: tuple[SeedLine, ...]
+    max_logprob_gap: float
+    drift_tokens: int
+    errors: int
+    curve: str | None
+
+    @property
+    def good(self) -> bool:
+        return (
+            all(line.first_reward < STARTS_BELOW and line.last_reward > ENDS_ABOVE for line in self.seeds)
+            and self.max_logprob_gap <= LARGEST_GAP
+            and not (self.drift_tokens or self.errors)
+        )
+
+
+Watch = Callable[[TrainStep], None]
+
+
+def check_installed() -> None:
+    """Raise InvalidField when something that training needs is not installed."""
+    missing = [name for name in ("torch", "trl", "safetensors") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidField(
+            f"training needs {' and '.join(missing)}",
+            field="train",
+            hint="pip install 'outrider[train]', or make train",
+        )
+
+
+def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> SeedRun:
+    """Train the policy in the folder `policy` in sandboxes of kind `runtime`, and write the trained one to `out`.
+
+    Calls `watch` after each step. Raises what the service raises, and InvalidField for a policy that cannot be trained.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="outrider-train-") as name:
+        folder = Path(name)
+        config = Config(
+            port=0,
+            data=folder / "data",
+            model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name="demo-policy"),
+            lanes=LANES,
+            engines=(EngineSpec(kind="embedded", model=str(policy), options={"slots": SLOTS}),),
+        )
+        with (
+            service_process(config, folder) as url,
+            Client(url) as client,
+            PolicyWeights(client, folder / "weights", model=policy, keep=MAX_AGE + 2) as weights,
+        ):
+            first = client.run(mean_reward(client.asynchronous, seed, runtime))
+            steps = _train(client, weights, seed, policy, runtime, folder, watch)
+            last = client.run(mean_reward(client.asynchronous, seed, runtime))
+            totals = client.run(_totals(client.asynchronous))
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.copytree(weights.folder(weights.version), out)
+    gaps = [step.stats.logprob_gap for step in steps if step.stats.logprob_gap is not None]
+    return SeedRun(
+        seed=seed,
+        first_reward=first,
+        last_reward=last,
+        seconds=time.monotonic() - began,
+        steps=tuple(steps),
+        sessions=totals["sessions"],
+        errors=totals["errors"],
+        drift_tokens=totals["drift"],
+        max_logprob_gap=max(gaps, default=0.0),
+        compared_tokens=sum(step.stats.compared_tokens for step in steps),
+        policy=str(out),
+    )
+
+
+def summary(runs: Sequence[SeedRun], curve: Path | None) -> TrainSummary:
+    return TrainSummary(
+        seeds=tuple(
+            SeedLine(
+                seed=run.seed,
+                first_reward=round(run.first_reward, 4),
+                last_reward=round(run.last_reward, 4),
+                seconds=round(run.seconds, 1),
+            )
+            for run in runs
+        ),
+        max_logprob_gap=max(run.max_logprob_gap for run in runs),
+        drift_tokens=sum(run.drift_tokens for run in runs),
+        errors=sum(run.errors for run in runs),
+        curve=str(curve) if curve else None,
+    )
+
+
+async def mean_reward(client: AsyncClient, seed: int, runtime: str) -> float:
+    """The policy's mean reward over fresh episodes, none of them left out."""
+    episodes = (make_task(random.Random(f"fresh {seed} {number}")) for number in range(EPISODES))
+    groups = [await client.submit(group_spec(episode, 1, runtime=runtime)) for episode in episodes]
+    done = await client.wait([group.id for group in groups])
+    results = [session.result for group in done for session in group.sessions if session.result]
+    rewards = [result.verdict.reward for result in results if result.verdict]
+    if not rewards:
+        why = next((result.error.message for result in results if result.error), "no session was graded")
+        raise ServiceError(f"none of {EPISODES} sessions has a reward: {why}")
+    return fmean(rewards)
+
+
+async def _totals(client: AsyncClient) -> dict[str, int]:
+    """Sums over all sessions of the service."""
+    totals = {"sessions": 0, "errors": 0, "drift": 0}
+    after = 0
+    while (page := await client.results(after=after, limit=PAGE)).groups:
+        for group in page.groups:
+            for session in group.sessions:
+                if session.result is not None:
+                    totals["sessions"] += 1
+                    totals["errors"] += session.result.stop_reason is StopReason.ERROR
+                    totals["drift"] += session.result.tokens.drift
+        after = page.cursor
+    return totals
+
+
+def _train(
+    client: Client, weights: PolicyWeights, seed: int, policy: Path, runtime: str, folder: Path, watch: Watch
+) -> list[TrainStep]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+    from transformers.utils import logging as transformers_logging
+
+    warnings.filterwarnings("ignore", message=".*rollout_func.*experimental")
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Trainer(ServiceLogprobs, GRPOTrainer):  # type: ignore[misc]  # TRL has no types here
+        pass
+
+    steps: list[TrainStep] = []
+    lanes = LaneWatch(client.asynchronous)
+
+    class Steps(TrainerCallback):  # type: ignore[misc]  # the same
+        """Reports each step, and ends the training when the task is solved or the time is up."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            seconds = time.monotonic() - began
+            steps.append(TrainStep(stats=rollouts.history[-1], idle=lanes.idle(), seconds=seconds))
+            watch(steps[-1])
+            recent = [step.stats.reward for step in steps[-SOLVED_STEPS:]]
+            if seconds > SECONDS or (len(recent) == SOLVED_STEPS and fmean(recent) >= SOLVED):
+                control.should_training_stop = True
+
+    # Several threads busy-wait for each other where cores are shared, and the engine needs one.
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trainer"),
+        use_cpu=True,
+        bf16=False,
+        seed=seed,
+        per_device_train_batch_size=GROUPS * SAMPLES,
+        num_generations=SAMPLES,
+        max_steps=MAX_STEPS,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="dapo",
+        epsilon=0.2,
+        epsilon_high=0.28,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        report_to=[],
+        save_strategy="no",
+    )
+
+    def task(number: int) -> Mapping[str, Any]:
+        spec: Mapping[str, Any] = group_spec(
+            make_task(random.Random(f"train {seed} {number}")), SAMPLES, runtime=runtime
+        )
+        return spec["task"]  # type: ignore[no-any-return]
+
+    with (
+        Rollouts(client, task, weights, inflight=INFLIGHT, max_age=MAX_AGE, measure=True) as rollouts,
+        client.open(lanes.looking()),
+    ):
+        trainer = Trainer(
+            model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(policy),
+            reward_funcs=service_reward,
+            args=arguments,
+            train_dataset=steps_dataset(MAX_STEPS * GROUPS),
+            rollout_func=rollouts,
+            callbacks=[Steps()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        began = time.monotonic()
+        trainer.train()
+        rollouts.publish(trainer)  # the last step's weights, for the reward after it and to be saved
+    return steps
+
+
+class LaneWatch:
+    """Looks at the run lane again and again, and says how much of it was idle."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._free: list[float] = []
+
+    @asynccontextmanager
+    async def looking(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            look = tasks.create_task(self._look(), name="lanes")
+            try:
+                yield
+            finally:
+                look.cancel()
+
+    def idle(self) -> float:
+        """The share of its slots that were free, on average since this was asked last."""
+        free, self._free = self._free, []
+        return fmean(free) if free else 0.0
+
+    async def _look(self) -> None:
+        while True:
+            status = await self._client.status()
+            for node in status.nodes:
+                self._free += [1 - lane.in_use / lane.size for lane in node.lanes if lane.name == "run"]
+            await asyncio.sleep(LOOK_EVERY)
