@@ -8,11 +8,14 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # A file of exact versions for pip; .ci/run names its own.
 CONSTRAINTS ?=
+# What the tests of trainers need besides the trainer.
+TEST_TOOLS := hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 # Further arguments, such as `make test ARGS="-k tree"` or `make demo ARGS=--json`.
 ARGS ?=
 
 # Trainers bring hundreds of packages, in versions of their own: they are installed beside $(VENV).
 TRL_VENV ?= .venv-trl
+VERL_VENV ?= .venv-verl
 
 # Where test-real keeps the agent programs that it installs.
 PROGRAMS ?= $(CURDIR)/.cache/outrider
@@ -58,8 +61,10 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, agents (inst
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m real \
 		tests/real tests/bench tests/runtimes tests/rootfs $(ARGS)
 
-test-trainers: $(TRL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
+# Each trainer has packages of its own, and an environment of its own. The imports of verl warn of much that is not ours.
+test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/bridges/trl $(ARGS)
+	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/bridges/verl $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\
@@ -72,7 +77,7 @@ policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
 clean: ## remove all that these commands installed or cached
-	rm -rf $(VENV) $(TRL_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.
@@ -117,3 +122,11 @@ $(TRL_VENV)/.stamps/dev: $(TRL_VENV)/.stamps/train
 	@echo "Installing the tools for tests into $(TRL_VENV)"
 	@$(PIP_TRL) --editable ".[train,dev]"
 	@touch $@
+
+# Without CONSTRAINTS: verl asks for older versions of what Outrider's own tests use.
+$(VERL_VENV)/.stamps/dev: pyproject.toml
+	@echo "Installing $(TORCH), verl and the tools for its tests into $(VERL_VENV)"
+	@test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
+	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[verl]" $(TEST_TOOLS)
+	@mkdir -p $(@D) && touch $@
