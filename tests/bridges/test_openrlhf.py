@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from outrider.client import AsyncClient
 from outrider.errors import EngineError, HarnessError, InvalidField
 from outrider.schemas import GroupView
 from outrider.service.service import Service
+from outrider.spec import EngineSpec
 from support.scribe import scribe_task
 from support.service import running_service, say
 
@@ -88,12 +90,12 @@ async def test_calls_at_once_are_sessions_of_their_own(tmp_path: Path) -> None:
 
 async def test_a_label_may_have_the_rows_columns(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (service, url):
-        task = scribe_task("openrlhf label") | {"labels": {"wanted": "{row.answer}", "whole": "{row.label}"}}
+        task = scribe_task("openrlhf label") | {"labels": {"wanted": "is {row.answer}", "whole": "{row.label}"}}
         label = json.dumps({"answer": 42, "task": {"instruction": "say goodbye"}})
         await execute(executor_for(url, task), label=label)
         await execute(executor_for(url, task | {"labels": {"whole": "{row.label}"}}), label="{1, 2}")
         first, second = await the_groups(service)
-    assert first.labels == {"wanted": "42", "whole": label}
+    assert first.labels == {"wanted": "is 42", "whole": label}
     assert second.labels == {"whole": "{1, 2}"}
 
 
@@ -144,6 +146,50 @@ async def test_a_call_that_is_cancelled_cancels_its_session(tmp_path: Path) -> N
             await call
         [group] = (await service.results(after=0, wait=20, limit=1, samples=False)).groups
         assert group.cancelled
+
+
+class VLLM:
+    """An `llm_engine` as OpenRLHF passes it: a coroutine of one event loop, with vLLM's outputs."""
+
+    def __init__(self, ids: list[int], finish: str = "stop") -> None:
+        self.asked: list[tuple[list[int], Any]] = []
+        self._loop = asyncio.get_running_loop()
+        self._reply = SimpleNamespace(
+            token_ids=tuple(ids),
+            logprobs=[{each: SimpleNamespace(logprob=-0.5)} for each in ids],
+            finish_reason=finish,
+            stop_reason=None,
+        )
+
+    async def generate(self, prompt_ids: list[int], params: Any) -> Any:
+        assert asyncio.get_running_loop() is self._loop
+        self.asked.append((prompt_ids, params))
+        return SimpleNamespace(outputs=[self._reply])
+
+
+@pytest.mark.parametrize(("logprobs", "kind"), [(1, "sampling"), (None, "raw")])
+async def test_openrlhfs_own_engine_generates_through_the_relay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logprobs: int | None, kind: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given)))
+    engine = EngineSpec(kind="relay", name="trainer")
+    vllm = VLLM([5, 6, 7])
+    async with running_service(tmp_path=tmp_path, engines=(engine,)) as (service, url):
+        executor = executor_for(url, scribe_task(f"openrlhf relay {kind}"), relay="trainer")
+        params = SimpleNamespace(**VLLM_PARAMS | {"logprobs": logprobs})
+        calls = [executor.execute("say hello", "", params, 4096, None, vllm) for _ in range(3)]
+        found = await asyncio.gather(*calls)
+        await asyncio.to_thread(executor.close)
+        samples = [sample for group in await the_groups(service) for sample in group.samples or ()]
+    assert len(vllm.asked) == 6
+    prompts = [prompt for prompt, _ in vllm.asked]
+    for response in found:
+        tokens = response["observation_tokens"]
+        assert [tokens[start:end] for start, end in response["action_ranges"]] == [[5, 6, 7]] * 2
+        assert [tokens[:start] in prompts for start, _ in response["action_ranges"]] == [True, True]
+    assert {sample.logprob_kind.value for sample in samples} == {kind}
+    asked = vllm.asked[0][1]
+    assert (asked.temperature, asked.logprobs, asked.stop, asked.logit_bias) == (0.7, 0, [], None)
 
 
 def test_settings_are_read_before_openrlhf_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

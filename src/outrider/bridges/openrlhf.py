@@ -6,16 +6,20 @@ The file that `--train.agent_func_path` names has two lines:
     AgentExecutor = agent_executor()
 
 OpenRLHF calls `execute` once for each sample of a prompt, inside its rollout actors, and takes one row from each call
-(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). This module does not import it. Invariants: the row's tokens are
-those that the engine sampled, with mask and log-probabilities aligned; and a session that cannot be trained on raises.
+(`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay` the vLLM of each actor generates for
+the service. This module imports neither OpenRLHF nor vLLM at its head. Invariants: the row's tokens are those that the
+engine sampled, with mask and log-probabilities aligned; and a session that cannot be trained on raises.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import importlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from outrider.bridges.shared_client import shared_client
@@ -26,17 +30,24 @@ from outrider.bridges.trajectories import (
     task_for,
     trajectories_of,
 )
-from outrider.errors import InvalidField
+from outrider.engines.base import Chunk, GenerateRequest
+from outrider.errors import EngineRejected, InvalidField
+from outrider.relay import FunctionEngine, Worker
+from outrider.spec import Name
+from outrider.trajectory import FinishReason, LogprobKind
 
 VARIABLE = "OUTRIDER_OPENRLHF"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "repetition_penalty", "stop")
 """What is read of vLLM's SamplingParams, which OpenRLHF passes as an object."""
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """A call gives one row, so `rows` is "main": that of the session's main conversation."""
+    """A call gives one row, so `rows` is "main": that of the session's main conversation. relay: the name of the relay
+    engine for which OpenRLHF's own vLLM engines generate; without it the service has an engine of its own."""
 
     rows: Literal["main"] = "main"
+    relay: Name | None = None
 
 
 class Executor:
@@ -44,6 +55,8 @@ class Executor:
 
     def __init__(self, settings: OpenRLHFSettings) -> None:
         self._settings = settings
+        self._attaching = asyncio.Lock()
+        self._attached: ExitStack | None = None
 
     async def execute(
         self,
@@ -66,6 +79,8 @@ class Executor:
         sampling = {name: getattr(sampling_params, name, None) for name in SAMPLING}
         wants_logprobs = sampling_params.logprobs is not None
         task = task_for(settings, _columns(prompt, label), prompt=prompt, sampling=sampling, labels={})
+        if settings.relay is not None:
+            await self._attach(llm_engine, settings.relay, wants_logprobs)
         async with shared_client(settings.url, settings.token) as client:
             group = await client.run(
                 {"task": task, "priority": settings.priority, "idempotency_key": secrets.token_hex(16)}
@@ -95,6 +110,66 @@ class Executor:
                 **chosen_metrics(trajectory, settings),
             },
         }
+
+    def close(self) -> None:
+        """Detach the engine. It also ends with the process."""
+        if self._attached is not None:
+            self._attached.close()
+
+    async def _attach(self, llm_engine: Any, relay: str, corrected: bool) -> None:
+        """Have this actor's engine generate for the service, from the first call on. Raises ServiceError when it is not
+        taken up."""
+        async with self._attaching:
+            if self._attached is not None:
+                return
+            # OpenRLHF has vLLM report the processed log-probabilities where it corrects with them, else the raw ones.
+            kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
+            engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
+            settings = self._settings
+            worker = Worker(settings.url, engine, engine=relay, token=settings.token, name="openrlhf")
+            attached = ExitStack()
+            await asyncio.to_thread(attached.enter_context, worker.in_thread())
+            atexit.register(attached.close)
+            self._attached = attached
+
+
+class EngineGenerate:
+    """`generate` of a relay worker, by the `llm_engine` of an executor, which lives on the event loop `loop`."""
+
+    def __init__(self, llm_engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._llm_engine = llm_engine
+        self._loop = loop
+
+    async def __call__(self, request: GenerateRequest) -> Chunk:
+        asked = request.sampling
+        if asked.constraint is not None:
+            raise EngineRejected("OpenRLHF's engines cannot hold a reply to a form")
+        params = importlib.import_module("vllm").SamplingParams(
+            max_tokens=asked.max_tokens,
+            min_tokens=asked.min_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            seed=asked.seed,
+            stop=list(asked.stop),
+            stop_token_ids=list(asked.stop_token_ids),
+            repetition_penalty=asked.repetition_penalty,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            logit_bias=asked.logit_bias or None,
+            logprobs=0,
+        )
+        work = self._llm_engine.generate(request.input_ids.tolist(), params)
+        output = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        reply = output.outputs[0]
+        ids = list(reply.token_ids)
+        return Chunk(
+            ids=ids,
+            logprobs=[given[token].logprob for given, token in zip(reply.logprobs, ids, strict=True)],
+            finish=FINISH[reply.finish_reason],
+            stop_match=reply.stop_reason,
+        )
 
 
 def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
