@@ -16,6 +16,8 @@ ARGS ?=
 # Trainers bring hundreds of packages, in versions of their own: they are installed beside $(VENV).
 TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
+# For SkyRL and OpenRLHF, whose packages for GPUs are left out.
+SKYRL_VENV ?= .venv-skyrl
 
 # Where test-real keeps the agent programs that it installs.
 PROGRAMS ?= $(CURDIR)/.cache/outrider
@@ -62,9 +64,10 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, agents (inst
 		tests/real tests/bench tests/runtimes tests/rootfs $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own. The imports of verl warn of much that is not ours.
-test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
+test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/bridges/trl $(ARGS)
 	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/bridges/verl $(ARGS)
+	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/bridges/skyrl tests/bridges/openrlhf $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\
@@ -77,7 +80,7 @@ policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
 clean: ## remove all that these commands installed or cached
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.
@@ -129,4 +132,16 @@ $(VERL_VENV)/.stamps/dev: pyproject.toml
 	@test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
 	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[verl]" $(TEST_TOOLS)
+	@mkdir -p $(@D) && touch $@
+
+# Both packages ask for CUDA extensions and pin different versions of what they share; their tests need what is named here.
+$(SKYRL_VENV)/.stamps/dev: pyproject.toml
+	@echo "Installing $(TORCH), SkyRL, OpenRLHF and what their tests need into $(SKYRL_VENV)"
+	@test -x $(SKYRL_VENV)/bin/python || $(PYTHON) -m venv $(SKYRL_VENV)
+	@$(SKYRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(SKYRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable . $(TEST_TOOLS) \
+		transformers==5.8.0 ray[default]==2.56.0 hydra-core==1.3.2 peft==0.18.1 accelerate cloudpathlib datasets \
+		func_timeout jaxtyping loguru polars pylatexenc sympy tensordict torchdata
+	@$(SKYRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		openrlhf==0.11.2 skyrl==0.3.0 skyrl-gym==0.4.0
 	@mkdir -p $(@D) && touch $@
