@@ -381,7 +381,7 @@ async def attach_servers(llm_client: Any, url: str, token: str | None, engine: s
         _RELAYS.pop((url, engine), None)
         raise EngineUnavailable(
             f"verl's servers cannot be attached to {url}: {error}",
-            hint=f'have the service start with the engine {{"kind": "relay", "name": "{engine}"}}',
+            hint="is its token in OUTRIDER_TOKEN, and can this node reach the address?",
         ) from error
 
 

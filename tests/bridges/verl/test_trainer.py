@@ -42,9 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     # TransferQueue starts 8 storage actors, and waits for ever where Ray has too few (logical) processors.
-    ray.init(
-        num_cpus=16, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"HF_HUB_OFFLINE": "1"}}
-    )
+    workers = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": workers})
     yield
     ray.shutdown()
 
@@ -281,6 +280,21 @@ async def test_any_session_completes_a_group_where_the_setting_says_so(
         newest = (await client.groups(limit=1))[0]
         assert (newest.n, newest.priority) == (2, 33)
     tq.kv_clear(keys=meta.keys, partition_id="val")
+
+
+async def test_verls_own_servers_generate_through_the_relay(cluster: None, model: Path, tmp_path: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(model)("heads it is<|im_end|>")["input_ids"]
+    async with world.service(tmp_path, model, engines=()) as (_, own):
+        config = world.verl_config(tmp_path, model, {"url": own, "relay": "trainer"})
+        manager = await AgentLoopManager.create(config=config, llm_client=world.OwnServers(config, ids))
+        batch = await manager.generate_sequences(prompts_v0([world.task("Toss a coin.")], 4))
+        async with AsyncClient(own) as client:
+            [engine] = await client.engines()
+    assert (engine.name, engine.kind) == ("trainer", "relay")
+    mask = batch.batch["response_mask"].bool()
+    assert batch.batch["responses"][mask].tolist() == ids * 8
+    assert set(batch.batch["rollout_log_probs"][mask].tolist()) == {-0.5}
+    assert {*batch.non_tensor_batch["min_global_steps"], *batch.non_tensor_batch["max_global_steps"]} == {9}
 
 
 async def test_a_named_actor_runs_the_service(cluster: None, model: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 
 from outrider.config import ModelConfig
 from outrider.evaluators.base import Outcome
@@ -79,6 +81,22 @@ BASE = {
     "branches": {"main": "train", "subagent": "train", "compaction": "train", "auxiliary": "train"},
 }
 """What all tasks have in common: `rollout.custom.outrider.task`."""
+
+
+class OwnServers(LLMServerClient):  # type: ignore[misc]  # verl has no types
+    """A client of verl whose servers say the same `ids` to all, each with the log-probability -0.5, at step 9."""
+
+    def __init__(self, config: Any, ids: Sequence[int]) -> None:
+        super().__init__(config)
+        self._ids = list(ids)
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **named: Any) -> TokenOutput:
+        return TokenOutput(
+            token_ids=self._ids,
+            log_probs=[-0.5] * len(self._ids),
+            stop_reason="completed",
+            extra_fields={"global_steps": 9},
+        )
 
 
 PLAIN = {"runtime": {"kind": "memory"}, "evaluator": {"run": "true"}}
