@@ -17,7 +17,11 @@ from outrider.bridges.trajectories import BridgeSettings, read_settings, task_fo
 from outrider.service.admission import validate_group
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TRAINERS: dict[str, type[BridgeSettings]] = {"openrlhf": OpenRLHFSettings, "skyrl": BridgeSettings, "slime": SlimeSettings}
+TRAINERS: dict[str, type[BridgeSettings]] = {
+    "openrlhf": OpenRLHFSettings,
+    "skyrl": BridgeSettings,
+    "slime": SlimeSettings,
+}
 
 
 def settings_of(trainer: str) -> dict[str, Any]:

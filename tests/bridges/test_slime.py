@@ -235,6 +235,33 @@ async def test_groups_run_on_between_asynchronous_rollouts(tmp_path: Path) -> No
     assert source.buffer == []
 
 
+async def test_a_partial_rollout_goes_on_after_a_pause(tmp_path: Path) -> None:
+    engine = scripted_engine(
+        tmp_path,
+        [{"when": "slime part", "reply": say("a long reply"), "stall": 2}, {"when": "say", "reply": say("hello")}],
+    )
+    async with running_service(tmp_path=tmp_path, engine=engine) as (service, url), AsyncClient(url) as client:
+        args = slime_args(url, over_sampling_batch_size=3, partial_rollout=True)
+        source = DataSource(args, [prompt("slime part")] + [prompt(f"slime whole {number}") for number in range(30)])
+        first = await train(args, source, 0, keep=True)
+        assert (await client.policy()).paused == "abort"
+        assert "say slime part" not in {group[0].prompt for group in first.samples}
+        engine.release()
+        await engine.set_version(1)  # slime has pushed new weights
+        samples: list[Sample] = []
+        for rollout_id in range(1, 9):
+            output = await train(args, source, rollout_id, keep=True)
+            samples = [sample for group in output.samples for sample in group if group[0].prompt == "say slime part"]
+            if samples:
+                break
+        await asyncio.to_thread(slime.close, source)
+        assert (await client.policy()).paused is None
+        [part] = [group for group in await the_groups(service) if group.labels["slime.group"] == "0"]
+    assert not part.cancelled
+    assert [session.attempt for session in part.sessions] == [1, 1]
+    assert {tuple(sample.weight_versions) for sample in samples} == {("0", "1")}
+
+
 async def test_old_groups_are_dropped_and_rolled_out_again(tmp_path: Path) -> None:
     engine = scripted_engine(tmp_path, [say("hello")])
     async with running_service(tmp_path=tmp_path, engine=engine) as (_, url):

@@ -17,8 +17,8 @@ import copy
 import importlib
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from statistics import fmean, stdev
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
@@ -80,11 +80,15 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     """slime's rollout function: `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`.
 
     Groups that did not pass are replaced at once. When the batch is full the others are stopped, and their prompts go
-    back to the data source. With `--partial-rollout` they run on instead, for the next rollout.
+    back to the data source. With `--partial-rollout` they are paused instead, and go on in the next rollout on the new
+    weights: each keeps its tokens, and its agent's clock stands still meanwhile.
     """
-    if evaluation or getattr(args, "partial_rollout", False):
-        return generate_rollout_async(args, rollout_id, data_source, evaluation)
     bridge = _Bridge.of(args, data_source)
+    if getattr(args, "partial_rollout", False):
+        with bridge.policy_runs():
+            return generate_rollout_async(args, rollout_id, data_source, evaluation)
+    if evaluation:
+        return generate_rollout_async(args, rollout_id, data_source, evaluation)
     prompts = _Prompts(args, bridge.settings, data_source)
     # With max_age 0 the sampler submits nothing between the end of the batch and its own.
     with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=0)) as sampler:
@@ -108,8 +112,9 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
         bridge.resident = prompts, bridge.opened.enter_context(bridge.client.open(opening))
     prompts, sampler = bridge.resident
     if bridge.settings.max_age is not None:
-        versions = [engine.version for engine in bridge.client.engines()]
-        bridge.client.run(sampler.set_version(max(versions, default=sampler.version)))
+        policy = bridge.client.policy()
+        versions = [sampler.version, policy.version, *(engine.version for engine in policy.engines)]
+        bridge.client.run(sampler.set_version(max(versions)))
     batch = bridge.client.run(sampler.batch())
     output = _train_output(args, bridge.settings, prompts, batch)
     prompts.forget_all_but(number for number, _ in sampler.state().pending)
@@ -194,6 +199,7 @@ class _Bridge:
         self.opened = ExitStack()
         self.client = self.opened.enter_context(Client(settings.url, token=settings.token))
         self.resident: tuple[_Prompts, DynamicSampler] | None = None
+        self._resumes = False
         atexit.register(self.opened.close)
 
     @classmethod
@@ -207,6 +213,18 @@ class _Bridge:
             _check_normalisation(args, settings)
             bridge = cls.open_bridges[data_source] = cls(settings)
         return bridge
+
+    @contextmanager
+    def policy_runs(self) -> Iterator[None]:
+        """The policy generates inside the block, and is paused when it has ended, as slime needs it while it trains."""
+        self.client.resume_policy()
+        try:
+            yield
+        finally:
+            self.client.pause_policy("abort")
+            if not self._resumes:
+                self._resumes = True
+                self.opened.callback(self.client.resume_policy)  # the service may have other users
 
 
 class _Prompts:
