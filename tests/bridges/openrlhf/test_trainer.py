@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from openrlhf.models.loss import PolicyLoss
 from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
@@ -21,6 +24,7 @@ from bridges.test_openrlhf import VLLM_PARAMS
 from outrider.bridges.openrlhf import VARIABLE
 from outrider.errors import HarnessError
 from outrider.service.service import Service
+from outrider.spec import EngineSpec
 from support.scribe import scribe_task
 from support.service import running_service, say
 
@@ -34,8 +38,8 @@ MAX_LENGTH = 512
 def settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the environment of the example's agent."""
 
-    def set_settings(url: str, task: dict[str, Any]) -> None:
-        monkeypatch.setenv(VARIABLE, json.dumps({"url": url, "task": task, "metrics": ["number"]}))
+    def set_settings(url: str, task: dict[str, Any], **more: Any) -> None:
+        monkeypatch.setenv(VARIABLE, json.dumps({"url": url, "task": task, "metrics": ["number"], **more}))
 
     return set_settings
 
@@ -169,6 +173,38 @@ def experience_maker(n: int) -> Any:
     maker.advantage_estimator = "group_norm"
     maker.kl_ctl = SimpleNamespace(value=0.0)
     return maker
+
+
+async def test_the_actors_own_engine_generates_for_the_service(
+    tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`RolloutRayActor.generate` itself, over an engine with vLLM's outputs."""
+    monkeypatch.setattr(vllm, "SamplingParams", lambda **given: SimpleNamespace(**given), raising=False)
+    monkeypatch.setattr(vllm_engine, "TokensPrompt", dict)
+    asked: list[tuple[list[int], Any]] = []
+
+    class AsyncLLM:
+        async def generate(self, prompt: dict[str, Any], params: Any, request_id: Any) -> AsyncIterator[Any]:
+            asked.append((prompt["prompt_token_ids"], params))
+            for ids in ((5,), (5, 6)):  # vLLM gives all tokens so far
+                logprobs = [{each: SimpleNamespace(logprob=-0.25)} for each in ids]
+                reply = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=None, stop_reason=None)
+                if len(ids) == 2:
+                    reply.finish_reason, reply.stop_reason = "stop", 6
+                yield SimpleNamespace(outputs=[reply])
+
+    async with running_service(tmp_path=tmp_path, engines=(EngineSpec(kind="relay", name="trainer"),)) as (_, url):
+        settings(url, scribe_task("openrlhf real relay"), relay="trainer")
+        actor = rollout_actor()
+        actor.llm, actor._mm_pad_token_ids = AsyncLLM(), None
+        found = await responses(actor, "say hello", 2)
+        await asyncio.to_thread(actor.executor.close)
+    assert len(asked) == 4
+    assert {params.temperature for _, params in asked} == {0.7}
+    for experience in experiences_of(found):
+        sampled = experience.sequences[0][1:][experience.action_mask[0].bool()]
+        assert sampled.tolist() == [5, 6, 5, 6]
+        assert experience.rollout_log_probs[0][experience.action_mask[0].bool()].tolist() == [-0.25] * 4
 
 
 async def test_a_failed_session_ends_the_call_with_its_error(tmp_path: Path, settings: Any) -> None:
