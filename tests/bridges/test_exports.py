@@ -73,11 +73,12 @@ def test_a_tinker_datum_predicts_the_next_id(sample: Sample) -> None:
     made = tinker_datum(sample, advantage=2.0)
     inputs = made["loss_fn_inputs"]
     assert made["model_input"] + inputs["target_tokens"][-1:] == sample.ids
-    assert {len(column) for column in inputs.values()} == {len(made["model_input"])}
+    assert set(inputs) == {"target_tokens", "logprobs", "advantages"}  # tinker.Datum knows no mask
+    assert {len(column) for column in (*inputs.values(), made["weights"])} == {len(made["model_input"])}
     trained = [place for place, one in enumerate(sample.loss_mask) if one]
     assert [inputs["target_tokens"][place - 1] for place in trained] == [sample.ids[place] for place in trained]
     assert [inputs["logprobs"][place - 1] for place in trained] == [sample.logprobs[place] for place in trained]
-    assert sum(inputs["mask"]) == len(trained)
+    assert sum(made["weights"]) == len(trained)
     assert [place + 1 for place, value in enumerate(inputs["advantages"]) if value] == trained
 
 

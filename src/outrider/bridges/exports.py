@@ -110,8 +110,9 @@ def tinker_datum(sample: Sample, *, advantage: float) -> dict[str, Any]:
     """A datum of a Tinker-style client, for its losses importance_sampling, ppo and cispo: `model_input` are the ids
     without the last, and in `loss_fn_inputs` position i belongs to the id i + 1 of the row.
 
-    As `tinker.Datum`: `Datum(model_input=ModelInput.from_ints(datum["model_input"]), loss_fn_inputs=...)`. Raises
-    InvalidField for a sample without a reward, and for one that begins with a trained id, which nothing predicts.
+    `weights` are 1.0 where an id trains: cross_entropy takes them in place of the other two. tinker's own class is made by
+    `Datum(model_input=ModelInput.from_ints(made["model_input"]), loss_fn_inputs=made["loss_fn_inputs"])`.
+    Raises InvalidField for a sample without a reward, and for one that begins with a trained id, which nothing predicts.
     """
     _reward(sample)
     if sample.loss_mask[:1] == [1]:
@@ -123,8 +124,8 @@ def tinker_datum(sample: Sample, *, advantage: float) -> dict[str, Any]:
             "target_tokens": sample.ids[1:],
             "logprobs": sample.logprobs[1:],
             "advantages": [advantage if trained else 0.0 for trained in mask],
-            "mask": [float(trained) for trained in mask],
         },
+        "weights": [float(trained) for trained in mask],
     }
 
 

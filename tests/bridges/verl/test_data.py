@@ -1,0 +1,51 @@
+"""What `outrider.datasets` writes is read by verl's own dataset, and it reads what Hugging Face's package saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+from bridges.verl import world
+from bridges.verl.world import write_model
+from outrider.datasets import examples_of, read_rows, verl_parquet
+from outrider.errors import InvalidField
+
+pytestmark = pytest.mark.trainers
+
+ROWS: list[dict[str, Any]] = [{"question": f"{number} + 1?", "answer": number + 1} for number in range(3)]
+TEMPLATE = {"instruction": "{row.question}", "evaluator": {"options": {"answer": "{row.answer}"}}}
+
+
+def test_verls_dataset_gives_the_loop_its_task(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    examples = examples_of(tmp_path / "rows.jsonl", template=TEMPLATE)
+    written = verl_parquet(examples, tmp_path / "data", data_source="sums", agent_name="outrider")
+    model = write_model(tmp_path / "model")
+    config = world.verl_config(tmp_path, model, {}).data
+    config.cache_dir = str(tmp_path / "cache")
+    dataset = RLHFDataset(str(written.path), AutoTokenizer.from_pretrained(model), config)
+    assert len(dataset) == 3
+    for number, example in enumerate(examples):
+        row = dataset[number]
+        assert json.loads(row["task"]) == example.task
+        assert row["raw_prompt"] == [{"role": "user", "content": example.task["instruction"]}]
+        assert (row["index"], row["agent_name"], row["data_source"]) == (number, "outrider", "sums")
+
+
+def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    assert list(read_rows(tmp_path / "one")) == ROWS
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(str(tmp_path / "several"))
+    with pytest.raises(InvalidField, match="has several splits"):
+        list(read_rows(tmp_path / "several"))
+    assert list(read_rows(tmp_path / "several" / "test")) == ROWS
+    saved.select([2, 0]).save_to_disk(str(tmp_path / "chosen"))
+    assert list(read_rows(tmp_path / "chosen")) == [ROWS[2], ROWS[0]]
+    assert examples_of(tmp_path / "one", template=TEMPLATE)[1].task["evaluator"]["options"] == {"answer": 2}
