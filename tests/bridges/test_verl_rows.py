@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from bridges.sample import group, row
@@ -12,8 +17,10 @@ from outrider.bridges.trajectories import trajectories_of
 from outrider.bridges.verl_rows import SETTINGS, Columns, Terms, VerlSettings, columns_of, verl_settings, verl_task
 from outrider.errors import Boundary, EngineError, ErrorRecord, EvaluatorError, HarnessError, InvalidField
 from outrider.lifecycle import StopReason
+from outrider.service.admission import validate_group
 from outrider.trajectory import BranchKind, LogprobKind
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "verl"
 TASK = {"harness": {"agent": "tools"}, "runtime": {"kind": "memory"}, "evaluator": {"run": "true"}}
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
@@ -189,3 +196,31 @@ def test_wrong_settings_are_named_with_their_source(
 def test_no_settings_are_the_defaults() -> None:
     assert verl_settings(None) == verl_settings({"other": 1}) == VerlSettings()
     assert isinstance(columns(row())[0], Columns)
+
+
+def test_the_example_makes_files_whose_rows_are_tasks(tmp_path: Path) -> None:
+    source = [EXAMPLES / "rows.jsonl", tmp_path, "--template", EXAMPLES / "template.json", "--val", "1"]
+    command = [sys.executable, str(EXAMPLES / "make_data.py"), *map(str, source)]
+    made = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)]
+    assert [line.split(" rows")[0] for line in made[0].splitlines()] == ["train: 2", "val: 1"]
+    assert made[1] == "".join(line + " (as it was)\n" for line in made[0].splitlines())
+    settings = verl_settings({"outrider": {"task": {"harness": {"preset": "mini-swe-agent"}}}})  # as in train.sh
+    assert "task.harness.preset=mini-swe-agent" in (EXAMPLES / "train.sh").read_text()
+    written = [one for file in sorted(tmp_path.glob("*.parquet")) for one in pq.read_table(file).to_pylist()]
+    assert len(written) == 3
+    for one in written:
+        task = validate_group({"task": verl_task(settings, one, terms()), "n": 8}).task
+        assert task.instruction.endswith("into answer.txt.")
+        graded = subprocess.run(["bash", "-c", str(task.evaluator.run)], cwd=tmp_path, capture_output=True)
+        assert graded.returncode == 1
+        answer = str(task.evaluator.run).splitlines()[1]
+        (tmp_path / "answer.txt").write_text(f"{answer}\n")
+        assert subprocess.run(["bash", "-c", str(task.evaluator.run)], cwd=tmp_path).returncode == 0
+        (tmp_path / "answer.txt").unlink()
+
+
+def test_what_the_example_names_of_ours_is_there() -> None:
+    source = (EXAMPLES.parents[1] / "src" / "outrider" / "bridges" / "verl.py").read_text()
+    for file in ("loops.yaml", "train.sh"):
+        [name] = re.findall(r"outrider\.bridges\.verl\.(\w+)", (EXAMPLES / file).read_text())
+        assert f"\nclass {name}(" in source

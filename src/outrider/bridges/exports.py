@@ -110,9 +110,9 @@ def tinker_datum(sample: Sample, *, advantage: float) -> dict[str, Any]:
     """A datum of a Tinker-style client, for its losses importance_sampling, ppo and cispo: `model_input` are the ids
     without the last, and in `loss_fn_inputs` position i belongs to the id i + 1 of the row.
 
-    `weights` are 1.0 where an id trains: cross_entropy takes them in place of the other two. tinker's own class is made by
+    `weights` are 1.0 where an id trains: cross_entropy takes them in place of the other two. tinker's own class is
     `Datum(model_input=ModelInput.from_ints(made["model_input"]), loss_fn_inputs=made["loss_fn_inputs"])`.
-    Raises InvalidField for a sample without a reward, and for one that begins with a trained id, which nothing predicts.
+    Raises InvalidField for a sample without a reward, and for one that begins with a trained id: nothing predicts it.
     """
     _reward(sample)
     if sample.loss_mask[:1] == [1]:
