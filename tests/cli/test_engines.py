@@ -25,6 +25,7 @@ from support.service import running_service
         ("vllm=http://h:1", {"kind": "vllm", "url": "http://h:1"}),
         ("openai=http://h:1/v1?a=b", {"kind": "openai", "url": "http://h:1/v1?a=b"}),
         ("embedded=models/tiny", {"kind": "embedded", "model": "models/tiny"}),
+        ("relay=trainer", {"kind": "relay", "name": "trainer"}),
         ("my.pkg:Engine=http://h", {"kind": "my.pkg:Engine", "url": "http://h"}),
     ],
 )

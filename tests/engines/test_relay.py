@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+from starlette.websockets import WebSocket
 
 from engines.contract import chunks_of, collect
 from outrider.constraint import ConstraintKind
@@ -22,6 +23,7 @@ from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
     PROTOCOL,
     TO_WORKER,
+    Beat,
     Close,
     Generate,
     Hello,
@@ -40,7 +42,9 @@ from outrider.errors import (
     OutriderError,
     ServiceError,
 )
+from outrider.http_server import Receive, Scope, Send
 from outrider.relay import FunctionEngine, Worker
+from outrider.testing.engine_servers.app import serving
 from outrider.testing.scripted_engine import scripted_logprob
 from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from support.relay import AT_ONCE, CuttingProxy, relay_served
@@ -109,10 +113,19 @@ class Counter:
             raise
 
 
-async def gathered(engine: RelayEngine, asked: GenerateRequest) -> None:
-    """Read a whole generation, and check that it has each token once and in order."""
+async def gathered(engine: RelayEngine, asked: GenerateRequest, *, slowness: int = 0) -> None:
+    """Read a whole generation, and check that it has each token once and in order. The reader lets others take so many
+    turns between two chunks."""
     ids, logprobs = expected(asked)
-    whole = await collect(engine.generate(asked))
+
+    async def read() -> AsyncGenerator[Chunk, None]:
+        async with aclosing(engine.generate(asked)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                for _ in range(slowness):
+                    await asyncio.sleep(0)
+
+    whole = await collect(read())
     assert whole.ids == ids
     assert whole.logprobs == logprobs
 
@@ -132,26 +145,38 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_hundred_cut_connections_lose_double_and_mix_up_nothing() -> None:
-    """32 streams at once, over a connection that is cut at random bytes until it was cut 100 times."""
-    engine = relay(window=8)
+    await cut_a_hundred_times(seed=11, most=6000, window=8)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("window", [1, 3, 64])
+@pytest.mark.parametrize("most", [2000, 6000, 100_000])
+@pytest.mark.parametrize("seed", range(3))
+async def test_connections_cut_in_many_ways_lose_double_and_mix_up_nothing(seed: int, most: int, window: int) -> None:
+    await cut_a_hundred_times(seed=seed, most=most, window=window)
+
+
+async def cut_a_hundred_times(*, seed: int, most: int, window: int) -> None:
+    """32 streams at once, over a connection that is cut at random bytes, until it was cut 100 times."""
+    engine = relay(window=window, total_window=20 * window)
     counter = Counter()
-    lengths = random.Random(5)
+    lengths = random.Random(seed)
     done = 0
     async with relay_served(engine) as url:
-        proxy = CuttingProxy(url, cuts=100, most=6000, seed=11)
+        proxy = CuttingProxy(url, cuts=100, most=most, seed=seed)
         async with proxy.open() as through, attached(through, counter) as worker:
 
             async def stream(number: int) -> None:
                 nonlocal done
                 while proxy.made < 100 or done < 64:
-                    await gathered(engine, request(tokens=lengths.randint(1, 200), first=number))
+                    await gathered(engine, request(tokens=lengths.randint(1, 200), first=number), slowness=number)
                     done += 1
 
             async with asyncio.timeout(120), asyncio.TaskGroup() as group:
                 for number in range(32):
                     group.create_task(stream(number))
             assert proxy.made >= 100
-            assert worker.connections >= 50  # some are cut in the greeting
+            assert worker.connections > 10  # others are cut in the greeting
             await until(lambda: not worker._generations.held)  # the last acknowledgements are on their way
     assert counter.started == done, "a generation began twice, or was thrown away"
 
@@ -694,6 +719,25 @@ async def test_silence_is_noticed_by_the_service() -> None:
         code, reason = await raw.closed()
         assert code == Close.SILENT
         assert "nothing came for 0.1 s" in reason
+
+
+async def test_silence_is_noticed_by_the_worker() -> None:
+    """It connects again, and says why it has left."""
+    closed: list[int] = []
+    silent = Welcome(protocol=PROTOCOL, resumed={}, heartbeat=0.02, silence=0.1, resume=1, window=8, total_window=8)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        websocket = WebSocket(scope, receive, send)
+        await websocket.accept()
+        await websocket.receive_bytes()
+        await websocket.send_bytes(encoded(silent))
+        while (message := await websocket.receive())["type"] != "websocket.disconnect":
+            assert message["bytes"] == encoded(Beat())
+        closed.append(message["code"])
+
+    async with serving(app, websockets=1000) as url, attached(url, Counter()) as worker:
+        await until(lambda: worker.connections == 3)
+    assert closed[:2] == [Close.SILENT, Close.SILENT]
 
 
 async def test_heartbeats_keep_a_quiet_connection() -> None:

@@ -16,7 +16,8 @@ from outrider.schemas import EngineList, EngineStatus
 
 KIND = "KIND=WHERE"
 KIND_HELP = (
-    "vllm=URL, sglang=URL, openai=URL, embedded=FOLDER (a model's folder) or scripted=FILE.json (fixed replies)."
+    "vllm=URL, sglang=URL, openai=URL, embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
+    "or scripted=FILE.json (fixed replies)."
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The engine's name.")]
@@ -30,6 +31,8 @@ def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
     match kind:
         case "embedded":
             return {"kind": kind, "model": where}
+        case "relay":
+            return {"kind": kind, "name": where}
         case "scripted":
             try:
                 options = msgspec.json.decode(Path(where).read_bytes(), type=dict[str, Any])

@@ -280,10 +280,10 @@ class AttachedWorker:
     def _take(self, generation: _Generation, message: Tokens | Failed) -> None:
         if message.number != generation.received + 1 or generation.ended:
             raise Nonsense(f"message {message.number} of a generation came after {generation.received}")
-        waiting = generation.received - generation.acknowledged
-        if waiting >= self._options.window:
+        if generation.received - generation.acknowledged >= self._options.window:
             raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
-        if waiting and self._unacknowledged >= self._options.total_window:
+        # One of each may come beyond the window: which of them that is, is lost when they are sent again.
+        if self._unacknowledged >= self._options.total_window + len(self._generations):
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):
             self._received(generation)
