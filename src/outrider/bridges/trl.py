@@ -594,10 +594,11 @@ def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) ->
         if state is None:
             continue
         model = _with_weights(trainer.accelerator.unwrap_model(trainer.model), state)
+        rows = (versions == version).any(dim=1)
         with torch.no_grad():
-            own_logps, *_ = trainer._get_per_token_logps_and_entropies(model, ids, attention, width)
-        here = versions == version
-        worst = float((own_logps - output["sampling_per_token_logps"]).abs()[here].max())
+            computed, *_ = trainer._get_per_token_logps_and_entropies(model, ids[rows], attention[rows], width)
+        here = versions[rows] == version
+        worst = float((computed - output["sampling_per_token_logps"][rows]).abs()[here].max())
         gap = max(worst, gap or 0.0)
         compared += int(here.sum())
     return gap, compared

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import logging
 import random
 import shutil
 import tempfile
@@ -26,22 +25,26 @@ from outrider.bridges.trl import Rollouts, ServiceLogprobs, StepStats, service_r
 from outrider.bridges.weights import PolicyWeights
 from outrider.client import AsyncClient, Client
 from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.demo.dialogue import Script, encode
 from outrider.demo.run import RENDERER
 from outrider.demo.service_process import service_process
-from outrider.demo.task import group_spec, make_task
+from outrider.demo.task import ZONES, group_spec, make_task
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.spec import EngineSpec
+from outrider.tokens.rendering.tokenizer import Tokenizer
 
-GROUPS, SAMPLES = 16, 8
+GROUPS, SAMPLES = 8, 8
 """Groups of a training step, and sessions of a group."""
-INFLIGHT = 20
-"""Groups that run at once, a few more than a step takes: tokens are seldom more than one version old."""
+INFLIGHT = 8
+"""Groups that run at once: enough for the run lane. What runs beyond the next batch is too old for the one after."""
 MAX_AGE = 1
-LEARNING_RATE = 1e-3
-MAX_STEPS = 60
-SECONDS = 200.0
+LEARNING_RATE, LAST_LEARNING_RATE = 1e-3, 5e-5
+MAX_STEPS = 32
+SECONDS = 230.0
 """After so many seconds no further step is begun."""
+GUESSES, GUESS_RATE = (2, 16), 2e-4
+"""Batches, and dialogues of each, in which the model answers without looking; it imitates them before it is trained."""
 SOLVED, SOLVED_STEPS = 0.93, 3
 """Training ends when the mean reward of so many steps, over all groups and not only those kept, is at least this."""
 EPISODES = 128
@@ -129,7 +132,8 @@ def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> See
     Calls `watch` after each step. Raises what the service raises, and InvalidField for a policy that cannot be trained.
     """
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="outrider-train-") as name:
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="outrider-train-") as name:
+        warnings.simplefilter("ignore")  # TRL and transformers warn of their own deprecations
         folder = Path(name)
         config = Config(
             port=0,
@@ -143,8 +147,10 @@ def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> See
             Client(url) as client,
             PolicyWeights(client, folder / "weights", model=policy, keep=MAX_AGE + 2) as weights,
         ):
+            model = _undertrained(policy, seed)
+            weights.publish(model.named_parameters())
             first = client.run(mean_reward(client.asynchronous, seed, runtime))
-            steps = _train(client, weights, seed, policy, runtime, folder, watch)
+            steps = _train(client, weights, model, seed, policy, runtime, folder, watch)
             last = client.run(mean_reward(client.asynchronous, seed, runtime))
             totals = client.run(_totals(client.asynchronous))
             shutil.rmtree(out, ignore_errors=True)
@@ -211,16 +217,46 @@ async def _totals(client: AsyncClient) -> dict[str, int]:
     return totals
 
 
-def _train(
-    client: Client, weights: PolicyWeights, seed: int, policy: Path, runtime: str, folder: Path, watch: Watch
-) -> list[TrainStep]:
+def _undertrained(policy: Path, seed: int) -> Any:
+    """The policy's model, which was made to guess more often: there is more for it to learn, and each seed starts from
+    other weights."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    warnings.filterwarnings("ignore", message=".*rollout_func.*experimental")
     transformers_logging.set_verbosity_error()
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    # Several threads busy-wait for each other where cores are shared, and the engine needs one.
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    script, tokenizer = Script.load(policy), Tokenizer.load(policy)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=GUESS_RATE, weight_decay=0.0)
+    rng = random.Random(f"guesses {seed}")
+    batches, dialogues = GUESSES
+    for _ in range(batches):
+        rows = [encode(tokenizer, script.guess(make_task(rng), rng.choice(ZONES))) for _ in range(dialogues)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
+        spoken = torch.tensor([said + [False] * (width - len(said)) for _, said in rows])
+        loss = model(input_ids=ids, labels=ids.masked_fill(~spoken, -100)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def _train(
+    client: Client,
+    weights: PolicyWeights,
+    model: Any,
+    seed: int,
+    policy: Path,
+    runtime: str,
+    folder: Path,
+    watch: Watch,
+) -> list[TrainStep]:
+    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     class Trainer(ServiceLogprobs, GRPOTrainer):  # type: ignore[misc]  # TRL has no types here
@@ -240,9 +276,6 @@ def _train(
             if seconds > SECONDS or (len(recent) == SOLVED_STEPS and fmean(recent) >= SOLVED):
                 control.should_training_stop = True
 
-    # Several threads busy-wait for each other where cores are shared, and the engine needs one.
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
     arguments = GRPOConfig(
         output_dir=str(folder / "trainer"),
         use_cpu=True,
@@ -252,7 +285,8 @@ def _train(
         num_generations=SAMPLES,
         max_steps=MAX_STEPS,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": LAST_LEARNING_RATE},
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -277,7 +311,7 @@ def _train(
         client.open(lanes.looking()),
     ):
         trainer = Trainer(
-            model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
+            model=model,
             processing_class=AutoTokenizer.from_pretrained(policy),
             reward_funcs=service_reward,
             args=arguments,
