@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -156,6 +158,25 @@ def test_the_ratio_is_against_what_the_tokens_were_sampled_with(client: Client, 
         trainer.train()
     [entry] = [entry for entry in trainer.state.log_history if "clip_ratio/high_mean" in entry]
     assert 0.05 < entry["clip_ratio/high_mean"] < 1.0
+
+
+def test_the_example_runs(client: Client, tmp_path: Path) -> None:
+    if not (can := default_runtime()[1]).ok:
+        pytest.skip(f"its sessions run in namespace sandboxes, and here {can.detail}")
+    example = Path(__file__).parents[3] / "examples" / "trl_grpo.py"
+    ran = subprocess.run(
+        [
+            *(sys.executable, str(example), str(POLICY), "--url", client.asynchronous.url),
+            *("--groups", "2", "--steps", "1", "--out", str(tmp_path / "out")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "step   0  reward" in ran.stdout
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def attention_on_cpu(

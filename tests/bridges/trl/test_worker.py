@@ -1,0 +1,76 @@
+"""The rollout worker for AsyncGRPOTrainer on a simulated service: which rows it queues, and how it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bridges.trl import RolloutWorker
+from outrider.bridges.weights import PolicyWeights
+from outrider.errors import ServiceError
+from outrider.testing.simulated_service import Played
+
+from .test_rows import PARAMETERS, even, group, sample, task
+from .world import simulated
+
+pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore")]
+
+
+def test_every_row_that_trains_has_the_advantage_of_its_session(tmp_path: Path) -> None:
+    rows = [sample(0), sample(0, 1), sample(1, reward=0.0), sample(3, reward=0.0)]
+    with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, task, weights, n=4, advantages="mean")
+        made = list(worker._rows(group([1.0, 0.0, None, 0.5], rows), 7))
+    assert [row.advantage for row in made] == [0.5, 0.5, -0.5, 0.0]
+    assert [row.metrics["reward"] for row in made] == [1.0, 1.0, 0.0, 0.5]
+    assert {row.group_id for row in made} == {7}
+    assert made[1].input_ids.tolist() == [10, 11, 21, 12, 31]
+    assert made[1].completion_mask.tolist() == [0, 0, 1, 0, 1]
+    assert made[1].old_log_probs.tolist() == [0.0, 0.0, -0.5, 0.0, -0.25]
+
+
+def test_rows_carry_the_trainers_versions(tmp_path: Path) -> None:
+    with simulated(even, version=40) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, task, weights, n=4, inflight=2, buffered=8)
+        weights.publish(PARAMETERS.items())
+        worker.update_model_version(1)
+        worker.start()
+        rows = [worker.rollout_buffer.get(timeout=30) for _ in range(12)]
+        worker.check_health(30.0)
+        weights.publish(PARAMETERS.items())
+        worker.update_model_version(2)
+        while (row := worker.rollout_buffer.get(timeout=30)).model_version == 1:
+            rows.append(row)
+        worker.stop()
+        worker.stop()
+    assert {each.model_version for each in rows} == {1}
+    assert row.model_version == 2
+    assert sum(each.advantage for each in rows[:4]) == pytest.approx(0.0)
+    assert worker.state().next >= 3
+
+
+def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
+    def fails(task: Mapping[str, Any], index: int, version: int) -> Played:
+        return Played(0.001, None)
+
+    with simulated(fails) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, task, weights, n=2)
+        worker.start()
+        give_up_at = time.monotonic() + 60
+        with pytest.raises(ServiceError, match="groups in a row have failed"):
+            while time.monotonic() < give_up_at:
+                worker.check_health(60.0)
+                time.sleep(0.01)
+        worker.stop()
+    with simulated(fails) as client, PolicyWeights(client, tmp_path / "other") as weights:
+        worker = RolloutWorker(client, lambda number: task(number % 0), weights, n=2)
+        worker.start()
+        with pytest.raises((ZeroDivisionError, ServiceError)):
+            while True:
+                worker.check_health(5.0)
+                time.sleep(0.01)
+        worker.stop()
