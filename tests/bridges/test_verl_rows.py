@@ -14,7 +14,16 @@ import pytest
 
 from bridges.sample import group, row
 from outrider.bridges.trajectories import trajectories_of
-from outrider.bridges.verl_rows import SETTINGS, Columns, Terms, VerlSettings, columns_of, verl_settings, verl_task
+from outrider.bridges.verl_rows import (
+    SETTINGS,
+    Columns,
+    Terms,
+    VerlSettings,
+    columns_of,
+    give_own_seed,
+    verl_settings,
+    verl_task,
+)
 from outrider.errors import Boundary, EngineError, ErrorRecord, EvaluatorError, HarnessError, InvalidField
 from outrider.lifecycle import StopReason
 from outrider.service.admission import validate_group
@@ -157,6 +166,22 @@ def test_a_row_without_a_task_gives_its_last_user_message() -> None:
     assert task["limits"] == {"response_tokens": 16}
     with pytest.raises(InvalidField, match="no instruction"):
         verl_task(settings, {}, terms())
+
+
+def test_each_trajectory_of_a_prompt_has_its_own_seed() -> None:
+    def seeded(number: int | None, n: int) -> int:
+        task = verl_task(VerlSettings(task=TASK), {"task": {"instruction": "x", "sampling": {"seed": 40}}}, terms())
+        give_own_seed(task, number, n)
+        seed: int = task["sampling"]["seed"]
+        return seed
+
+    assert [seeded(number, 3) for number in range(3)] == [40, 41, 42]
+    assert seeded(None, 1) == 40
+    with pytest.raises(InvalidField, match="cannot have seeds"):
+        seeded(None, 2)
+    without = verl_task(VerlSettings(task=TASK), {"task": {"instruction": "x"}}, terms())
+    give_own_seed(without, None, 2)
+    assert "seed" not in without["sampling"]
 
 
 def test_no_two_rollouts_share_a_nested_setting() -> None:

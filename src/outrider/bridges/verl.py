@@ -47,6 +47,7 @@ from outrider.bridges.verl_rows import (
     Terms,
     VerlSettings,
     columns_of,
+    give_own_seed,
     verl_settings,
     verl_task,
 )
@@ -95,7 +96,7 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         terms = terms_of(self.config, sampling_params)
         task = verl_task(settings, row, terms)
         number = row.get("session_id")  # only V1 counts the sessions of a prompt
-        _give_own_seed(task, number, self.rollout_config.n)
+        give_own_seed(task, number, self.rollout_config.n)
         body = {"task": task, "priority": settings.priority}
         group = await run_group(body, settings, self.server_manager)
         [trajectory] = trajectories_of(group, settings, logprobs=terms.logprobs)
@@ -239,21 +240,6 @@ def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
 def _step(row: Mapping[str, Any]) -> int:
     """The trainer's step, in V1."""
     return int(row.get("global_steps", 0))
-
-
-def _give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
-    """Two trajectories of a prompt must not draw the same. A group of n sessions sees to that itself; here each is a
-    group of its own. Raises InvalidField."""
-    seed = task["sampling"].get("seed")
-    if seed is None or (number is None and n == 1):
-        return
-    if number is None:
-        raise InvalidField(
-            "verl's V0 trainer does not tell the trajectories of a prompt apart, so they cannot have seeds",
-            field=f"{SETTINGS}.task.sampling.seed",
-            hint="leave the seed out, or set trainer.use_v1=True",
-        )
-    task["sampling"]["seed"] = seed + int(number)
 
 
 class VerlGenerate:

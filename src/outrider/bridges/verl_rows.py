@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outrider.bridges.trajectories import BridgeSettings, Row, Trajectory, chosen_metrics, read_settings, task_for
-from outrider.errors import EngineError
+from outrider.errors import EngineError, InvalidField
 from outrider.spec import Name
 from outrider.trajectory import LogprobKind
 
@@ -81,6 +81,22 @@ def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> d
     limits = dict(task.get("limits") or {})
     limits["response_tokens"] = min(limits.get("response_tokens", terms.response_length), terms.response_length)
     return task | {"limits": limits}
+
+
+def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
+    """Make the seed of a task that is submitted for one of `n` trajectories of a prompt its own: two of them must not
+    draw the same. A group of n sessions sees to that itself. `number` is the trajectory's, None where verl does not
+    tell. Raises InvalidField."""
+    seed = task["sampling"].get("seed")
+    if seed is None or (number is None and n == 1):
+        return
+    if number is None:
+        raise InvalidField(
+            "verl's V0 trainer does not tell the trajectories of a prompt apart, so they cannot have seeds",
+            field=f"{SETTINGS}.task.sampling.seed",
+            hint="leave the seed out, or set trainer.use_v1=True",
+        )
+    task["sampling"]["seed"] = seed + int(number)
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[Columns]:
