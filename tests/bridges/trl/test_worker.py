@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import queue
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_rows_carry_the_trainers_versions(tmp_path: Path) -> None:
     assert worker.state().next >= 3
 
 
+def check_until_it_fails(worker: RolloutWorker) -> None:
+    """As the trainer does while its queue is empty."""
+    while True:
+        worker.check_health(60.0)
+        with suppress(queue.Empty):
+            worker.rollout_buffer.get(timeout=0.01)
+
+
 def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
     def fails(task: Mapping[str, Any], index: int, version: int) -> Played:
         return Played(0.001, None)
@@ -60,17 +69,29 @@ def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
     with simulated(fails) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=2)
         worker.start()
-        give_up_at = time.monotonic() + 60
         with pytest.raises(ServiceError, match="groups in a row have failed"):
-            while time.monotonic() < give_up_at:
-                worker.check_health(60.0)
-                time.sleep(0.01)
+            check_until_it_fails(worker)
         worker.stop()
-    with simulated(fails) as client, PolicyWeights(client, tmp_path / "other") as weights:
-        worker = RolloutWorker(client, lambda number: task(number % 0), weights, n=2)
+
+
+def test_tasks_that_cannot_be_made_end_the_worker(tmp_path: Path) -> None:
+    with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, lambda number: task(1 // number), weights, n=2)
         worker.start()
-        with pytest.raises((ZeroDivisionError, ServiceError)):
-            while True:
-                worker.check_health(5.0)
-                time.sleep(0.01)
+        with pytest.raises(ZeroDivisionError):
+            check_until_it_fails(worker)
+        worker.stop()
+
+
+def test_a_worker_from_which_nothing_comes_is_not_healthy(tmp_path: Path) -> None:
+    def slow(task: Mapping[str, Any], index: int, version: int) -> Played:
+        return Played(3600.0, 1.0)
+
+    with simulated(slow) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, task, weights, n=2)
+        worker.check_health(0.0)  # it has not begun
+        worker.start()
+        worker.check_health(60.0)
+        with pytest.raises(ServiceError, match="no group was done"):
+            worker.check_health(0.0)
         worker.stop()
