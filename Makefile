@@ -126,12 +126,13 @@ $(TRL_VENV)/.stamps/dev: $(TRL_VENV)/.stamps/train
 	@$(PIP_TRL) --editable ".[train,dev]"
 	@touch $@
 
-# Without CONSTRAINTS: verl asks for older versions of what Outrider's own tests use.
+# Without CONSTRAINTS: verl asks for older versions of what Outrider's own tests use. Samples are exported for the last two.
 $(VERL_VENV)/.stamps/dev: pyproject.toml
 	@echo "Installing $(TORCH), verl and the tools for its tests into $(VERL_VENV)"
 	@test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
 	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[verl]" $(TEST_TOOLS)
+	@$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[verl]" $(TEST_TOOLS) \
+		tinker==0.24.1 verifiers==0.4.0
 	@mkdir -p $(@D) && touch $@
 
 # Both packages ask for CUDA extensions and pin different versions of what they share; their tests need what is named here.

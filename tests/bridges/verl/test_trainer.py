@@ -271,11 +271,12 @@ async def test_any_session_completes_a_group_where_the_setting_says_so(
     settings = {"url": url, "complete": "any", "evaluation_priority": 33}
     config = world.verl_config(tmp_path, model, settings, ["actor_rollout_ref.rollout.val_kwargs.n=2"])
     manager = await asyncio.to_thread(OutriderAgentLoopManager.create, config=config, llm_client=None)
-    batch = prompts_v1({"valx": world.task("Toss.")}, validate=True)
+    batch = prompts_v1({"valx": world.task("Toss.", broken="tails")}, validate=True)
     await asyncio.to_thread(manager.generate_sequences, batch)
     replay = buffer([], manager, iter(()), filter_groups_metric=None)
     meta, _ = await asyncio.to_thread(replay.sample, STEP, "val", 1)
-    assert sorted(meta.keys) == ["valx_0_0", "valx_1_0"]
+    assert len(meta.keys) == 1
+    assert meta.keys[0] in ("valx_0_0", "valx_1_0")
     async with AsyncClient(url) as client:
         newest = (await client.groups(limit=1))[0]
         assert (newest.n, newest.priority) == (2, 33)

@@ -41,7 +41,8 @@ _SIDES = itertools.cycle(("heads", "tails"))
 
 class Caller:
     """An agent that calls the model twice, hoping for heads and tails by turns. Options: `side` to hope for always;
-    `rewrite` has the second call rewrite the history, which makes a second row; `broken` makes it fail."""
+    `rewrite` has the second call rewrite the history, which makes a second row; `broken` makes it fail, always or with
+    one side."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -51,7 +52,7 @@ class Caller:
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         side = self._options.get("side") or next(_SIDES)
-        if self._options.get("broken"):
+        if self._options.get("broken") in (True, side):
             raise RuntimeError("this agent is broken")
         messages = [Message(role=Role.USER, content=f"{context.task.instruction} I hope for {side}")]
         messages.append(await context.model.chat(messages))
