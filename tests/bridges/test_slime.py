@@ -15,6 +15,7 @@ import pytest
 from outrider.bridges import slime
 from outrider.client import AsyncClient
 from outrider.errors import EvaluatorError, HarnessError, InvalidField
+from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView
 from outrider.service.service import Service
 from support.scribe import Scribe, scribe_task
@@ -227,11 +228,14 @@ async def test_groups_run_on_between_asynchronous_rollouts(tmp_path: Path) -> No
         while "say slime long" not in prompts:  # of the group that was submitted in the first rollout
             later = await train(args, source, 1, **call)
             prompts += [group[0].prompt for group in later.samples]
-        await asyncio.to_thread(slime.close, source)
         groups = await the_groups(service)
+        await asyncio.to_thread(slime.close, source)
+        async with AsyncClient(url) as client:
+            left = await client.groups(limit=200)
     assert len(prompts) == len(set(prompts))
     assert not any(group.cancelled for group in groups)
     assert [group.labels["slime.group"] for group in groups].count("0") == 1
+    assert all(group.cancelled for group in left if group.state is not GroupState.DONE)
     assert source.buffer == []
 
 
@@ -254,9 +258,9 @@ async def test_a_partial_rollout_goes_on_after_a_pause(tmp_path: Path) -> None:
             samples = [sample for group in output.samples for sample in group if group[0].prompt == "say slime part"]
             if samples:
                 break
+        [part] = [group for group in await the_groups(service) if group.labels["slime.group"] == "0"]
         await asyncio.to_thread(slime.close, source)
         assert (await client.policy()).paused is None
-        [part] = [group for group in await the_groups(service) if group.labels["slime.group"] == "0"]
     assert not part.cancelled
     assert [session.attempt for session in part.sessions] == [1, 1]
     assert {tuple(sample.weight_versions) for sample in samples} == {("0", "1")}

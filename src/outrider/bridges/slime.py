@@ -12,13 +12,14 @@ come from one group; and tokens, mask and log-probabilities of a sample are thos
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import copy
 import importlib
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from statistics import fmean, stdev
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
@@ -42,6 +43,7 @@ from outrider.schemas import GroupView
 
 VARIABLE = "OUTRIDER_SLIME"
 POST_PROCESS = "outrider.bridges.slime.post_process_rewards"
+LEAVE_SECONDS = 10.0
 NUMBER = "slime.prompt"
 """The label with a prompt's number in its sampler."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
@@ -110,6 +112,7 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
         prompts = _Prompts(args, bridge.settings, data_source)
         opening = _sampler(bridge, prompts, surplus="carry", max_age=bridge.settings.max_age)
         bridge.resident = prompts, bridge.opened.enter_context(bridge.client.open(opening))
+        bridge.opened.callback(bridge.leave)
     prompts, sampler = bridge.resident
     if bridge.settings.max_age is not None:
         policy = bridge.client.policy()
@@ -181,7 +184,7 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
 
 
 def close(data_source: Any) -> None:
-    """End what runs between rollouts for this data source. It also ends with the process."""
+    """Cancel what runs between rollouts for this data source. That is also done when the process ends."""
     bridge = _Bridge.open_bridges.pop(data_source, None)
     if bridge is not None:
         bridge.opened.close()
@@ -199,7 +202,7 @@ class _Bridge:
         self.opened = ExitStack()
         self.client = self.opened.enter_context(Client(settings.url, token=settings.token))
         self.resident: tuple[_Prompts, DynamicSampler] | None = None
-        self._resumes = False
+        self._paused = False
         atexit.register(self.opened.close)
 
     @classmethod
@@ -222,9 +225,19 @@ class _Bridge:
             yield
         finally:
             self.client.pause_policy("abort")
-            if not self._resumes:
-                self._resumes = True
-                self.opened.callback(self.client.resume_policy)  # the service may have other users
+            self._paused = True
+
+    def leave(self) -> None:
+        """Cancel the groups that nobody will ask for any more, and leave the policy to the service's other users."""
+        with suppress(OutriderError, TimeoutError):  # the service may be gone, and this process ends
+            self.client.run(self._leave())
+
+    async def _leave(self) -> None:
+        async with asyncio.timeout(LEAVE_SECONDS):
+            if self.resident is not None:
+                await self.resident[1].stop()
+            if self._paused:
+                await self.client.asynchronous.resume_policy()
 
 
 class _Prompts:
