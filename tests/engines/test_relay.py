@@ -17,12 +17,15 @@ import pytest
 from starlette.websockets import WebSocket
 
 from engines.contract import chunks_of, collect
+from outrider.api.relay import AsgiSocket
 from outrider.constraint import ConstraintKind
-from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import (
     PROTOCOL,
     TO_WORKER,
+    Answer,
     Beat,
     Close,
     Generate,
@@ -659,6 +662,50 @@ async def test_a_greeting_that_does_not_fit_is_refused(first: Any, code: int, re
             given, said = await raw.closed()
         assert given == code
         assert reason in said
+
+
+async def test_a_worker_that_lies_about_its_health_is_cut_off() -> None:
+    engine = relay()
+    async with relay_served(engine) as url, raw_worker(url) as raw, asyncio.TaskGroup() as group:
+        await until(lambda: bool(engine._workers))
+        asking = group.create_task(engine.health())
+        asked = await raw.receive()
+        await raw.send(Answer(call=asked.call, health=EngineHealth(ok=True, context_tokens=-5)))
+        code, reason = await raw.closed()
+        assert code == Close.NONSENSE
+        assert "context is -5 tokens" in reason
+        assert not (await asking).ok
+
+
+async def test_a_worker_that_was_too_slow_to_be_checked_comes_back() -> None:
+    engine = relay()
+    checks = 0
+
+    async def check(worker: AttachedWorker) -> None:
+        nonlocal checks
+        checks += 1
+        if checks < 3:
+            raise EngineUnavailable("too slow")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        websocket = WebSocket(scope, receive, send)
+        await websocket.accept()
+        await engine.serve(AsgiSocket(websocket), check=check)
+
+    async with serving(app, websockets=1000) as url, attached(url, Counter()) as worker:
+        await until(lambda: bool(engine._workers))
+        assert (checks, worker.connections) == (3, 1)
+        await gathered(engine, request())
+
+
+async def test_a_health_function_that_raises_is_not_well() -> None:
+    async def broken() -> str:
+        raise OSError("no device")
+
+    engine = relay()
+    async with relay_served(engine) as url, attached(url, FunctionEngine(Counter(), healthy=broken)):
+        await until(lambda: bool(engine._workers))
+        assert "OSError: no device" in (await engine.health()).detail
 
 
 async def test_text_is_no_message() -> None:

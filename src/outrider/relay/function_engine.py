@@ -96,7 +96,10 @@ class FunctionEngine:
                     await self._thawed(aborts)
 
     async def health(self) -> EngineHealth:
-        trouble = "" if self._healthy is None else await self._healthy()
+        try:
+            trouble = "" if self._healthy is None else await self._healthy()
+        except Exception as error:  # anybody's code; a report about itself never raises
+            trouble = f"{type(error).__name__}: {error}"
         return EngineHealth(
             ok=not trouble,
             detail=trouble,

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterator
 import msgspec
 
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
-from outrider.engines.pool.reply_checks import TokenCheck
+from outrider.engines.pool.reply_checks import TokenCheck, check_health
 from outrider.engines.relay.link import Link
 from outrider.engines.relay.messages import (
     PROTOCOL,
@@ -255,6 +255,11 @@ class AttachedWorker:
             return EngineHealth(ok=False, detail=error.message)
         if health is None:
             return EngineHealth(ok=False, detail=f"worker {self.name!r} did not say how it is")
+        try:
+            check_health(self._engine, health)
+        except EngineMisbehaved as error:
+            self.cut_off(Close.NONSENSE, error.message)
+            return EngineHealth(ok=False, detail=error.message)
         if health.ok:
             self.failing = False
             self.model, self.context_tokens, self.version = health.model, health.context_tokens, health.version

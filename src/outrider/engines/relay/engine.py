@@ -19,7 +19,6 @@ import xxhash
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
-from outrider.engines.pool.reply_checks import check_health
 from outrider.engines.relay.attached_worker import AttachedWorker, RelayOptions
 from outrider.engines.relay.link import Disconnected, Link, Socket
 from outrider.engines.relay.messages import PROTOCOL, TO_SERVICE, Close, Hello, ToService, close_reason
@@ -112,8 +111,6 @@ class RelayEngine:
         good = [answer for answer in answers if answer.ok]
         if not good:
             return answers[0]
-        for answer in good:
-            check_health(self.name, answer)
         contexts = [answer.context_tokens for answer in good if answer.context_tokens is not None]
         return EngineHealth(
             ok=True,
@@ -203,7 +200,8 @@ class RelayEngine:
                 await worker.pause(self._paused)
         except OutriderError as error:
             log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
-            worker.cut_off(Close.CONFLICT, error.message)
+            # One that was only too slow may come back.
+            worker.cut_off(Close.SILENT if isinstance(error, EngineUnavailable) else Close.CONFLICT, error.message)
             worker.give_up(error.message)
             return
         # Others may have attached meanwhile.
