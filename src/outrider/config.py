@@ -21,7 +21,14 @@ from outrider.errors import InvalidField
 from outrider.spec import EngineSpec
 
 PREFIX = "OUTRIDER_"
-OWN_VARIABLES = ("OUTRIDER_HOME", "OUTRIDER_URL", "OUTRIDER_OPENRLHF", "OUTRIDER_SKYRL", "OUTRIDER_SLIME", "OUTRIDER_VERL")
+OWN_VARIABLES = (
+    "OUTRIDER_HOME",
+    "OUTRIDER_URL",
+    "OUTRIDER_OPENRLHF",
+    "OUTRIDER_SKYRL",
+    "OUTRIDER_SLIME",
+    "OUTRIDER_VERL",
+)
 """Variables that are read, but are not settings of a service."""
 SANDBOX_VARIABLES = frozenset(
     f"{PREFIX}{name}" for name in ("API_KEY", "BASE_URL", "CALL", "FAKE_FAIL", "INSTRUCTION", "MODEL", "VERDICT")

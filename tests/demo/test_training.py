@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from outrider.bridges.trl import StepStats
+from outrider.cli import main
 from outrider.cli.training import HEIGHT, WIDTH, plot
 from outrider.client import Client
 from outrider.config import Config, ModelConfig
@@ -103,6 +105,17 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     path = draw([seed_run(), seed_run(seed=1)], tmp_path / "curve.png")
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(find_spec("trl") is not None, reason="TRL is installed")
+def test_without_trl_it_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--train"]) == 2
+    assert "make train" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["demo", "--model", str(tmp_path / "nowhere"), "--out", str(tmp_path)]) == 2
+    assert "nowhere" in capsys.readouterr().err
 
 
 def test_a_service_in_its_own_process_is_there_and_then_gone(tmp_path: Path) -> None:

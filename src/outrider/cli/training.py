@@ -54,6 +54,8 @@ def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seed
                 if terminal.err.is_terminal:
                     live.update(Group(progress, plot(rewards)), refresh=True)
 
+            if terminal.err.is_terminal:
+                live.update(progress, refresh=True)
             run = train(seed, policy, runtime, out / f"policy-{seed}", watch)
         progress.update(bar, total=len(rewards), now="done")
         runs.append(run)
