@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from outrider.sessions.clock import Budget, Cutoff, Stopwatch
+from outrider.sessions.clock import LOOK_AGAIN, Budget, Cutoff, Stopwatch
 
 
 def never() -> float:
@@ -74,3 +74,20 @@ def test_a_stopwatch_books_everything_between_laps() -> None:
     watch.lap("init")
     assert set(watch.seconds) == {"init", "run"}
     assert all(seconds >= 0 for seconds in watch.seconds.values())
+
+
+async def test_a_clock_that_stands_still_is_not_looked_at_all_the_time() -> None:
+    """A policy may be paused for minutes, just when next to nothing is left."""
+    loop = asyncio.get_running_loop()
+    began, looks = loop.time(), 0
+
+    def since_then() -> float:
+        nonlocal looks
+        looks += 1
+        return loop.time() - began
+
+    budget = Budget(0.001, since_then)
+    async with budget.spend():
+        await asyncio.sleep(0.2)
+    assert not budget.exhausted
+    assert looks <= (loop.time() - began) / LOOK_AGAIN + 4

@@ -1,0 +1,135 @@
+"""Weight updates on a real vLLM: paused, reloaded from a folder and resumed by a pool's policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+from safetensors.torch import load_file, save_file
+
+from outrider.engines.adapters.vllm import VLLMEngine
+from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.pool.pool import EnginePool
+from outrider.errors import EngineError
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import FinishReason
+from support.reference_llama import ReferenceLlama
+
+from .vllm_cpu import VllmServer, vllm_server
+
+pytestmark = pytest.mark.real
+
+PROMPT = '<|im_start|>user\nWhere is "maple"?<|im_end|>\n<|im_start|>assistant\n'
+LENGTH = 400
+EXACT = 1e-4
+AT_ONCE = 8
+
+
+@pytest.fixture(scope="module")
+def untied_policy(roomy_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy with an output layer of its own: vLLM for CPU (0.32) keeps a tied one as it was when it reloads."""
+    folder = tmp_path_factory.mktemp("untied") / "policy"
+    shutil.copytree(roomy_policy, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_policy(untied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy with all its weights 5 % larger."""
+    folder = tmp_path_factory.mktemp("other") / "policy"
+    shutil.copytree(untied_policy, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 1.05 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def server(vllm_prefix: Path, untied_policy: Path) -> AsyncIterator[VllmServer]:
+    """One of its own: other tests expect the weights that they know."""
+    async with vllm_server(vllm_prefix, untied_policy) as server:
+        yield server
+
+
+@pytest_asyncio.fixture
+async def engine(server: VllmServer) -> AsyncIterator[VLLMEngine]:
+    engine = VLLMEngine(EngineOptions(name="real", url=server.url, model=server.model))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def request(prompt: list[int], seed: int) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=seed)
+    ids, name = np.array(prompt, dtype=np.int32), uuid.uuid4().hex
+    return GenerateRequest(request_id=name, session_key=name, input_ids=ids, sampling=sampling)
+
+
+async def whole(pool: EnginePool, asked: GenerateRequest) -> Chunk:
+    """A reply as one chunk."""
+    async with aclosing(pool.generate(asked)) as stream:
+        chunks = [chunk async for chunk in stream]
+    ids = [token for chunk in chunks for token in chunk.ids]
+    logprobs = [value for chunk in chunks for value in chunk.logprobs]
+    return msgspec.structs.replace(chunks[-1], ids=ids, logprobs=logprobs)
+
+
+async def test_generations_go_on_with_the_reloaded_weights(
+    engine: VLLMEngine, untied_policy: Path, other_policy: Path
+) -> None:
+    """Cut in the middle, the first part has the old weights' log-probabilities and the second, prompt and all, the new
+    ones': no key or value of the old weights is left."""
+    tokenizer = Tokenizer.load(untied_policy)
+    prompt = tokenizer.encode(PROMPT)
+    old = ReferenceLlama(untied_policy, load_file(untied_policy / "model.safetensors"))
+    new = ReferenceLlama(untied_policy, load_file(other_policy / "model.safetensors"))
+    async with EnginePool(vocabulary=tokenizer.vocabulary, text=tokenizer.stream) as pool, asyncio.TaskGroup() as group:
+        await pool.add_engine(engine)
+        replies = [group.create_task(whole(pool, request(prompt, seed))) for seed in range(AT_ONCE)]
+        await asyncio.sleep(1)
+        paused = asyncio.get_running_loop().time()
+        await pool.policy.update(5, mode="abort", weights=str(other_policy))
+        print(f"updated in {asyncio.get_running_loop().time() - paused:.2f} s")
+        cut_replies = 0
+        for task in replies:
+            reply = await task
+            assert (len(reply.ids), reply.finish) == (LENGTH, FinishReason.LENGTH)
+            cut = next((span.end for span in reply.versions if span.version == 0), 0)
+            assert [span.version for span in reply.versions] == [0] * (cut > 0) + [5] * (cut < LENGTH)
+            cut_replies += 0 < cut < LENGTH
+            assert reply.logprobs[:cut] == pytest.approx(old.logprobs(prompt, reply.ids)[:cut], abs=EXACT)
+            assert reply.logprobs[cut:] == pytest.approx(new.logprobs(prompt, reply.ids)[cut:], abs=EXACT)
+        assert cut_replies
+
+        running = group.create_task(whole(pool, request(prompt, 99)))
+        await asyncio.sleep(0.1)
+        await pool.policy.update(6, mode="finish", weights=str(untied_policy))
+        finished = await running
+        assert [span.version for span in finished.versions] == [5]
+        again = await whole(pool, request(prompt, 100))
+        assert [span.version for span in again.versions] == [6]
+        assert again.logprobs == pytest.approx(old.logprobs(prompt, again.ids), abs=EXACT)
+
+
+async def test_weights_that_are_not_there_are_refused(engine: VLLMEngine, untied_policy: Path, tmp_path: Path) -> None:
+    """The last test: this vLLM ends itself over a folder that it cannot read."""
+    async with EnginePool() as pool:
+        await pool.add_engine(engine)
+        version = pool.policy.version
+        with pytest.raises(EngineError, match="collective_rpc"):
+            await pool.policy.update(version + 1, mode="finish", weights=str(tmp_path / "nowhere"))
+        status = pool.policy.status()
+        assert (status.version, status.paused) == (version, None)
