@@ -136,6 +136,18 @@ async def test_in_an_evaluation_only_the_failed_trajectory_is_one(tmp_path: Path
     assert group.priority == 100
 
 
+async def test_the_service_is_told_skyrls_steps(tmp_path: Path) -> None:
+    batch = generator_input([scribe_task("skyrl versions")], 1)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        generator = generator_for(url, {"versions": "step"})
+        first = await generator.generate(batch)
+        batch["batch_metadata"].global_step = 8
+        second = await generator.generate(batch)
+        by_engine = await generator_for(url).generate(batch)
+    versions = [output["rollout_metrics"]["outrider/version_max"] for output in (first, second, by_engine)]
+    assert versions == [6, 7, 7]
+
+
 async def test_when_all_fail_the_first_error_is_raised(tmp_path: Path) -> None:
     batch = generator_input([scribe_task("skyrl all ill", fails=range(4))], 2)
     async with running_service(tmp_path=tmp_path) as (_, url):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from outrider.bridges.shared_client import shared_client
 from outrider.bridges.trajectories import (
@@ -32,8 +32,15 @@ from outrider.lifecycle import StopReason
 VARIABLE = "OUTRIDER_SKYRL"
 
 
+class SkyRLSettings(BridgeSettings):
+    """versions: whether policy versions are those that the engines report, or SkyRL's steps: then the service is told
+    the number of finished steps before the first batch of each."""
+
+    versions: Literal["engine", "step"] = "engine"
+
+
 class OutriderGenerator:
-    """`generator_cfg` is SkyRL's `cfg.generator`; `settings` are BridgeSettings, under those in $OUTRIDER_SKYRL.
+    """`generator_cfg` is SkyRL's `cfg.generator`; `settings` are SkyRLSettings, under those in $OUTRIDER_SKYRL.
 
     With `step_wise_trajectories` a trajectory gives a row for each of its branches that trains, that of the main
     conversation last; without it, only that one. SkyRL has no way to leave a trajectory out. So, as in its own Harbor
@@ -43,7 +50,8 @@ class OutriderGenerator:
     """
 
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
-        self._settings = read_settings(BridgeSettings, settings, source="settings", variable=VARIABLE)
+        self._settings = read_settings(SkyRLSettings, settings, source="settings", variable=VARIABLE)
+        self._told = 0
         self._step_wise = bool(generator_cfg.step_wise_trajectories)
         self._masks_overlong = bool(generator_cfg.apply_overlong_filtering)
         self._zeroes_overlong = bool(generator_cfg.zero_reward_on_non_stop)
@@ -58,12 +66,16 @@ class OutriderGenerator:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
         metadata = input_batch.get("batch_metadata")
         evaluating = metadata is not None and metadata.training_phase == "eval"
+        steps = 0 if metadata is None or evaluating else metadata.global_step - 1  # SkyRL counts the one it works on
         logprobs = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
         places: dict[str, list[int]] = {}
         for place, trajectory_id in enumerate(ids):
             places.setdefault(trajectory_id.instance_id, []).append(place)
         groups = [self._group(input_batch, uid, at, evaluating) for uid, at in places.items()]
         async with shared_client(self._settings.url, self._settings.token) as client:
+            if self._settings.versions == "step" and steps > self._told:
+                self._told = steps
+                await client.client.resume_policy(steps)
             done = await client.run_all(groups)
         found: dict[int, Trajectory] = {}
         for at, group in zip(places.values(), done, strict=True):
