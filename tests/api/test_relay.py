@@ -18,6 +18,8 @@ from outrider.spec import EngineSpec
 from outrider.testing.scripted_engine import scripted_logprob
 from support.relay import AT_ONCE, CuttingProxy
 from support.service import call, running_node, running_service, say, scripted_engine
+from support.stamping import StampingEngine
+from support.tokenizer import write_tokenizer
 
 TASK = {
     "instruction": "say hello",
@@ -71,6 +73,46 @@ async def test_sessions_survive_cut_connections(tmp_path: Path) -> None:
                 [done] = await client.wait([group.id])
                 assert [session.result.error for session in done.sessions] == [None] * 8
                 assert [session.attempt for session in done.sessions] == [1] * 8
+
+
+@pytest.mark.parametrize("mode", ["finish", "abort"])
+async def test_weights_change_at_two_workers_while_their_connections_are_cut(tmp_path: Path, mode: Any) -> None:
+    """Every token has the version that its worker had when it sampled it: the token itself says which."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    engines = [StampingEngine(tokenizer, length=100) for _ in range(2)]
+    async with (
+        running_service(tmp_path=tmp_path, engines=()) as (service, url),
+        AsyncClient(url) as client,
+        AsyncExitStack() as held,
+    ):
+        proxy = CuttingProxy(url, cuts=30, most=4000, seed=2)
+        through = await held.enter_async_context(proxy.open())
+        for engine in engines:
+            worker = await held.enter_async_context(Worker(through, engine, reconnecting=AT_ONCE))
+            await worker.attached()
+        await joined(service)
+        submitted = await client.submit({"task": TASK, "n": 24})
+        for version in (1, 2, 3):
+            while sum(engine.sampled for engine in engines) < 500 * version:  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0)
+            status = await client.update_policy(version, mode=mode)
+            assert [(engine.name, engine.version) for engine in status.engines] == [("trainer", version)]
+        [done] = await client.wait([submitted.id])
+        assert [session.result.error for session in done.sessions] == [None] * 24
+        assert all(engine.version == 3 and engine.requests for engine in engines)
+        versions = set()
+        for session in done.sessions:
+            [sample] = await client.samples(session.id)
+            rows = zip(sample.ids, sample.loss_mask, sample.logprobs, sample.versions, strict=True)
+            for place, (token, trains, logprob, version) in enumerate(rows):
+                if trains:
+                    assert token == engines[0].end or engines[0].letters.index(token) == version
+                    assert logprob == scripted_logprob(place, token)
+                    versions.add(version)
+            assert sum(sample.loss_mask) == 101
+            assert mode == "abort" or len(set(sample.versions)) == 2, "one version, and -1 for what was not sampled"
+        assert mode == "finish" or versions == {0, 1, 2, 3}
+        assert proxy.made > 3
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
