@@ -176,7 +176,6 @@ class Rollouts:
         self.measure = measure
         self.versions: list[list[int]] = []
         """The versions of the tokens of the last batch, row by row as the completions."""
-        self.__name__ = "outrider"  # TRL names functions in its logs
         self._client = client
         self._tasks = tasks
         self._eval_tasks = eval_tasks
@@ -256,7 +255,7 @@ class Rollouts:
 
     def state(self) -> SamplerState | None:
         """Where the sampler is; None before the first batch."""
-        return self._sampler.state() if self._sampler is not None else None
+        return self._client.run(_state_of(self._sampler)) if self._sampler is not None else None
 
     def _next_batch(self, n: int, target: int) -> Batch | None:
         if self._sampler is None:
@@ -439,7 +438,7 @@ class RolloutWorker:
 
     def state(self) -> SamplerState:
         """Where the sampler is; rows in `rollout_buffer` count as trained on."""
-        return self._sampler.state()
+        return self._client.run(_state_of(self._sampler))
 
     @asynccontextmanager
     async def _rolling_out(self) -> AsyncIterator[None]:
@@ -492,6 +491,11 @@ class RolloutWorker:
                     group_id=number,
                     metrics=metrics | {"reward": trajectory.reward},
                 )
+
+
+async def _state_of(sampler: DynamicSampler) -> SamplerState:
+    """The sampler's state, read on its own event loop, where nothing changes meanwhile."""
+    return sampler.state()
 
 
 class ServiceWeights:
