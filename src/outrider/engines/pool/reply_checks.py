@@ -42,6 +42,7 @@ class TokenCheck:
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
         self._sampling = sampling
+        self._max_tokens = sampling.max_tokens
         self._vocabulary = vocabulary
         self.ids: list[int] = []
         self._finished = False
@@ -50,18 +51,18 @@ class TokenCheck:
         """The number of tokens of the next chunk. Raises EngineMisbehaved for a chunk that cannot be true."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
-        new = len(chunk.ids)
+        new, ids = chunk.ids, self.ids
         if new or chunk.logprobs:
-            self.ids += chunk.ids
-            if len(self.ids) > self._sampling.max_tokens:
-                raise _too_many(self._engine, len(self.ids), self._sampling)
-            _check_tokens(self._engine, chunk.ids, chunk.logprobs, self._vocabulary)
+            ids.extend(new)
+            if len(ids) > self._max_tokens:
+                raise _too_many(self._engine, len(ids), self._sampling)
+            _check_tokens(self._engine, new, chunk.logprobs, self._vocabulary)
         if chunk.prompt_ids:
             _check_prompt(self._engine, chunk.prompt_ids)
         if chunk.finish is not None:
             self._finished = True
             self._check_end(chunk)
-        return new
+        return len(new)
 
     def _check_end(self, chunk: Chunk) -> None:
         _check_versions(self._engine, chunk.versions, len(self.ids))
