@@ -143,6 +143,19 @@ def test_slow_prompts_are_kept_as_often_as_fast_ones() -> None:
     run(main)
 
 
+def test_no_group_is_begun_only_to_be_stopped() -> None:
+    async def main() -> None:
+        service = SimulatedService(
+            lambda task, index, version: Played(1.0 + task["number"], float(index % 2)), slots=64
+        )
+        async with DynamicSampler(service, task, n=2, target=8, inflight=8, max_age=0, surplus="cancel") as sampler:
+            for number in range(1, 4):
+                assert await sampler.batch() is not None
+                assert len(service.submitted) == 8 * number
+
+    run(main)
+
+
 def test_a_finished_part_of_a_stopped_group_is_used() -> None:
     async def main() -> None:
         def play(task: Task, index: int, version: int) -> Played:

@@ -339,7 +339,11 @@ class DynamicSampler:
             return self._inflight if not running and self._wanted and len(self._ready) < self._target else 0
         # While the trainer is busy, at most so many batches are made ahead as may be trained on before they are stale.
         ahead = self._target * max(1, self._max_age or 1)
-        return self._inflight - running if len(self._ready) < ahead else 0
+        if len(self._ready) >= ahead:
+            return 0
+        # Where groups that still run are stopped, each one that is ready leaves one less to wait for.
+        needless = 0 if self._surplus == "carry" else len(self._ready)
+        return self._inflight - running - needless
 
     async def _submit_prompts(self) -> None:
         while True:
