@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -785,6 +785,29 @@ async def test_silence_is_noticed_by_the_worker() -> None:
     async with serving(app, websockets=1000) as url, attached(url, Counter()) as worker:
         await until(lambda: worker.connections == 3)
     assert closed[:2] == [Close.SILENT, Close.SILENT]
+
+
+async def test_a_worker_that_reads_nothing_is_cut_off_although_it_speaks() -> None:
+    engine = relay(heartbeat_seconds=0.02, silence_seconds=0.2, resume_seconds=0.01)
+    impatient = aiohttp.ClientWSTimeout(ws_close=0.01)
+    async with (
+        relay_served(engine) as url,
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"{url}/x", timeout=impatient) as websocket,
+    ):
+        raw = RawWorker(websocket)
+        await raw.send(hello())
+        await until(lambda: bool(engine._workers))
+        assert websocket._response.connection is not None
+        websocket._response.connection.transport.pause_reading()
+        long = msgspec.structs.replace(request(), input_ids=np.zeros(8 << 20, dtype=np.int32))
+        reading = asyncio.create_task(collect(engine.generate(long)))
+        while not reading.done():
+            with suppress(aiohttp.ClientError, OSError):
+                await raw.send(Beat())
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineUnavailable, match="did not come back"):
+            await reading
 
 
 async def test_heartbeats_keep_a_quiet_connection() -> None:

@@ -48,6 +48,9 @@ class Link(Generic[In]):
         self._waiting: deque[bytes] = deque()  # bounded by the windows and by the requests in flight
         self._wake = asyncio.Event()
         self._close: Disconnected | None = None
+        self._clock = asyncio.get_running_loop().time
+        self._heard = self._sent = self._clock()
+        self._sending_since: float | None = None
 
     def send(self, message: msgspec.Struct) -> None:
         self.send_encoded(encode(message))
@@ -71,6 +74,7 @@ class Link(Generic[In]):
             tasks = [
                 group.create_task(self._write(), name="relay writer"),
                 group.create_task(self._read(handle), name="relay reader"),
+                group.create_task(self._watch(), name="relay watch"),
             ]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -81,35 +85,26 @@ class Link(Generic[In]):
 
     async def _write(self) -> Disconnected:
         while True:
-            try:
-                async with asyncio.timeout(self._heartbeat):
-                    await self._wake.wait()
-            except TimeoutError:
-                self.send(Beat())
+            await self._wake.wait()
             self._wake.clear()
+            self._sending_since = self._sent = self._clock()
             try:
-                # A peer that reads nothing for so long is as good as gone.
-                async with asyncio.timeout(self._silence):
-                    while self._waiting:
-                        await self._socket.send(self._waiting.popleft())
-                    if self._close is not None:
-                        await self._socket.close(self._close.code, self._close.reason)
-                        return self._close
-            except TimeoutError:
-                return Disconnected(Close.SILENT, "the peer reads nothing")
+                while self._waiting:
+                    await self._socket.send(self._waiting.popleft())
+                if self._close is not None:
+                    await self._socket.close(self._close.code, self._close.reason)
+                    return self._close
             except Disconnected as end:
                 return end
+            self._sending_since = None
 
     async def _read(self, handle: Callable[[In], None]) -> Disconnected:
         while True:
             try:
-                async with asyncio.timeout(self._silence):
-                    frame = await self._socket.receive()
+                frame = await self._socket.receive()
             except Disconnected as end:
                 return end
-            except TimeoutError:
-                self.close(Close.SILENT, f"nothing came for {self._silence:g} s")
-                return await self._written()
+            self._heard = self._clock()
             try:
                 message = self._decoded(frame)
                 if self._close is None and not isinstance(message, Beat):
@@ -118,6 +113,23 @@ class Link(Generic[In]):
                 self.close(Close.NONSENSE, str(error))
             if self._close is not None:
                 return await self._written()
+
+    async def _watch(self) -> Disconnected:
+        """Send heartbeats, and end a connection on which nothing comes, or on which nothing can be sent. One task looks
+        now and then: a timeout for each message would be a sixth of its cost."""
+        pause = min(self._heartbeat / 2, self._silence / 4)
+        while True:
+            due = self._clock() + pause
+            await asyncio.sleep(pause)
+            now = self._clock()
+            if now - due > pause:  # this process was blocked: what came meanwhile is still to be read
+                self._heard = now
+            if self._sending_since is not None and now - self._sending_since >= self._silence:
+                return Disconnected(Close.SILENT, "the peer reads nothing")
+            if now - self._heard >= self._silence:
+                self.close(Close.SILENT, f"nothing came for {self._silence:g} s")
+            elif now - self._sent >= self._heartbeat / 2:
+                self.send(Beat())
 
     async def _written(self) -> Disconnected:
         """Leave the end to the writer, which sends the close frame."""
