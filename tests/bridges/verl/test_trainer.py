@@ -32,6 +32,8 @@ from outrider.testing.scripted_engine import scripted_logprob
 pytestmark = [pytest.mark.trainers, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 STEP = 12
+TWO_WORKERS = ["actor_rollout_ref.rollout.agent.num_workers=2"]
+"""Each of them imports verl, which takes it ten seconds and more."""
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +161,9 @@ def policy_step(model: Path, sequences: list[list[int]], starts: list[int], mask
 
 
 async def test_v0_workers_give_a_batch_that_trains(url: str, model: Path, tmp_path: Path) -> None:
-    config = world.verl_config(tmp_path, model, {"url": url, "metrics": ["heads"]}, ["trainer.use_v1=False"])
+    config = world.verl_config(
+        tmp_path, model, {"url": url, "metrics": ["heads"]}, ["trainer.use_v1=False", *TWO_WORKERS]
+    )
     manager = await AgentLoopManager.create(config=config, llm_client=None)
     n, tasks = 4, [world.task("Toss a coin."), world.task("Toss it high.")]
     batch = await manager.generate_sequences(prompts_v0(tasks, n))
@@ -195,7 +199,7 @@ async def test_v0_workers_give_a_batch_that_trains(url: str, model: Path, tmp_pa
 async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
     url: str, model: Path, tmp_path: Path, queue: None, kind: Any
 ) -> None:
-    config = world.verl_config(tmp_path, model, {"url": url, "metrics": ["heads"]})
+    config = world.verl_config(tmp_path, model, {"url": url, "metrics": ["heads"]}, TWO_WORKERS)
     manager = await asyncio.to_thread(kind.create, config=config, llm_client=None)
     name = kind.__name__.lower()
     tasks = {

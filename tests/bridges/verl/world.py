@@ -159,7 +159,7 @@ def verl_config(folder: Path, model: Path, outrider: Mapping[str, Any], override
                 "actor_rollout_ref.rollout.prompt_length=64",
                 "actor_rollout_ref.rollout.response_length=128",
                 "actor_rollout_ref.rollout.calculate_log_probs=True",
-                "actor_rollout_ref.rollout.agent.num_workers=2",
+                "actor_rollout_ref.rollout.agent.num_workers=1",
                 "actor_rollout_ref.rollout.agent.default_agent_loop=outrider",
                 f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
                 *overrides,
