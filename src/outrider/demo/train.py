@@ -39,9 +39,9 @@ GROUPS, SAMPLES = 8, 8
 INFLIGHT = 8
 """Groups that run at once: enough for the run lane. What runs beyond the next batch is too old for the one after."""
 MAX_AGE = 1
-LEARNING_RATE, LAST_LEARNING_RATE = 1e-3, 5e-5
-MAX_STEPS = 32
-SECONDS = 230.0
+LEARNING_RATE, LAST_LEARNING_RATE = 1e-3, 1e-4
+MAX_STEPS = 48
+SECONDS = 225.0
 """After so many seconds no further step is begun."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
 """Batches, and dialogues of each, in which the model answers without looking; it imitates them before it is trained."""
