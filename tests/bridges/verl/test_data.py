@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from hydra import compose, initialize_config_module
 from transformers import AutoTokenizer
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.import_utils import load_class_from_fqn
 
 from bridges.verl import world
 from bridges.verl.world import write_model
+from outrider.bridges.verl import OutriderAgentLoopManager, settings_of
 from outrider.datasets import examples_of, read_rows, verl_parquet
 from outrider.errors import InvalidField
 
@@ -49,3 +54,27 @@ def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
     saved.select([2, 0]).save_to_disk(str(tmp_path / "chosen"))
     assert list(read_rows(tmp_path / "chosen")) == [ROWS[2], ROWS[0]]
     assert examples_of(tmp_path / "one", template=TEMPLATE)[1].task["evaluator"]["options"] == {"answer": 2}
+
+
+def test_verl_takes_the_examples_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train-1.parquet", "val-2.parquet"):
+        (tmp_path / name).touch()
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    own = {"MODEL": "/model", "DATA": str(tmp_path), "OUTRIDER_URL": "http://far:8700", "OUTRIDER_TOKEN": "secret"}
+    own["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    script = Path(__file__).parents[3] / "examples" / "verl" / "train.sh"
+    words = subprocess.run([script], env=own, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert words[:2] == ["-m", "verl.trainer.main_ppo"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", words[2:])
+    assert list(config.data.train_files) == [str(tmp_path / "train-1.parquet")]
+    assert config.trainer.use_v1
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.OUTRIDER_URL == "http://far:8700"
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert load_class_from_fqn(rollout.agent.agent_loop_manager_class, "manager") is OutriderAgentLoopManager
+    monkeypatch.delenv("OUTRIDER_VERL", raising=False)
+    settings = settings_of(config)
+    assert settings.relay == "trainer"
+    assert settings.task == {"harness": {"preset": "mini-swe-agent"}}
