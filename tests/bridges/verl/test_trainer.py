@@ -4,6 +4,7 @@ advantage and policy loss train a model on them."""
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import types
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -45,9 +46,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster() -> Iterator[None]:
     # TransferQueue starts 8 storage actors, and waits for ever where Ray has too few (logical) processors.
     workers = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": workers})
-    yield
-    ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # a short path, for sockets
+        ray.init(
+            num_cpus=16,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": workers},
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
