@@ -242,7 +242,10 @@ def _harbor_task(folder: Path, image: str | None) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
         raise InvalidField(f"cannot read {error.filename if isinstance(error, OSError) else file}: {error}") from error
     for path in UNSUPPORTED:
-        if value := _at(config, path):
+        value: Any = config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value:
             raise InvalidField(f"{file} has {path} = {str(value)[:80]}, which Outrider does not do", field=path)
     environment, agent = config.get("environment", {}), config.get("agent", {})
     if environment.get("network_mode", "no-network") == "allowlist":
@@ -316,12 +319,6 @@ def _literal(env: Mapping[str, Any], file: Path) -> dict[str, str]:
                 hint="write the value into task.toml",
             )
     return {name: str(value) for name, value in env.items()}
-
-
-def _at(config: Any, path: str) -> Any:
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None
-    return config
 
 
 def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:

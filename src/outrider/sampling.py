@@ -349,17 +349,10 @@ class DynamicSampler:
         while True:
             changed = self._changed.next()
             for _ in range(self._room()):
-                if (prompt := self._next_prompt()) is None:
+                if not self._waiting and self._exhausted:
                     break
-                await self._submit(prompt)
+                await self._submit(self._waiting.popleft() if self._waiting else _Prompt(self._next))
             await changed.wait()
-
-    def _next_prompt(self) -> _Prompt | None:
-        if self._waiting:
-            return self._waiting.popleft()
-        if self._exhausted:
-            return None
-        return _Prompt(self._next)
 
     async def _submit(self, prompt: _Prompt) -> None:
         self._submitting = prompt

@@ -142,7 +142,11 @@ class _Output:
         self._trained: list[Trajectory] = []
 
     def add(self, trajectory_id: Any, trajectory: Trajectory, metrics: Mapping[str, float]) -> None:
-        reason = _stop_reason(trajectory)
+        # In SkyRL's words: "stop" where the agent ended by itself, "length" where tokens ran out.
+        ended = trajectory.result.stop_reason
+        reason = ended.value if trajectory.truncated else "stop"
+        if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
+            reason = "length"
         self._trained.append(trajectory)
         self.count("outrider/rows_left_out", trajectory.result.samples - len(trajectory.rows))
         about = {"session_id": trajectory.session.id, "stop_reason": trajectory.result.stop_reason.value, **metrics}
@@ -204,11 +208,3 @@ class _Output:
     def _add(self, **row: Any) -> None:
         for name, column in self._columns.items():
             column.append(row[name])
-
-
-def _stop_reason(trajectory: Trajectory) -> str:
-    """In SkyRL's words: "stop" where the agent ended by itself, "length" where tokens ran out."""
-    reason = trajectory.result.stop_reason
-    if reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
-        return "length"
-    return reason.value if trajectory.truncated else "stop"

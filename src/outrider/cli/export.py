@@ -83,7 +83,9 @@ def export(
     images = _Images(output.parent / "images" if output else None)
     with client(url, token) as service, _writer(output, format) as writer:
         for done in _groups(service, group, after):
-            rows = [row for row in done.samples or () if min_reward is None or _is_at_least(row, min_reward)]
+            rows = done.samples or ()
+            if min_reward is not None:
+                rows = tuple(row for row in rows if row.reward is not None and row.reward >= min_reward)
             writer.write(rows)
             images.take(rows, service)
             samples += len(rows)
@@ -135,10 +137,6 @@ class _Images:
         if self._folder is not None:
             for digest in self._folder.missing(digests):
                 self._folder.add(service.image(digest))
-
-
-def _is_at_least(sample: Sample, reward: float) -> bool:
-    return sample.reward is not None and sample.reward >= reward
 
 
 def _groups(service: Client, only: str | None, after: int) -> Iterator[GroupView]:

@@ -20,6 +20,9 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 POLICY = Path(__file__).parent / "policy"
 """The folder of the policy that ships with the package, in Hugging Face layout."""
 
+RENDERER = "template:qwen3"
+"""Qwen3's format through the policy's own template: the policy has no public name to find a renderer by."""
+
 END = "<|im_end|>"
 
 

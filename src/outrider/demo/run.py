@@ -15,7 +15,7 @@ from pathlib import Path
 from outrider.api.server import serving
 from outrider.client import AsyncClient, Watch
 from outrider.config import Config, LanesConfig, ModelConfig
-from outrider.demo.dialogue import POLICY
+from outrider.demo.dialogue import POLICY, RENDERER
 from outrider.demo.summary import Rollouts
 from outrider.demo.task import Episode, group_spec, make_task
 from outrider.service.assembly import open_service
@@ -24,9 +24,6 @@ from outrider.spec import EngineSpec
 GROUPS = 4
 SAMPLES = 8
 """Sessions of one group."""
-
-RENDERER = "template:qwen3"
-"""Qwen3's format through the policy's own template: the policy has no public name to find a renderer by."""
 
 LANES = LanesConfig(init=8, run=32, eval=8)
 """All sessions run at once, because the embedded engine answers 32 requests together about 7 times as fast."""

@@ -25,8 +25,7 @@ from outrider.bridges.trl import Rollouts, ServiceLogprobs, StepStats, service_r
 from outrider.bridges.weights import PolicyWeights
 from outrider.client import AsyncClient, Client
 from outrider.config import Config, LanesConfig, ModelConfig
-from outrider.demo.dialogue import Script, encode
-from outrider.demo.run import RENDERER
+from outrider.demo.dialogue import RENDERER, Script, encode
 from outrider.demo.service_process import service_process
 from outrider.demo.task import ZONES, group_spec, make_task
 from outrider.errors import InvalidField, ServiceError

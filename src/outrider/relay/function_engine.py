@@ -86,7 +86,11 @@ class FunctionEngine:
             async with aclosing(self._chunks(request)) as chunks:
                 while True:
                     chunk = await self._next(chunks, aborts)
-                    length = _mark(spans, self.version, length, len(chunk.ids))
+                    start, length = length, length + len(chunk.ids)
+                    if spans and spans[-1].version == self.version:
+                        spans[-1] = VersionSpan(self.version, spans[-1].start, length)
+                    elif length > start:
+                        spans.append(VersionSpan(self.version, start, length))
                     if chunk.finish is not None and not chunk.versions:
                         chunk = msgspec.structs.replace(chunk, versions=tuple(spans))
                     await self._thawed(aborts)
@@ -179,14 +183,3 @@ class FunctionEngine:
         if not isinstance(chunk, Chunk):
             raise EngineMisbehaved(f"the generate function gave a {type(chunk).__name__}, not a Chunk")
         return chunk
-
-
-def _mark(spans: list[VersionSpan], version: int, start: int, tokens: int) -> int:
-    """Note the version of so many new tokens; the length of the output with them."""
-    end = start + tokens
-    if tokens:
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, end)
-        else:
-            spans.append(VersionSpan(version, start, end))
-    return end

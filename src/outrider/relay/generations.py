@@ -13,7 +13,7 @@ from contextlib import aclosing
 import msgspec
 import numpy as np
 
-from outrider.engines.base import Chunk, Engine, GenerateRequest
+from outrider.engines.base import Engine, GenerateRequest
 from outrider.engines.relay.link import Link
 from outrider.engines.relay.messages import Failed, Generate, ToWorker, Welcome, encode, tokens_of
 from outrider.errors import EngineMisbehaved, EngineUnavailable, OutriderError
@@ -118,7 +118,14 @@ class Generations:
                         chunk = await anext(chunks, None)
                         if chunk is None:
                             raise EngineUnavailable("the worker's engine ended its stream before the generation's end")
-                        self._give(generation, chunk)
+                        if not chunk.ids and not chunk.logprobs and chunk.finish is None:
+                            continue
+                        if len(chunk.ids) != len(chunk.logprobs):
+                            raise EngineMisbehaved(
+                                f"{len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} sampled tokens"
+                            )
+                        generation.ended = chunk.finish is not None
+                        self._send(generation, tokens_of(generation.number, generation.produced + 1, chunk))
         except OutriderError as error:
             self._fail(generation, error)
         except Exception as error:  # the engine may be anybody's code
@@ -129,14 +136,6 @@ class Generations:
         while generation.kept and (len(generation.kept) >= self._window or self._unacknowledged >= self._total_window):
             generation.room.clear()
             await generation.room.wait()
-
-    def _give(self, generation: _Generation, chunk: Chunk) -> None:
-        if not chunk.ids and not chunk.logprobs and chunk.finish is None:
-            return
-        if len(chunk.ids) != len(chunk.logprobs):
-            raise EngineMisbehaved(f"{len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} sampled tokens")
-        generation.ended = chunk.finish is not None
-        self._send(generation, tokens_of(generation.number, generation.produced + 1, chunk))
 
     def _fail(self, generation: _Generation, error: OutriderError) -> None:
         generation.ended = True

@@ -257,7 +257,13 @@ class _Batch:
                 self._keep([place for place, row in enumerate(self.rows) if not row.gone])
                 if stale:
                     new, self.rows, self._cache, self._mask = [*self.rows, *new], [], [], None
-                logits = [self._decode()] if self.rows else []
+                logits = []
+                if self.rows:
+                    assert self._mask is not None
+                    self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
+                    last = torch.tensor([[row.ids[-1]] for row in self.rows], device=self._mask.device)
+                    decoded, self._cache = self._forward(last, self._mask, self._cache)
+                    logits.append(decoded)
                 if new:
                     logits.append(self._prefill(new))
                 if not logits:
@@ -284,16 +290,6 @@ class _Batch:
                     )
                 )
         self._keep(left)
-
-    def _decode(self) -> torch.Tensor:
-        """The logits behind the last token of each row: (rows, vocab), float32."""
-        import torch
-
-        assert self._mask is not None
-        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
-        last = torch.tensor([[row.ids[-1]] for row in self.rows], device=self._mask.device)
-        logits, self._cache = self._forward(last, self._mask, self._cache)
-        return logits
 
     def _prefill(self, new: list[_Row]) -> torch.Tensor:
         """Add rows; the logits behind the last token of each."""

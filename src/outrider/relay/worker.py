@@ -307,19 +307,16 @@ class Worker:
         elif isinstance(message, Abort):
             self._generations.abort(message.generation)
         elif isinstance(message, Call):
-            self._take_call(message, tasks)
+            # The service asks again when the connection broke before the answer: it may be done, or being done.
+            if message.call not in self._answers:
+                self._answers[message.call] = None
+                while len(self._answers) > REMEMBERED_ANSWERS:
+                    self._answers.popitem(last=False)
+                tasks.create_task(self._answer(message), name=f"relay {message.action}")
+            elif (answer := self._answers[message.call]) is not None and self._link is not None:
+                self._link.send(answer)
         else:
             raise Nonsense("a second welcome")
-
-    def _take_call(self, call: Call, tasks: asyncio.TaskGroup) -> None:
-        """Do it unless it is done or being done: the service asks again when the connection broke before the answer."""
-        if call.call not in self._answers:
-            self._answers[call.call] = None
-            while len(self._answers) > REMEMBERED_ANSWERS:
-                self._answers.popitem(last=False)
-            tasks.create_task(self._answer(call), name=f"relay {call.action}")
-        elif (answer := self._answers[call.call]) is not None and self._link is not None:
-            self._link.send(answer)
 
     async def _answer(self, call: Call) -> None:
         try:

@@ -16,8 +16,7 @@ from outrider.bridges.trl import Rollouts, RolloutWorker, ServiceLogprobs, Servi
 from outrider.bridges.weights import PolicyWeights
 from outrider.client import Client
 from outrider.config import Config, LanesConfig, ModelConfig
-from outrider.demo.dialogue import POLICY
-from outrider.demo.run import RENDERER
+from outrider.demo.dialogue import POLICY, RENDERER
 from outrider.demo.service_process import service_process
 from outrider.demo.task import group_spec, make_task
 from outrider.runtimes.default_runtime import default_runtime

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.engines.base import ChatEngine, Engine, EngineHealth, LoadsWeights, SetsVersion
-from outrider.engines.pool.affinity import Member
 from outrider.errors import (
     Conflict,
     EngineError,
@@ -26,6 +25,9 @@ from outrider.errors import (
     InvalidField,
 )
 from outrider.schemas import PolicyEngine, PolicyPause, PolicyStatus
+
+if TYPE_CHECKING:
+    from outrider.engines.pool.affinity import Member
 
 FAREWELL_SECONDS = 5.0
 """How long a pool that closes while paused, or gives up an engine, tries to have its engines go on."""
@@ -183,7 +185,16 @@ class Policy:
         """
         self._check_forward(version)
         if weights is not None:
-            self._check_loaders()
+            unable = [member.name for member in self._reached() if not isinstance(member.engine, LoadsWeights)]
+            if unable:
+                raise InvalidField(
+                    f"weights cannot be loaded from here by {', '.join(unable)}",
+                    field="weights",
+                    hint="POST /v1/policy/pause, change the weights yourself, then POST /v1/policy/resume with the"
+                    " version",
+                )
+            if not self._reached():
+                raise EngineUnavailable("no engine is there to load the weights", hint="see GET /v1/engines")
         async with self._closed(mode):
             self._check_forward(version)
             await self._halt()
@@ -232,18 +243,6 @@ class Policy:
                 hint="GET /v1/policy has the version; count on from it",
                 field="version",
             )
-
-    def _check_loaders(self) -> None:
-        reached = self._reached()
-        unable = [member.name for member in reached if not isinstance(member.engine, LoadsWeights)]
-        if unable:
-            raise InvalidField(
-                f"weights cannot be loaded from here by {', '.join(unable)}",
-                field="weights",
-                hint="POST /v1/policy/pause, change the weights yourself, then POST /v1/policy/resume with the version",
-            )
-        if not reached:
-            raise EngineUnavailable("no engine is there to load the weights", hint="see GET /v1/engines")
 
     def _reached(self) -> list[Member]:
         """The engines that answer, also those that are behind."""

@@ -169,7 +169,9 @@ class EnginePool:
     async def add(self, spec: EngineSpec) -> EngineStatus:
         """Make, start and admit an engine. Raises InvalidField for a bad spec, Conflict for a name in use,
         EngineUnavailable for a dead engine, and what `check` raises."""
-        name = spec.name or self._free_name(spec.kind)
+        taken = self._members.keys() | self._joining
+        numbered = (f"{spec.kind}-{number}" for number in range(len(taken) + 1))
+        name = spec.name or next(free for free in numbered if free not in taken)
         make = plugins.resolve("engine", spec.kind, field="kind")
         self._claim(name)
         try:
@@ -513,10 +515,6 @@ class EnginePool:
         if name in self._members or name in self._joining:
             raise Conflict(f"there is an engine {name!r} already", field="name")
         self._joining.add(name)
-
-    def _free_name(self, kind: str) -> str:
-        taken = self._members.keys() | self._joining
-        return next(name for n in range(len(taken) + 1) if (name := f"{kind}-{n}") not in taken)
 
     def _notify(self) -> None:
         """Wake every request that waits for an engine."""
