@@ -275,7 +275,12 @@ class DynamicSampler:
         self._graded = 0
         self._changed.send()
         try:
-            while not self._is_full():
+            while True:
+                idle = not (self._running or self._submitting)
+                if self._exhausted and idle and not self._waiting:
+                    break
+                if len(self._ready) >= self._target and (idle or self._refill != "static"):
+                    break
                 if self._failure is not None:
                     raise self._failure
                 if self._graded >= FRUITLESS_BATCHES * self._target:
@@ -321,12 +326,6 @@ class DynamicSampler:
         self._ready = deque(fresh)
         await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt.version)], "stale")
         self._changed.send()
-
-    def _is_full(self) -> bool:
-        idle = not (self._running or self._submitting)
-        if self._exhausted and idle and not self._waiting:
-            return True
-        return len(self._ready) >= self._target and (idle or self._refill != "static")
 
     def _room(self) -> int:
         """How many groups to submit now."""

@@ -13,7 +13,6 @@ from fastapi import APIRouter, WebSocket
 from starlette.websockets import WebSocketDisconnect
 
 from outrider.engines.base import Engine
-from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.link import Disconnected
@@ -28,12 +27,17 @@ def relay_routes(service: Service) -> APIRouter:
 
     @routes.websocket("/relay/{engine}")
     async def attach(websocket: WebSocket, engine: str) -> None:
-        """Attach a worker to the relay engine of that name, which is added if there is none."""
+        """Attach a worker to the relay engine of that name, which is added if there is none. A name that cannot be one,
+        or that an engine of another kind has, closes the connection."""
         await websocket.accept()
         socket = AsgiSocket(websocket)
         pool = service.pool
         try:
-            relay = await _relay(pool, engine)
+            if pool.engine(engine) is None:
+                await pool.add(parse_engine(msgspec.json.encode({"kind": "relay", "name": engine})))
+            relay = pool.engine(engine)
+            if not isinstance(relay, RelayEngine):
+                raise Conflict(f"engine {engine!r} is no relay", hint="give the worker another engine name")
         except OutriderError as error:
             await socket.close(Close.CONFLICT, close_reason(error.message))
             return
@@ -44,16 +48,6 @@ def relay_routes(service: Service) -> APIRouter:
         await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))
 
     return routes
-
-
-async def _relay(pool: EnginePool, name: str) -> RelayEngine:
-    """Raises Conflict where an engine of another kind has the name, and InvalidField for one that cannot be a name."""
-    if pool.engine(name) is None:
-        await pool.add(parse_engine(msgspec.json.encode({"kind": "relay", "name": name})))
-    found = pool.engine(name)
-    if not isinstance(found, RelayEngine):
-        raise Conflict(f"engine {name!r} is no relay", hint="give the worker another engine name")
-    return found
 
 
 class AsgiSocket:

@@ -226,7 +226,16 @@ class Rollouts:
             )
         if trainer.state.global_step != self._published_at:
             self.publish(trainer)
-        batch = self._next_batch(n, target) if training else self._eval_batch(n, target)
+        if training:
+            batch = self._next_batch(n, target)
+        elif self._eval_tasks is not None:
+            sampler = DynamicSampler(
+                self._client.asynchronous, self._eval_tasks, n=n, target=target, refill="static", priority=1
+            )
+            with self._client.open(sampler) as opened:
+                batch = self._client.run(opened.batch())
+        else:
+            raise InvalidField("the trainer evaluates, and there are no tasks for it", field="eval_tasks")
         if batch is None or len(batch.groups) < target:
             raise ServiceError(
                 f"the tasks are used up: {len(batch.groups) if batch else 0} of {target} groups are left for a batch",
@@ -273,15 +282,6 @@ class Rollouts:
         elif self._shape != (n, target):
             raise InvalidField(f"batches of {target} groups of {n} after such of {self._shape}", field="prompts")
         return self._client.run(self._sampler.batch())
-
-    def _eval_batch(self, n: int, target: int) -> Batch | None:
-        if self._eval_tasks is None:
-            raise InvalidField("the trainer evaluates, and there are no tasks for it", field="eval_tasks")
-        sampler = DynamicSampler(
-            self._client.asynchronous, self._eval_tasks, n=n, target=target, refill="static", priority=1
-        )
-        with self._client.open(sampler) as opened:
-            return self._client.run(opened.batch())
 
     def _noted(self, group: GroupView) -> bool:
         """The filter, which sees every group that was graded; only so are the rewards of dropped groups known."""

@@ -288,7 +288,8 @@ class VerlGenerate:
                 ids=new,
                 logprobs=logprobs,
                 finish=FinishReason.LENGTH if len(ids) >= most else FinishReason.STOP,
-                versions=_tiled(spans, len(ids)),
+                # None where a server did not tell its version: then the spans do not cover all tokens.
+                versions=tuple(spans) if sum(span.end - span.start for span in spans) == len(ids) else (),
                 cached_tokens=output.extra_fields.get("num_cached_tokens"),
             )
             return
@@ -336,11 +337,6 @@ def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
     return params | {names.get(name, name): value for name, value in given.items()}
 
 
-def _tiled(spans: list[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
-    """The spans if they cover all tokens; none where a server did not tell its version."""
-    return tuple(spans) if sum(span.end - span.start for span in spans) == tokens else ()
-
-
 class RelayActor:
     """Holds the connection through which verl's servers generate for the relay engine `engine` of a service."""
 
@@ -386,7 +382,8 @@ class ServiceActor:
         own = {"data": f"{self._folder.name}/data", "port": 0, "host": ray.util.get_node_ip_address()}
         settings = {**own, **config, "token": self._token}
         env = {name: value for name, value in variables().items() if name != "OUTRIDER_URL"}
-        env |= {f"OUTRIDER_{name.upper()}": _as_text(value) for name, value in settings.items()}
+        for name, value in settings.items():
+            env[f"OUTRIDER_{name.upper()}"] = value if isinstance(value, str) else json.dumps(value, default=str)
         command = [sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())", "serve"]
         # The shell ends the service when its own input ends, which it does however this process dies.
         watch = '"$@" < /dev/null & child=$!; read -r _; kill "$child"; wait "$child"'
@@ -440,7 +437,3 @@ def start_service(config: Mapping[str, Any], *, name: str = "outrider") -> Any:
     except ray.exceptions.RayActorError as error:
         raise ServiceError(f"the Ray actor {name!r} did not start: {error}") from error
     return actor
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
