@@ -63,9 +63,10 @@ class Rollouts(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What became of groups. `submitted` = informative + uninformative + failed + stale + stopped + those that run.
+    """What became of groups. `submitted` = informative + uninformative + failed + stale + stopped + those that run or are
+    ready for a later batch.
 
-    `informative` groups were kept. The prompt of an `uninformative` or `failed` group is dropped; that of a `stale` one
+    `informative` groups were given out. The prompt of an `uninformative` or `failed` group is dropped; that of a `stale` one
     (sampled by a policy too old) or a `stopped` one (it was not needed for its batch) is submitted again.
     """
 
@@ -297,6 +298,7 @@ class DynamicSampler:
             return None
         if self._surplus != "carry":
             await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
+        self._counts.informative += len(taken)
         counts, self._counts = self._counts, Counts()
         self._batches += 1
         self._changed.send()
@@ -321,7 +323,6 @@ class DynamicSampler:
         fresh = [each for each in self._ready if not self._is_stale(each.prompt.version, each.group)]
         for each in self._ready:
             if each not in fresh:
-                self._counts.informative -= 1
                 self._submit_again(each.prompt, "stale")
         self._ready = deque(fresh)
         await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt.version)], "stale")
@@ -411,7 +412,6 @@ class DynamicSampler:
         if kept is not None and self._is_stale(prompt.version, kept):
             self._submit_again(prompt, "stale")
         elif kept is not None:
-            self._counts.informative += 1
             self._ready.append(_Ready(prompt, kept))
         elif stopped is not None:
             self._submit_again(prompt, stopped)

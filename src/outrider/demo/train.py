@@ -151,7 +151,15 @@ def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> See
             first = client.run(mean_reward(client.asynchronous, seed, runtime))
             steps = _train(client, weights, model, seed, policy, runtime, folder, watch)
             last = client.run(mean_reward(client.asynchronous, seed, runtime))
-            totals = client.run(_totals(client.asynchronous))
+            totals = {"sessions": 0, "errors": 0, "drift": 0}
+            after = 0
+            while (page := client.results(after=after, limit=PAGE)).groups:
+                for result in (session.result for group in page.groups for session in group.sessions):
+                    if result is not None:
+                        totals["sessions"] += 1
+                        totals["errors"] += result.stop_reason is StopReason.ERROR
+                        totals["drift"] += result.tokens.drift
+                after = page.cursor
             shutil.rmtree(out, ignore_errors=True)
             shutil.copytree(weights.folder(weights.version), out)
     gaps = [step.stats.logprob_gap for step in steps if step.stats.logprob_gap is not None]
@@ -199,21 +207,6 @@ async def mean_reward(client: AsyncClient, seed: int, runtime: str) -> float:
         why = next((result.error.message for result in results if result.error), "no session was graded")
         raise ServiceError(f"none of {EPISODES} sessions has a reward: {why}")
     return fmean(rewards)
-
-
-async def _totals(client: AsyncClient) -> dict[str, int]:
-    """Sums over all sessions of the service."""
-    totals = {"sessions": 0, "errors": 0, "drift": 0}
-    after = 0
-    while (page := await client.results(after=after, limit=PAGE)).groups:
-        for group in page.groups:
-            for session in group.sessions:
-                if session.result is not None:
-                    totals["sessions"] += 1
-                    totals["errors"] += session.result.stop_reason is StopReason.ERROR
-                    totals["drift"] += session.result.tokens.drift
-        after = page.cursor
-    return totals
 
 
 def _undertrained(policy: Path, seed: int) -> Any:

@@ -241,11 +241,15 @@ class CapturedTurns:
         if reply is not None and (reply.content or reply.tool_calls):
             self._replies.setdefault((opening.first, message_key(reply).body), {})[opening] = index
         if elsewhere is not None:
+            old = self._openings[elsewhere]
+            cause = ForkCause.SYSTEM_CHANGED if old.tools == opening.tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
+            if old.system == opening.system:
+                cause = ForkCause.TOOLS_CHANGED
             return Placement(
                 index=index,
                 parent=parent,
                 join=JoinKind.FORK,
-                cause=self._change(elsewhere, opening),
+                cause=cause,
                 delta=packed[len(self._ends[parent]) :] if parent is not None else packed,
                 drift=0,
                 known_messages=known_messages,
@@ -285,12 +289,6 @@ class CapturedTurns:
                 if said is not None:
                     return None if opening in said else max(said.values())
         return None
-
-    def _change(self, before: int, opening: ConversationStart) -> ForkCause:
-        old = self._openings[before]
-        if old.system == opening.system:
-            return ForkCause.TOOLS_CHANGED
-        return ForkCause.SYSTEM_CHANGED if old.tools == opening.tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
 
 
 def _image_paths(messages: Sequence[Message]) -> list[bytes]:
