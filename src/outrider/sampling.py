@@ -63,11 +63,11 @@ class Rollouts(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What became of groups. `submitted` = informative + uninformative + failed + stale + stopped + those that run or are
-    ready for a later batch.
+    """What became of groups. `submitted` = informative + uninformative + failed + stale + stopped + those that run or
+    are ready for a later batch.
 
-    `informative` groups were given out. The prompt of an `uninformative` or `failed` group is dropped; that of a `stale` one
-    (sampled by a policy too old) or a `stopped` one (it was not needed for its batch) is submitted again.
+    `informative` groups were given out. The prompt of an `uninformative` or `failed` group is dropped; that of a
+    `stale` one (sampled by a policy too old) or a `stopped` one (it was not needed for its batch) is submitted again.
     """
 
     submitted: int = 0
