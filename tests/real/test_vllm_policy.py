@@ -72,8 +72,9 @@ async def engine(server: VllmServer) -> AsyncIterator[VLLMEngine]:
     await engine.close()
 
 
-def request(prompt: list[int], seed: int) -> GenerateRequest:
-    sampling = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, seed=seed)
+def request(prompt: list[int]) -> GenerateRequest:
+    """Without a seed: vLLM for CPU (0.32) ends itself when it computes the prompt of a seeded request in two steps."""
+    sampling = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH)
     ids, name = np.array(prompt, dtype=np.int32), uuid.uuid4().hex
     return GenerateRequest(request_id=name, session_key=name, input_ids=ids, sampling=sampling)
 
@@ -98,7 +99,7 @@ async def test_generations_go_on_with_the_reloaded_weights(
     new = ReferenceLlama(untied_policy, load_file(other_policy / "model.safetensors"))
     async with EnginePool(vocabulary=tokenizer.vocabulary, text=tokenizer.stream) as pool, asyncio.TaskGroup() as group:
         await pool.add_engine(engine)
-        replies = [group.create_task(whole(pool, request(prompt, seed))) for seed in range(AT_ONCE)]
+        replies = [group.create_task(whole(pool, request(prompt))) for _ in range(AT_ONCE)]
         await asyncio.sleep(1)
         paused = asyncio.get_running_loop().time()
         await pool.policy.update(5, mode="abort", weights=str(other_policy))
@@ -114,12 +115,12 @@ async def test_generations_go_on_with_the_reloaded_weights(
             assert reply.logprobs[cut:] == pytest.approx(new.logprobs(prompt, reply.ids)[cut:], abs=EXACT)
         assert cut_replies
 
-        running = group.create_task(whole(pool, request(prompt, 99)))
+        running = group.create_task(whole(pool, request(prompt)))
         await asyncio.sleep(0.1)
         await pool.policy.update(6, mode="finish", weights=str(untied_policy))
         finished = await running
         assert [span.version for span in finished.versions] == [5]
-        again = await whole(pool, request(prompt, 100))
+        again = await whole(pool, request(prompt))
         assert [span.version for span in again.versions] == [6]
         assert again.logprobs == pytest.approx(old.logprobs(prompt, again.ids), abs=EXACT)
 

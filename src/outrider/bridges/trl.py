@@ -438,6 +438,8 @@ class RolloutWorker:
 
     def state(self) -> SamplerState:
         """Where the sampler is; rows in `rollout_buffer` count as trained on."""
+        if not self._started:  # nothing changes it, and the client may be closed
+            return self._sampler.state()
         return self._client.run(_state_of(self._sampler))
 
     @asynccontextmanager
