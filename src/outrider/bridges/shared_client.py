@@ -90,7 +90,7 @@ class SharedClient:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.run(group)) for group in groups]
-        except ExceptionGroup as errors:
+        except ExceptionGroup as errors:  # trainers expect the error itself, not a group around it
             raise errors.exceptions[0] from None
         return [task.result() for task in running]
 

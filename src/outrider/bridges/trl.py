@@ -328,7 +328,7 @@ class ServiceLogprobs:
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]  # a mixin: TRL has it
         rollouts = self.rollout_func
         if not isinstance(rollouts, Rollouts):
             return output
@@ -349,7 +349,7 @@ class ServiceLogprobs:
         return output
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin: TRL has it
         rollouts = self.rollout_func
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"

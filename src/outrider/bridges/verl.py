@@ -128,7 +128,7 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
             status = "finished"
         except OutriderError as error:  # verl replaces the group and does not ask why
             log.warning("the group of prompt %s failed: %s: %s", uid, error.code, error.message)
-        except Exception:
+        except Exception:  # a bug or a setting: verl waits for ever for a prompt that is neither finished nor failed
             log.exception("the group of prompt %s failed", uid)
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 

@@ -293,10 +293,10 @@ def _train(
     )
 
     def task(number: int) -> Mapping[str, Any]:
-        spec: Mapping[str, Any] = group_spec(
+        spec: Mapping[str, Mapping[str, Any]] = group_spec(
             make_task(random.Random(f"train {seed} {number}")), SAMPLES, runtime=runtime
         )
-        return spec["task"]  # type: ignore[no-any-return]
+        return spec["task"]
 
     with (
         Rollouts(client, task, weights, inflight=INFLIGHT, max_age=MAX_AGE, measure=True) as rollouts,

@@ -360,10 +360,10 @@ class _Failure(NamedTuple):
 
 
 async def _said(engine: Engine | ChatEngine, words: Awaitable[None]) -> None:
-    """Await what an engine was told. Raises EngineError, whatever it raises: an engine may be anybody's code."""
+    """Await an order to an engine. Raises EngineError, whatever the engine raises."""
     try:
         await words
     except EngineError:
         raise
-    except Exception as error:
+    except Exception as error:  # an engine may be anybody's code
         raise EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {error}") from error
