@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import RuntimeFailure
+from outrider.runtimes.apptainer.command_line import in_groups
 from outrider.runtimes.base import Runtime, TellsCause
-from outrider.runtimes.kernel.cgroups import Group, host_kills
+from outrider.runtimes.kernel.cgroups import Cgroups, Group, Hierarchies, find, settings
+from outrider.runtimes.node_host import Host
 from outrider.runtimes.tool_server.client import GRACE_SECONDS, LAST_LOOK_SECONDS, Part
 from outrider.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.spec import Resources
 
 from .test_leaks import children
 from .world import World
@@ -135,25 +138,81 @@ async def test_what_a_sandbox_refuses_comes_from_inside(world: World, folder: Pa
     assert not caught.value.inside
 
 
-async def test_memory_that_runs_out(tmp_path: Path) -> None:
-    """The host's count stands one above that of before: as where the kernel has killed one since."""
-    before = host_kills() - 1
-    assert not Group((tmp_path,), host_kills()).starved()
-    assert Group((tmp_path,), before).starved()
-    for name in ("memory.events", "memory.oom_control"):
-        (tmp_path / name).write_text("low 0\noom 7\noom_kill 1\n")
-        assert not Group((tmp_path,), before).starved()
-        assert Group((tmp_path,), before).kills() == 1
-        (tmp_path / name).unlink()
+async def starve(entrances: tuple[str, ...]) -> None:
+    command = in_groups(entrances, ["tail", "/dev/zero"])
+    assert await (await asyncio.create_subprocess_exec(*command)).wait() == -signal.SIGKILL
+
+
+async def test_whose_memory_ran_out(tmp_path: Path) -> None:
+    """A group that goes over its own limit, and one below a group that has no more, as on a host that has no more."""
+    found = find()
+    if "memory" not in found.folders:
+        pytest.skip("this process can set no memory limits by control groups")
+    around = found.folders["memory"] / f"outrider-test-{os.getpid()}"
+    async with Cgroups(Host(tmp_path), hierarchies=found) as groups:
+        small = groups.make("small", Resources(memory_mb=64))
+        assert not small.ran_out()
+        assert not small.starved()
+        await starve(small.entrances)
+        assert small.ran_out()
+        assert not small.starved()
+        await small.remove()
+    groups = Cgroups(Host(around), hierarchies=Hierarchies(found.version, {"memory": around}))
+    around.mkdir()
+    try:
+        for file, value in settings(found.version, Resources(memory_mb=64))["memory"].items():
+            if (around / file).exists():
+                (around / file).write_text(value)
+        if found.version == 2:
+            (around / "cgroup.subtree_control").write_text("+memory")
+        async with groups:
+            within = groups.make("within", Resources(memory_mb=512))
+            await starve(within.entrances)
+            assert within.starved()
+            assert not within.ran_out()
+            await within.remove()
+    finally:
+        around.rmdir()
+
+
+V1 = {"memory.oom_control": "under_oom 0\noom_kill 1\n", "memory.limit_in_bytes": f"{64 << 20}\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "own"),
+    [
+        ({"memory.events": "low 0\noom 0\noom_kill 1\noom_group_kill 0\n"}, False),
+        ({"memory.events": "low 0\noom 7\noom_kill 1\n"}, True),
+        (V1 | {"memory.max_usage_in_bytes": f"{62 << 20}\n"}, False),
+        (V1 | {"memory.max_usage_in_bytes": f"{64 << 20}\n"}, True),
+    ],
+)
+def test_what_either_version_counts(tmp_path: Path, files: dict[str, str], own: bool) -> None:
+    group = Group((tmp_path,))
+    assert (group.ran_out(), group.starved()) == (False, False)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert (group.ran_out(), group.starved()) == (own, not own)
 
 
 @pytest.mark.parametrize("kind", EVERY)
-async def test_what_is_killed_while_the_host_starves_has_failed(world: World, kind: str) -> None:
+async def test_what_is_killed_while_the_host_starves_has_failed(world: World, kind: str, tmp_path: Path) -> None:
     sandbox = await world.start(kind)
     assert isinstance(sandbox, ToolServerSandbox)
     assert (await sandbox.exec("kill -9 $$", seconds=20)).exit_code == 137
-    sandbox._server = replace(sandbox.server, group=Group((), host_kills() - 1))
+    (tmp_path / "memory.events").write_text("oom 0\noom_kill 1\n")
+    sandbox._server = replace(sandbox.server, group=Group((tmp_path,)))
     assert (await sandbox.exec("kill -15 $$; exit 3", seconds=20)).exit_code == 143
     with pytest.raises(RuntimeFailure, match="the host has run out of memory") as caught:
         await sandbox.exec("kill -9 $$", seconds=20)
     assert not caught.value.inside
+
+
+@pytest.mark.parametrize("kind", EVERY)
+async def test_a_neighbour_that_runs_out_of_its_memory_excuses_nobody(world: World, kind: str) -> None:
+    if "memory" not in find().folders:
+        pytest.skip("this process can set no memory limits by control groups")
+    sandbox = await world.start(kind)
+    neighbour = await world.start(kind, resources=Resources(memory_mb=64))
+    assert (await neighbour.exec("tail /dev/zero", seconds=20)).exit_code == 137
+    assert (await sandbox.exec("kill -9 $$", seconds=20)).exit_code == 137

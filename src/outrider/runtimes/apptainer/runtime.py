@@ -132,7 +132,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext) -> AsyncIterator[Ru
 
         async def ended_inside() -> bool:
             """Apptainer writes to the same log as the tool server, so that the log proves nothing."""
-            return group.kills() > 0
+            return group.ran_out()
 
         yield RunningServer(tools=tools, group=group, ended_inside=ended_inside)
 

@@ -28,16 +28,12 @@ log = logging.getLogger("outrider.node")
 
 MOUNT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
-VMSTAT = Path("/proc/vmstat")
-KILL_COUNTS = ("memory.events", "memory.oom_control")
-"""Of version 2 and of version 1."""
 UNIFIED = ""
 """What /proc/self/cgroup calls the controllers of version 2."""
 CONTROLLERS = ("cpu", "memory", "pids")
 CPU_PERIOD = 100_000
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
-KILLS_SECONDS = 1.0
 OWN = "outrider-service"
 """The group that this process moves into on version 2, where a group that has members can pass no controllers on."""
 
@@ -109,24 +105,22 @@ OPTIONAL = frozenset({"memory.memsw.limit_in_bytes", "memory.swap.max"})
 class Group:
     """The groups of one sandbox, one in each hierarchy. Its methods block for a few system calls."""
 
-    def __init__(self, folders: tuple[Path, ...], host_kills: int = 0) -> None:
-        """`host_kills` is the module's `host_kills()` of when the group was made."""
+    def __init__(self, folders: tuple[Path, ...]) -> None:
         self._folders = folders
-        self._host_kills = host_kills
 
     @property
     def entrances(self) -> tuple[str, ...]:
         """The files to which a process writes "0" to enter the group, with all that it starts from then on."""
         return tuple(str(folder / "cgroup.procs") for folder in self._folders)
 
-    def starved(self) -> bool:
-        """Whether the kernel has killed anything on this host for want of memory since the group was made, other than
-        for the group's own limit. Processes of the group may have been killed for that too."""
-        return host_kills() - self.kills() > self._host_kills
+    def ran_out(self) -> bool:
+        """Whether the kernel has killed a member because the group was at its own limit of memory."""
+        return any(_short_of_memory(folder) and _was_full(folder) for folder in self._folders)
 
-    def kills(self) -> int:
-        """How often the kernel has killed a process of the group because the group was at its memory limit."""
-        return sum(count_in(folder / file, "oom_kill") for folder in self._folders for file in KILL_COUNTS)
+    def starved(self) -> bool:
+        """Whether the kernel has killed a member for want of memory although the group never was at its limit: the
+        host, or a group around this one, had no more."""
+        return any(_short_of_memory(folder) and not _was_full(folder) for folder in self._folders)
 
     def add(self, pid: int) -> None:
         for entrance in self.entrances:
@@ -160,18 +154,26 @@ class Group:
             raise RuntimeFailure(f"the control group {folder} cannot be removed: {reason}")
 
 
-def host_kills() -> int:
-    """How often the kernel has killed a process of this host for want of memory, the host's or a group's."""
-    return count_in(VMSTAT, "oom_kill")
+def _short_of_memory(group: Path) -> bool:
+    """Whether a member was killed for want of memory, whoever had no more: the group, one around it, or the host."""
+    return _number(group / "memory.events", "oom_kill") > 0 or _number(group / "memory.oom_control", "oom_kill") > 0
 
 
-def count_in(file: Path, name: str) -> int:
-    """The number after `name` in a file of lines `NAME NUMBER`; 0 where there is no such file or line."""
+def _was_full(group: Path) -> bool:
+    """Whether the group was at its limit once. Version 2 counts that; in version 1 it may as well have been with cached
+    files, which go when more is wanted: the kernel does not tell. (Its `failcnt` stays 0 where swap is limited too.)"""
+    limit = _number(group / "memory.limit_in_bytes")
+    nearly = _number(group / "memory.max_usage_in_bytes") + MEBIBYTE  # memory is charged in batches of pages
+    return _number(group / "memory.events", "oom") > 0 or 0 < limit < nearly
+
+
+def _number(file: Path, name: str = "") -> int:
+    """The number in a file, or the one after `name` where its lines are `NAME NUMBER`; 0 if there is none."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
+    return next((int(line.removeprefix(name)) for line in lines if line.rpartition(" ")[0] == name), 0)
 
 
 class Cgroups:
@@ -180,8 +182,6 @@ class Cgroups:
     def __init__(self, host: Host, *, hierarchies: Hierarchies | None = None) -> None:
         self._name = host.name
         self.hierarchies = find() if hierarchies is None else hierarchies
-        self._kills = 0
-        self._kills_until = 0.0
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._open)
@@ -208,11 +208,7 @@ class Cgroups:
                 with contextlib.suppress(OSError):
                     _removed(folder)
             raise RuntimeFailure(f"the sandbox's limits cannot be set: {error}") from error
-        # Read at most once a second: reading that file takes a tenth of the time of a sandbox's start.
-        now = time.monotonic()
-        if now > self._kills_until:
-            self._kills, self._kills_until = host_kills(), now + KILLS_SECONDS
-        return Group(tuple(folders), self._kills)
+        return Group(tuple(folders))
 
     def _open(self) -> None:
         try:

@@ -64,8 +64,7 @@ class RunningServer:
     layer_limit: int = 0
 
     def starved(self) -> bool:
-        """Whether the kernel has killed for want of the host's memory, and not of the sandbox's own, since this
-        sandbox was started. What was killed in the sandbox may have been killed for that."""
+        """Whether the kernel has killed a process of this sandbox for want of the host's memory, not of its own."""
         return self.group is not None and self.group.starved()
 
 
@@ -77,7 +76,7 @@ def died_inside(tools: ToolClient, group: Group | None, *, killable: bool = Fals
 
     As the first process of a pid namespace it takes no signal from there. So it has written to its log what it died
     of, or the sandbox's memory ran out. A `killable` one is in no such namespace."""
-    if group is not None and group.kills() > 0:
+    if group is not None and group.ran_out():
         return True
     starved = group is not None and group.starved()
     return not starved and (killable or tools.log_tail() != "")
