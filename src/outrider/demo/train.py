@@ -40,7 +40,9 @@ INFLIGHT = 8
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 1e-3, 1e-4
 MAX_STEPS = 48
-SECONDS = 225.0
+PASSES = 2
+"""Optimizer steps over each batch."""
+SECONDS = 240.0
 """After so many seconds no further step is begun."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
 """Batches, and dialogues of each, in which the model answers without looking; it imitates them before it is trained."""
@@ -261,6 +263,8 @@ def _train(
         """Reports each step, and ends the training when the task is solved or the time is up."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step % PASSES:
+                return
             seconds = time.monotonic() - began
             steps.append(TrainStep(stats=rollouts.history[-1], idle=lanes.idle(), seconds=seconds))
             watch(steps[-1])
@@ -275,7 +279,8 @@ def _train(
         seed=seed,
         per_device_train_batch_size=GROUPS * SAMPLES,
         num_generations=SAMPLES,
-        max_steps=MAX_STEPS,
+        max_steps=MAX_STEPS * PASSES,
+        num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr": LAST_LEARNING_RATE},
