@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import random
 import shutil
 import tempfile
@@ -260,7 +261,16 @@ def _train(
     lanes = LaneWatch(client.asynchronous)
 
     class Steps(TrainerCallback):  # type: ignore[misc]  # the same
-        """Reports each step, and ends the training when the task is solved or the time is up."""
+        """Reports each step, lowers the learning rate, and ends the training when the task is solved or the time is up.
+
+        The rate falls by a cosine with the steps or the time, whichever is nearer its end: on a slow machine, too, the
+        last steps are small ones."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
+            done = max(state.global_step / state.max_steps, (time.monotonic() - began) / SECONDS)
+            share = (1 + math.cos(math.pi * min(done, 1.0))) / 2
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = LAST_LEARNING_RATE + (LEARNING_RATE - LAST_LEARNING_RATE) * share
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if state.global_step % PASSES:
@@ -282,8 +292,7 @@ def _train(
         max_steps=MAX_STEPS * PASSES,
         num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr": LAST_LEARNING_RATE},
+        lr_scheduler_type="constant",  # see Steps
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
