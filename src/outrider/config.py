@@ -77,6 +77,22 @@ class ModelConfig(Section):
     context_tokens: Annotated[int, Field(ge=16)] | None = None
 
 
+class FrozenConfig(Section):
+    """A model beside the policy that agents call under its `name`, and that is never trained.
+
+    `tokenizer`, `renderer` and `context_tokens` are as for the policy; without a tokenizer the policy's is used.
+    `turns` and `response_tokens` are limits of each session attempt.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    tokenizer: str | None = None
+    renderer: str | None = None
+    context_tokens: Annotated[int, Field(ge=16)] | None = None
+    engines: tuple[EngineSpec, ...] = ()
+    turns: Annotated[int, Field(ge=1, le=100_000)] = 200
+    response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
+
+
 class Config(Section):
     """All settings of a service."""
 
@@ -89,6 +105,7 @@ class Config(Section):
     lanes: LanesConfig = LanesConfig()
     sandboxes: SandboxesConfig = SandboxesConfig()
     engines: tuple[EngineSpec, ...] = ()
+    frozen: tuple[FrozenConfig, ...] = ()
 
 
 def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:

@@ -79,12 +79,14 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An engine as its pool sees it.
 
     The pool counts: generations `in_flight`, `sessions` that stay with the engine, `assigned_tokens` of their contexts,
-    and `generated_tokens` and `failures` since the engine was added. `suspect` describes the last invalid reply of an
+    and `generated_tokens` and `failures` since the engine was added. `serves` is the name of a frozen model, None for
+    the policy. `suspect` describes the last invalid reply of an
     engine that is not trusted, and is None for one that is; `misbehaved` counts invalid replies.
     """
 
     name: str
     kind: str
+    serves: str | None = None
     url: str | None
     mode: TokenMode
     ok: bool
@@ -179,11 +181,13 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
 class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     """One model call as text: `context` is what this turn added to the prompt, `sampled` is the model's output.
 
+    `model` is the frozen model that was called, None for the policy; `index` and `parent` count the turns of one model.
     `kind`, `label` and `depth` describe the turn's branch; `altered` and `ignored` are those of `trajectory.Turn`.
     """
 
     index: int
     parent: int | None
+    model: str | None = None
     join: str
     cause: str | None
     forked_from: int | None
@@ -210,7 +214,7 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnList(msgspec.Struct, frozen=True, kw_only=True):
-    """The turns of an attempt in the order they finished."""
+    """The turns of an attempt in the order they finished, those of frozen models among them."""
 
     turns: tuple[TurnView, ...]
 
@@ -246,7 +250,7 @@ class ArtifactList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineList(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool's engines."""
+    """The engines of the policy and of the frozen models."""
 
     engines: tuple[EngineStatus, ...]
 
@@ -271,11 +275,12 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of the service. `sessions` counts sessions by state; `cursor` is that of the newest result, from which
-    the results to come can be followed."""
+    """The status of the service. `model` is the policy's name, `frozen` those of the models beside it. `sessions`
+    counts sessions by state; `cursor` is that of the newest result, from which the results to come can be followed."""
 
     version: str
     model: str
+    frozen: tuple[str, ...] = ()
     sessions: dict[str, int]
     cursor: int
     nodes: tuple[NodeStats, ...]

@@ -351,10 +351,12 @@ class GroupSpec(Spec):
 
 
 class EngineSpec(Spec):
-    """An inference engine to attach. `url` is for servers; `options` depend on the kind."""
+    """An inference engine to attach. `url` is for servers; `options` depend on the kind; `serves` is the name of a
+    frozen model, null for the policy."""
 
     kind: Name
     name: Name | None = None
+    serves: Name | None = None
     url: Name | None = None
     model: Name | None = None
     options: Annotated[dict[Name, Any], Field(max_length=64)] = {}

@@ -253,6 +253,13 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
     drift: int = 0
 
 
+class FrozenUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session used of one frozen model: its turns, and the tokens it sampled. None of them trains."""
+
+    turns: int = 0
+    tokens: int = 0
+
+
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that a session spent in each stage. Waiting for a lane is counted apart from working in it; `stop`
     includes collecting artifacts."""
@@ -280,6 +287,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     harness_exit: set if the agent program failed and was graded all the same.
     forks: the number of forks by cause.
     ignored: by name, the number of turns in which a client asked for something that had no effect.
+    frozen: by name, what was used of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
     """
 
     session_id: str
@@ -295,6 +303,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenCounts = TokenCounts()
     seconds: StageSeconds = StageSeconds()
     samples: int = 0
+    frozen: dict[str, FrozenUse] = {}
     policy: dict[BranchKind, BranchPolicy] = {}
     ignored: dict[str, int] = {}
     labels: dict[str, str] = {}

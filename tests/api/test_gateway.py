@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from outrider.api.gateway import Gateway
-from outrider.sessions.conversation import Conversation
+from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
 from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import FinishReason
@@ -29,18 +29,18 @@ LONG = {"model": "any", "messages": [{"role": "user", "content": "many words " *
 class OneSession:
     """A node with one session."""
 
-    def __init__(self, conversation: Conversation) -> None:
-        self._conversation = conversation
+    def __init__(self, models: SessionModels) -> None:
+        self._models = models
 
-    def conversation(self, key: str) -> Conversation | None:
-        return self._conversation if key == KEY else None
+    def models(self, key: str) -> SessionModels | None:
+        return self._models if key == KEY else None
 
 
 @asynccontextmanager
 async def a_gateway(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[tuple[World, aiohttp.ClientSession]]:
     async with (
         a_world(folder, replies, **script) as world,
-        serving(Gateway(OneSession(world.conversation))) as url,
+        serving(Gateway(OneSession(world.models))) as url,
         aiohttp.ClientSession(url) as http,
     ):
         yield world, http
@@ -180,7 +180,7 @@ async def test_the_models_route_names_the_policy(tmp_path: Path) -> None:
 async def test_the_official_sdk_drives_a_tool_call_over_two_turns(tmp_path: Path, stream: bool) -> None:
     async with (
         a_world(tmp_path, ["Let me see." + call_markup("ls"), "done<|im_end|>"]) as world,
-        serving(Gateway(OneSession(world.conversation))) as url,
+        serving(Gateway(OneSession(world.models))) as url,
         AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client,
     ):
         messages: list[Any] = [{"role": "user", "content": "list"}]

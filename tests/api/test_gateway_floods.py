@@ -64,13 +64,13 @@ async def test_bodies_that_arrive_side_by_side_share_one_bound(tmp_path: Path) -
         for _, writer in clients:
             writer.write(b"x")
         assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
-        assert world.conversation.bodies.size == 0
+        assert world.models.bodies.size == 0
 
 
 async def test_calls_under_way_are_bounded_and_one_too_many_is_refused_alone(tmp_path: Path) -> None:
     async with (
         a_world(tmp_path, ["hi<|im_end|>"]) as world,
-        serving(Gateway(OneSession(world.conversation), calls=2)) as url,
+        serving(Gateway(OneSession(world.models), calls=2)) as url,
         aiohttp.ClientSession(url) as http,
         AsyncExitStack() as held,
     ):
@@ -82,7 +82,7 @@ async def test_calls_under_way_are_bounded_and_one_too_many_is_refused_alone(tmp
         for _, writer in clients:
             writer.write(b"x" * 10)
         assert {status for status, _ in await asyncio.gather(*waiting)} == {400}
-        assert world.conversation.under_way == 0
+        assert world.models.under_way == 0
 
 
 @pytest.mark.parametrize("path", [CHAT, COUNT])
@@ -131,7 +131,7 @@ async def test_no_body_holds_the_event_loop(tmp_path: Path, name: str) -> None:
     sizes = (INLINE_BYTES - 1, 400 << 10, MAX_TEXT_BODY - (1 << 16))
     async with (
         a_world(tmp_path, ["hi<|im_end|>"] * 3, context_tokens=131_072) as world,
-        serving(Gateway(OneSession(world.conversation))) as url,
+        serving(Gateway(OneSession(world.models))) as url,
         Watchdog() as watchdog,
     ):
         sender = await asyncio.create_subprocess_exec(
@@ -139,7 +139,7 @@ async def test_no_body_holds_the_event_loop(tmp_path: Path, name: str) -> None:
         )
         out, _ = await sender.communicate()
         assert {int(status) for status in out.split()} <= {200, 400, 413}
-        assert world.conversation.bodies.size == 0
+        assert world.models.bodies.size == 0
     assert watchdog.stalls.held < HELD
 
 

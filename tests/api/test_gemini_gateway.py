@@ -37,7 +37,7 @@ async def a_client(
     folder: Path, *replies: Any, path: str = f"/s/{KEY}", version: str = "v1beta", **script: Any
 ) -> AsyncIterator[Any]:
     """A scripted world and the official client of its gateway."""
-    async with a_world(folder, replies, **script) as world, serving(Gateway(OneSession(world.conversation))) as url:
+    async with a_world(folder, replies, **script) as world, serving(Gateway(OneSession(world.models))) as url:
         options = types.HttpOptions(
             base_url=url + path, api_version=version, retry_options=types.HttpRetryOptions(attempts=1)
         )
@@ -55,7 +55,7 @@ async def a_connection(
 ) -> AsyncIterator[tuple[World, aiohttp.ClientSession]]:
     async with (
         a_world(folder, replies, **script) as world,
-        serving(Gateway(OneSession(world.conversation))) as url,
+        serving(Gateway(OneSession(world.models))) as url,
         aiohttp.ClientSession(url) as http,
     ):
         yield world, http

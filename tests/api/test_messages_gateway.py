@@ -38,7 +38,7 @@ async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[
     """The official client, told the session's key as its API key."""
     async with (
         a_world(folder, replies, **script) as world,
-        serving(Gateway(OneSession(world.conversation))) as url,
+        serving(Gateway(OneSession(world.models))) as url,
         AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0) as client,
         asyncio.timeout(20),
     ):

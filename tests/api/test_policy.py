@@ -21,6 +21,7 @@ from outrider.errors import Conflict, EngineRejected
 from outrider.schemas import PolicyEngine, PolicyStatus
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
+from outrider.sessions.models import SessionModels
 from outrider.spec import Limits, Sampling
 from outrider.testing.engine_servers import ServeSettings, engine_app, serving
 from outrider.testing.scripted_engine import scripted_logprob
@@ -75,7 +76,7 @@ async def live(folder: Path, server: str) -> AsyncIterator[Live]:
             history="recorded",
             record=record,
         )
-        async with serving(Gateway(OneSession(conversation))) as url, aiohttp.ClientSession(url) as http:
+        async with serving(Gateway(OneSession(SessionModels(conversation)))) as url, aiohttp.ClientSession(url) as http:
             try:
                 yield Live(pool, engine, http, turns, recorded)
             finally:

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 
 from outrider.api.gateway import Gateway
-from outrider.sessions.conversation import Conversation
+from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
 from outrider.testing.engine_servers.app import serving
 from outrider.trajectory import FinishReason
@@ -31,11 +31,11 @@ THOUGHT = "<think>\nLet me think.\n</think>\n\n"
 class OneSession:
     """A node with one session."""
 
-    def __init__(self, conversation: Conversation) -> None:
-        self._conversation = conversation
+    def __init__(self, models: SessionModels) -> None:
+        self._models = models
 
-    def conversation(self, key: str) -> Conversation | None:
-        return self._conversation if key == KEY else None
+    def models(self, key: str) -> SessionModels | None:
+        return self._models if key == KEY else None
 
 
 class Client:
@@ -69,7 +69,7 @@ class Client:
 async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[Client]:
     async with (
         a_world(folder, replies, **script) as world,
-        serving(Gateway(OneSession(world.conversation))) as url,
+        serving(Gateway(OneSession(world.models))) as url,
         AsyncOpenAI(base_url=f"{url}/s/{KEY}/v1", api_key="k", max_retries=0) as sdk,
     ):
         yield Client(world, url, sdk)

@@ -88,7 +88,7 @@ async def served(play: Play = whole, refusal: OutriderError | None = None) -> As
 
     async def models(_: web.Request) -> web.Response:
         return web.Response(
-            body=DIALECT.models(WireCall("GET", "/v1/models"), ["m"], 4096), content_type="application/json"
+            body=DIALECT.models(WireCall("GET", "/v1/models"), {"m": 4096}), content_type="application/json"
         )
 
     app = web.Application()

@@ -98,11 +98,11 @@ def test_an_error_that_names_a_strange_file_can_be_sent() -> None:
 
 def test_models() -> None:
     call = WireCall("GET", "/v1/models")
-    listed = json.loads(ChatDialect().models(call, ["a", "b"], 4096))
+    listed = json.loads(ChatDialect().models(call, {"a": 4096, "b": 8192}))
     assert listed["object"] == "list"
     assert [Model.model_validate(model, strict=True).id for model in listed["data"]] == ["a", "b"]
-    assert [model["max_model_len"] for model in listed["data"]] == [4096, 4096]
-    assert "max_model_len" not in json.loads(ChatDialect().models(call, ["a"], None))["data"][0]
+    assert [model["max_model_len"] for model in listed["data"]] == [4096, 8192]
+    assert "max_model_len" not in json.loads(ChatDialect().models(call, {"a": None}))["data"][0]
 
 
 @pytest.mark.parametrize(

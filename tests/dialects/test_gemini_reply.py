@@ -190,10 +190,10 @@ def test_a_route_that_is_not_served_is_not_found(method: str, path: str) -> None
 
 
 def test_models() -> None:
-    listed = json.loads(DIALECT.models(WireCall("GET", "/v1beta/models"), ["a/b", "c"], 4096))
+    listed = json.loads(DIALECT.models(WireCall("GET", "/v1beta/models"), {"a/b": 4096, "c": None}))
     assert [entry["name"] for entry in listed["models"]] == ["models/a/b", "models/c"]
     assert listed["models"][0]["inputTokenLimit"] == 4096
-    one = json.loads(DIALECT.models(WireCall("GET", "/v1beta/models/a/b"), ["a/b"], None))
+    one = json.loads(DIALECT.models(WireCall("GET", "/v1beta/models/a/b"), {"a/b": None}))
     assert (one["name"], "inputTokenLimit" in one) == ("models/a/b", False)
     with pytest.raises(NotFound):
-        DIALECT.models(WireCall("GET", "/v1beta/models/x"), ["a/b"], None)
+        DIALECT.models(WireCall("GET", "/v1beta/models/x"), {"a/b": None})

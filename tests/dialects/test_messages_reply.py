@@ -269,12 +269,12 @@ def test_a_count() -> None:
 
 @pytest.mark.parametrize("context", [None, 4096])
 def test_models(context: int | None) -> None:
-    listed = json.loads(DIALECT.models(WireCall("GET", MODELS), ["a", "b/c"], context))
+    listed = json.loads(DIALECT.models(WireCall("GET", MODELS), {"a": 512, "b/c": context}))
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "a", "b/c")
-    one = json.loads(DIALECT.models(WireCall("GET", f"{MODELS}/b/c"), ["a", "b/c"], context))
+    one = json.loads(DIALECT.models(WireCall("GET", f"{MODELS}/b/c"), {"a": 512, "b/c": context}))
     assert one == listed["data"][1]
     assert ModelInfo.model_validate_json(json.dumps(one), strict=True).max_input_tokens == context
     with pytest.raises(NotFound):
-        DIALECT.models(WireCall("GET", f"{MODELS}/c"), ["a"], context)
-    empty = json.loads(DIALECT.models(WireCall("GET", MODELS), [], context))
+        DIALECT.models(WireCall("GET", f"{MODELS}/c"), {"a": context})
+    empty = json.loads(DIALECT.models(WireCall("GET", MODELS), {}))
     assert empty == {"data": [], "has_more": False, "first_id": None, "last_id": None}

@@ -43,7 +43,7 @@ def test_a_route_of_the_api_that_is_not_served(method: str, path: str) -> None:
 
 def test_models_are_not_listed_here() -> None:
     with pytest.raises(NotFound):
-        DIALECT.models(WireCall("GET", "/v1/models"), ["m"], None)
+        DIALECT.models(WireCall("GET", "/v1/models"), {"m": None})
 
 
 def test_tokens_are_counted_without_a_model_being_named() -> None:

@@ -21,7 +21,7 @@ class ScriptedModel:
         self.asked: list[list[Message]] = []
         self.tools: list[list[str]] = []
 
-    async def chat(self, messages: Any, *, tools: Any = (), max_tokens: Any = None, stop: Any = ()) -> Message:
+    async def chat(self, messages: Any, *, tools: Any = (), **_: Any) -> Message:
         self.asked.append(list(messages))
         self.tools.append([tool["function"]["name"] for tool in tools])
         reply = self.replies.pop(0)

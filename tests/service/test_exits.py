@@ -120,9 +120,9 @@ async def test_what_a_session_held_is_freed_without_the_garbage_collector(
     async with world() as w:
         view = await w.submit("wait here", "ask", last, max_attempts=1, **fields)
         await w.stage.arrived["here"].wait()
-        (conversation,) = w.node._conversations.values()
-        tree = weakref.ref(conversation.tree)
-        del conversation
+        (models,) = w.node._models.values()
+        tree = weakref.ref(models.policy.tree)
+        del models
         gc.disable()
         try:
             w.stage.open["here"].set()

@@ -19,6 +19,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import Delta
 from outrider.sessions.calls.call import ModelBackend, Step
 from outrider.sessions.conversation import Conversation
+from outrider.sessions.models import SessionModels
 from outrider.spec import Limits, Sampling
 from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.renderer import History, make_renderer
@@ -43,6 +44,7 @@ class World:
 
     def __init__(self, conversation: Conversation, engine: ScriptedEngine, turns: list[Turn]) -> None:
         self.conversation = conversation
+        self.models = SessionModels(conversation)
         self.engine = engine
         self.turns = turns
         self.limits_told: list[StopReason | None] = []

@@ -17,25 +17,25 @@ def engine_routes(service: Service) -> APIRouter:
 
     @routes.get("/engines", **answers(EngineList))
     async def engines() -> Response:
-        """The pool's engines with their load."""
-        return json_reply(EngineList(engines=tuple(service.pool.status())))
+        """The engines of the policy and of frozen models, with their load."""
+        return json_reply(EngineList(engines=service.engines()))
 
     @routes.post("/engines", status_code=201, **takes(EngineSpec), **answers(EngineStatus, status=201))
     async def add(request: Request) -> Response:
-        """Attach an engine while sessions run. It must answer and have the policy's tokenizer."""
-        return json_reply(await service.pool.add(parse_engine(await whole_body(request))), status=201)
+        """Attach an engine while sessions run. It must answer and have its model's tokenizer."""
+        return json_reply(await service.add_engine(parse_engine(await whole_body(request))), status=201)
 
     @routes.post("/engines/{name}/drain", **answers(EngineList))
     async def drain(name: str) -> Response:
         """Give an engine no new sessions. Those that it has stay until they end."""
-        service.pool.drain(name)
-        return json_reply(EngineList(engines=tuple(service.pool.status())))
+        service.pool_of(name).drain(name)
+        return json_reply(EngineList(engines=service.engines()))
 
     @routes.delete("/engines/{name}", **answers(EngineList))
     async def remove(name: str) -> Response:
         """Detach an engine. Its generations have 30 seconds to end; its sessions move to another engine."""
-        await service.pool.remove(name)
-        return json_reply(EngineList(engines=tuple(service.pool.status())))
+        await service.pool_of(name).remove(name)
+        return json_reply(EngineList(engines=service.engines()))
 
     @routes.get("/status", **answers(ServiceStatus))
     async def status() -> Response:

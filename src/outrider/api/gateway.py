@@ -23,7 +23,8 @@ from outrider.http_server import Receive, Scope, Send, while_connected
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Body, TooMuchAtOnce
 from outrider.sessions.calls.call import Step
-from outrider.sessions.conversation import Conversation, RunEnded
+from outrider.sessions.conversation import RunEnded
+from outrider.sessions.models import SessionModels
 
 PREFIX = "/s/"
 JSON = b"application/json"
@@ -33,9 +34,9 @@ KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
 class Sessions(Protocol):
-    """Finds the conversation that a session key belongs to."""
+    """Finds the models that a session key gives access to."""
 
-    def conversation(self, key: str) -> Conversation | None: ...
+    def models(self, key: str) -> SessionModels | None: ...
 
 
 class Gateway:
@@ -73,16 +74,16 @@ class Gateway:
             if routed is None:
                 raise NotFound(f"{call.method} {call.path} is not served here")
             dialect = routed.dialect
-            conversation = self._sessions.conversation(_api_key(call) if key is None else key)
-            if conversation is None:
+            models = self._sessions.models(_api_key(call) if key is None else key)
+            if models is None:
                 raise Unauthorized("this session key is unknown, or its run is over")
-            conversation.under_way += 1
+            models.under_way += 1
             try:
-                if conversation.under_way > self._calls:
+                if models.under_way > self._calls:
                     raise TooMuchAtOnce(f"this session has {self._calls} calls under way: one more cannot be taken yet")
-                await self._serve(routed, call, conversation, scope, receive, reply)
+                await self._serve(routed, call, models, scope, receive, reply)
             finally:
-                conversation.under_way -= 1
+                models.under_way -= 1
         except _Refused as refused:
             await reply.failed(refused.dialect, refused.error)
         except OutriderError as error:
@@ -104,21 +105,20 @@ class Gateway:
         self,
         routed: _Routed,
         call: WireCall,
-        conversation: Conversation,
+        models: SessionModels,
         scope: Scope,
         receive: Receive,
         reply: _ClientReply,
     ) -> None:
         dialect = routed.dialect
         if routed.action in (Action.MODELS, Action.MODEL):
-            names = [conversation.backend.model]
-            await reply.whole(200, dialect.models(call, names, await conversation.context_tokens()))
+            await reply.whole(200, dialect.models(call, await models.contexts()))
             return
-        with Body(conversation.bodies) as body:
+        with Body(models.bodies) as body:
             try:
-                await while_connected(scope, self._answer(routed, call, conversation, body, receive, reply))
+                await while_connected(scope, self._answer(routed, call, models, body, receive, reply))
             except asyncio.CancelledError:
-                if conversation.open:
+                if models.policy.open:
                     raise
                 await _cut_off(reply)
 
@@ -126,14 +126,16 @@ class Gateway:
         self,
         routed: _Routed,
         call: WireCall,
-        conversation: Conversation,
+        models: SessionModels,
         body: Body,
         receive: Receive,
         reply: _ClientReply,
     ) -> None:
         """Receive a request, read it and answer it."""
         dialect = routed.dialect
-        request = await conversation.read(body, _RequestBody(receive), dialect, call)
+        received = await models.receive(body, _RequestBody(receive))
+        conversation = await models.called(dialect, call, received)
+        request = await conversation.read(received, dialect, call)
         if routed.action is Action.COUNT_TOKENS:
             await reply.whole(200, dialect.count(request, await conversation.count(request)))
             return

@@ -31,7 +31,7 @@ def relay_routes(service: Service) -> APIRouter:
         or that an engine of another kind has, closes the connection."""
         await websocket.accept()
         socket = AsgiSocket(websocket)
-        pool = service.pool
+        pool = service.pool_of(engine)
         try:
             if pool.engine(engine) is None:
                 await pool.add(parse_engine(msgspec.json.encode({"kind": "relay", "name": engine})))

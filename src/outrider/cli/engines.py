@@ -75,21 +75,27 @@ def add(
         str | None, typer.Option(metavar="NAME", help="Name of the engine; by default its kind and a number.")
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model's name on its server.")] = None,
+    serves: Annotated[
+        str | None, typer.Option(metavar="FROZEN", help="The frozen model that it serves; without it, the policy.")
+    ] = None,
     url: Url = None,
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Add an engine to the pool.
+    """Add an engine.
 
-    It must answer, and its tokenizer must be the service's own.
+    It must answer, and its tokenizer must be that of the policy, or of the frozen model that it serves.
 
     Examples:
 
         outrider engines add vllm=http://10.0.0.5:8000
 
         outrider engines add embedded=models/tiny --name spare
+
+        outrider engines add vllm=http://10.0.0.6:8000 --serves judge
     """
-    named = {key: value for key, value in (("name", name), ("model", model)) if value is not None}
+    given = {"name": name, "model": model, "serves": serves}
+    named = {key: value for key, value in given.items() if value is not None}
     with client(url, token) as service:
         _show(terminal_of(ctx), (service.add_engine(parse_engine(engine) | named),))
 

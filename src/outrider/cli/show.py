@@ -79,18 +79,19 @@ def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:
 
 
 def _turn(turn: TurnView) -> Iterator[Text]:
-    joined = turn.join if turn.parent is None else f"{turn.join} to turn {turn.parent}"
+    whose = "" if turn.model is None else f"{turn.model} "
+    joined = turn.join if turn.parent is None else f"{turn.join} to {whose}turn {turn.parent}"
     seconds = turn.timings.finished - turn.timings.received
-    what = [] if turn.kind == "main" else [printable(": ".join(filter(None, (turn.kind, turn.label))))]
+    what = [] if turn.kind == "main" else [": ".join(filter(None, (turn.kind, turn.label)))]
     parts = (
-        f"turn {turn.index}",
+        f"{whose}turn {turn.index}",
         *what,
         joined,
         f"{turn.prompt_tokens} prompt + {turn.output_tokens} sampled tokens",
         f"{turn.finish} after {seconds:.2f} s",
         turn.engine,
     )
-    heading = Text("── " + " · ".join(parts), style="cyan")
+    heading = Text(printable("── " + " · ".join(parts)), style="cyan")
     if turn.cause is not None:
         away = "" if turn.forked_from is None else f" from turn {turn.forked_from}"
         heading.append(f" · fork{away}: {turn.cause}", style="bold yellow")
@@ -128,6 +129,8 @@ def _ending(result: SessionResult) -> Iterator[Text]:
     if result.forks:
         counted = ", ".join(f"{count} {cause}" for cause, count in sorted(result.forks.items()))
         yield Text(f"forks: {counted}", style="yellow")
+    for name, use in sorted(result.frozen.items()):
+        yield Text(printable(f"{name} (frozen): {use.turns} turns · {use.tokens} tokens"))
     if result.ignored:
         counted = ", ".join(f"{name} ({count})" for name, count in sorted(result.ignored.items()))
         yield Text(printable(f"asked for without effect (turns): {counted}"), style="yellow")

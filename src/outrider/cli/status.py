@@ -9,7 +9,7 @@ import typer
 
 from outrider.cli.options import Json, Token, Url, client
 from outrider.cli.tables import engine_table, group_table, node_table, policy_line, session_table
-from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.terminal import Terminal, printable, terminal_of
 from outrider.schemas import GroupSummary, GroupView, ServiceStatus
 
 RECENT = 10
@@ -52,7 +52,8 @@ def status(
         return
     running = overview.service
     states = ", ".join(f"{count} {state}" for state, count in running.sessions.items() if count)
-    terminal.out.print(f"outrider {running.version} · model {running.model} · sessions: {states or 'none'}")
+    models = printable(", ".join((running.model, *(f"{name} (frozen)" for name in running.frozen))))
+    terminal.out.print(f"outrider {running.version} · model {models} · sessions: {states or 'none'}")
     if running.policy.paused is not None:
         terminal.out.print(policy_line(running.policy))
     for node in running.nodes:

@@ -116,10 +116,11 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
 
 def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
     """One row for each engine."""
-    columns = ("engine", "kind", "up", "mode", "in flight>", "sessions>", "generated>", "version>", "address", "detail")
+    columns = ("engine", "serves", "kind", "up", "mode", "in flight>", "sessions>", "generated>", "version>", "address")
     rows = [
         (
             engine.name,
+            printable(engine.serves or "the policy"),
             engine.kind,
             word("draining" if engine.draining else "no" if not engine.ok else "suspect" if engine.suspect else "yes"),
             engine.mode,
@@ -132,7 +133,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
         )
         for engine in engines
     ]
-    return table(columns, rows, title="engines")
+    return table((*columns, "detail"), rows, title="engines")
 
 
 def policy_line(policy: PolicyStatus) -> str:

@@ -7,7 +7,7 @@ Invariant: a streamed reply and a whole reply say the same message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -152,19 +152,22 @@ class Dialect(Protocol):
 
     - `action` says what a call asks for. It is None for a route of no concern to this dialect, and raises NotFound for
       a route that the dialect's API has but that is not served here.
+    - `model` gives the name of the model that such a call asks for, without reading the rest; None where it is not told
+      or the body cannot be read, which `parse` then refuses.
     - `parse` reads the body of a GENERATE or COUNT_TOKENS call, and raises RequestError naming the wrong field.
     - `reply` writes a whole reply, `stream` makes the writer of a streamed one, `count` answers COUNT_TOKENS.
     - `error` gives the HTTP status and the body in the dialect's own error shape.
-    - `models` answers MODELS and MODEL; it raises NotFound for a model that is not among `names`. `context_tokens` is
-      the size of the model's context, None where it is not known.
+    - `models` answers MODELS and MODEL; it raises NotFound for a model that is not among `contexts`: the sizes of the
+      models' contexts in tokens by their names, None where one is not known.
     """
 
     name: str
 
     def action(self, call: WireCall) -> Action | None: ...
+    def model(self, call: WireCall, body: bytes) -> str | None: ...
     def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest: ...
     def reply(self, request: ModelRequest, completion: Completion) -> bytes: ...
     def stream(self, request: ModelRequest) -> StreamWriter: ...
     def count(self, request: ModelRequest, tokens: int) -> bytes: ...
     def error(self, error: OutriderError) -> tuple[int, bytes]: ...
-    def models(self, call: WireCall, names: list[str], context_tokens: int | None) -> bytes: ...
+    def models(self, call: WireCall, contexts: Mapping[str, int | None]) -> bytes: ...

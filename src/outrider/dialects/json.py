@@ -21,6 +21,13 @@ T = TypeVar("T")
 MAX_DEPTH = 64
 """How deep a schema may nest: chat templates print it recursively, and engines compile it recursively."""
 
+
+class _NamedModel(msgspec.Struct):
+    model: str | None = None
+
+
+_NAMED_MODEL = msgspec.json.Decoder(_NamedModel)
+
 # msgspec says the place of a wrong value in its message alone.
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
@@ -51,6 +58,14 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
                 if surrogate is not None:
                     text, path = "an unpaired surrogate escape (\\ud800 to \\udfff) is not valid Unicode", surrogate
         refuse((where + path).lstrip("."), text[:1].lower() + text[1:], error)
+
+
+def named_model(body: bytes) -> str | None:
+    """The text of the field `model` of a request; None where it has none, or is not read."""
+    try:
+        return _NAMED_MODEL.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:

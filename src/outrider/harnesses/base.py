@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from outrider.errors import HarnessError
+from outrider.errors import HarnessError, RequestError
 from outrider.messages import Message, ToolSpec
 from outrider.runtimes.base import Availability, Runtime
 from outrider.spec import TaskSpec
@@ -27,10 +27,20 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-class ModelClient(Protocol):
-    """The session's model for in-process agents: the path of the gateway without HTTP.
+class ModelRefused(RequestError):
+    """A frozen model refused a call for what the agent did: the session has used up its turns or tokens of that model,
+    or the prompt is too long for it. An agent that lets it out is graded, as a program that exits non-zero is."""
 
-    Raises what a model call raises: ContextOverflow, EngineError, and the session's limits.
+    code = "model_refused"
+    http_status = 429
+
+
+class ModelClient(Protocol):
+    """The session's models for in-process agents: the path of the gateway without HTTP. `model` is the name of a frozen
+    model; None is the policy.
+
+    Raises what a model call raises: ContextOverflow, EngineError, and the session's limits; for a frozen model
+    ModelRefused and EngineError, and NotFound for a name under which none is served.
     """
 
     async def chat(
@@ -40,6 +50,7 @@ class ModelClient(Protocol):
         tools: Sequence[ToolSpec] = (),
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        model: str | None = None,
     ) -> Message: ...
 
 

@@ -21,13 +21,15 @@ from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.service.scheduler import PAUSES
 from outrider.service.service import Service
 from outrider.service.tokenizer_check import TokenizerCheck
-from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.calls.body_limits import Intake
+from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, ResourceAmount, machine_capacity
+from outrider.spec import Limits
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.sqlite import sqlite_store
-from outrider.tokens.rendering.renderer import make_renderer
+from outrider.tokens.rendering.renderer import Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
@@ -50,8 +52,8 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             field="model.tokenizer",
             hint="give the model's folder: --tokenizer DIR (the one that holds tokenizer.json)",
         )
-    tokenizer = Tokenizer.load(config.model.tokenizer)
-    renderer = make_renderer(tokenizer, config.model.renderer)
+    renderer = make_renderer(Tokenizer.load(config.model.tokenizer), config.model.renderer)
+    frozen_renderers = _frozen_renderers(config, renderer)
     machine = machine_capacity()
     sandboxes = config.sandboxes
     async with AsyncExitStack() as stack:
@@ -64,31 +66,40 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
         except BlockingIOError as error:
             hint = "stop it, or give this one a folder of its own: --data DIR"
             raise ServiceError(f"another service is using {config.data}", hint=hint) from error
-        offload = OffloadThread()
+        intake, offload = Intake(), OffloadThread()
         stack.push_async_callback(offload.close)
         store = await stack.enter_async_context(sqlite_store(config.data / "outrider.sqlite3"))
         artifacts = ArtifactStore(config.data / "artifacts")
-        pool = await stack.enter_async_context(
-            EnginePool(
-                tokenizer=config.model.tokenizer,
+        engine_names: set[str] = set()
+
+        async def backend_of(name: str, renderer: Renderer, context: int | None, serves: str | None) -> ModelBackend:
+            tokenizer = renderer.tokenizer
+            pool = EnginePool(
+                serves=serves,
+                claimed=engine_names,
+                tokenizer=tokenizer.name_or_path,
                 vocabulary=tokenizer.vocabulary,
                 text=tokenizer.stream,
-                check=TokenizerCheck(tokenizer),
+                check=TokenizerCheck(tokenizer, frozen=serves),
             )
-        )
-        for engine in config.engines:
-            await pool.add(engine)
-        backend = ModelBackend(
-            renderer=renderer,
-            pool=pool,
-            model=config.model.name,
-            context_tokens=config.model.context_tokens,
-            offload=offload,
-        )
+            await stack.enter_async_context(pool)
+            return ModelBackend(
+                renderer=renderer, pool=pool, model=name, context_tokens=context, intake=intake, offload=offload
+            )
+
+        backend = await backend_of(config.model.name, renderer, config.model.context_tokens, None)
+        frozen = [
+            FrozenModel(
+                backend=await backend_of(model.name, frozen_renderer, model.context_tokens, model.name),
+                limits=Limits(turns=model.turns, response_tokens=model.response_tokens),
+            )
+            for model, frozen_renderer in zip(config.frozen, frozen_renderers, strict=True)
+        ]
         node = await stack.enter_async_context(
             LocalNode(
                 "local",
                 backend=backend,
+                frozen=frozen,
                 store=store,
                 artifacts=artifacts,
                 lanes=Lanes(init=config.lanes.init, run=config.lanes.run, evaluate=config.lanes.eval),
@@ -106,10 +117,39 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             config,
             store=store,
             artifacts=artifacts,
-            pool=pool,
+            backend=backend,
+            frozen=[model.backend for model in frozen],
             node=node,
-            tokenizer=tokenizer,
-            offload=offload,
             pauses=pauses,
         )
+        for spec in config.engines:
+            await service.add_engine(spec)
+        for at, model in enumerate(config.frozen):
+            for spec in model.engines:
+                if spec.serves not in (None, model.name):
+                    raise InvalidField(
+                        f"an engine of the frozen model {model.name!r} cannot serve {spec.serves!r}",
+                        field=f"frozen.{at}.engines",
+                        hint="leave `serves` out",
+                    )
+                await service.add_engine(spec.model_copy(update={"serves": model.name}))
         yield Opened(service, node)
+
+
+def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
+    """The renderer of each frozen model. Raises InvalidField for two models of one name."""
+    names = [config.model.name]
+    renderers = []
+    for at, model in enumerate(config.frozen):
+        if model.name in names:
+            whose = "the policy" if model.name == config.model.name else "another frozen model"
+            raise InvalidField(
+                f"the frozen model's name {model.name!r} is that of {whose}",
+                field=f"frozen.{at}.name",
+                hint="agents choose a model by its name: give each one of its own",
+            )
+        names.append(model.name)
+        tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
+        same = model.tokenizer is None and model.renderer is None
+        renderers.append(policy if same else make_renderer(tokenizer, model.renderer))
+    return renderers

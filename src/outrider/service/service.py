@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from typing import TypeVar
@@ -17,22 +17,23 @@ import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import Broadcast, wait_for_event
-from outrider.concurrency.offload import OffloadThread, Steps
+from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
+from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.schemas import EventView, GroupView, PolicyStatus, ServiceStatus
+from outrider.schemas import EngineStatus, EventView, GroupView, PolicyStatus, ServiceStatus
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
-from outrider.spec import GroupSpec, PolicyUpdateSpec
+from outrider.sessions.calls.call import ModelBackend
+from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
-from outrider.tokens.rendering.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -50,18 +51,20 @@ class Service:
         *,
         store: Store,
         artifacts: ArtifactStore,
-        pool: EnginePool,
+        backend: ModelBackend,
+        frozen: Sequence[ModelBackend] = (),
         node: Node,
-        tokenizer: Tokenizer,
-        offload: OffloadThread,
         pauses: Backoff = PAUSES,
     ) -> None:
         self.config = config
         self.store = store
         self.artifacts = artifacts
-        self.pool = pool
-        self.reader = ViewReader(store, tokenizer, offload)
-        self._offload = offload
+        self.pool = pool = backend.pool
+        """The policy's engines."""
+        self._frozen = {model.model: model.pool for model in frozen}
+        tokenizers = {model.model: model.renderer.tokenizer for model in frozen}
+        self.reader = ViewReader(store, backend.renderer.tokenizer, backend.offload, frozen=tokenizers)
+        self._offload = backend.offload
         self._ids = Ids()
         self._deliverer = Deliverer(store, self.reader)
         self._scheduler = Scheduler(
@@ -191,15 +194,37 @@ class Service:
         await self.pool.policy.update(update.version, mode=update.mode, weights=update.weights, meanwhile=cancel_old)
         return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
 
+    async def add_engine(self, spec: EngineSpec) -> EngineStatus:
+        """Attach an engine to the model that it serves. Raises as `EnginePool.add`, and InvalidField for an unknown
+        model."""
+        if spec.serves is None:
+            return await self.pool.add(spec)
+        if spec.serves not in self._frozen:
+            raise InvalidField(
+                f"there is no frozen model {spec.serves!r}",
+                field="serves",
+                hint=f"the settings name {', '.join(map(repr, self._frozen)) or 'none'}: see docs/frozen-models.md",
+            )
+        return await self._frozen[spec.serves].add(spec)
+
+    def pool_of(self, engine: str) -> EnginePool:
+        """The pool that has an engine of this name; the policy's if none has."""
+        return next((pool for pool in self._frozen.values() if pool.engine(engine) is not None), self.pool)
+
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """The engines of the policy, then of each frozen model."""
+        return tuple(engine for pool in (self.pool, *self._frozen.values()) for engine in pool.status())
+
     async def status(self) -> ServiceStatus:
         counts = await self.store.counts()
         return ServiceStatus(
             version=version("outrider"),
             model=self.config.model.name,
+            frozen=tuple(self._frozen),
             sessions={state.value: number for state, number in counts.items()},
             cursor=await self.store.last_cursor(),
             nodes=tuple(self._scheduler.stats()),
-            engines=tuple(self.pool.status()),
+            engines=self.engines(),
             policy=self.pool.policy.status(),
         )
 

@@ -14,8 +14,10 @@ indented code, an emoji."""
 class TokenizerCheck:
     """The engine pool calls it with every engine that is added. Engines that cannot tokenise are accepted."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, frozen: str | None = None) -> None:
+        """`frozen` is the name of a frozen model that the engines serve, None for the policy."""
         self._tokenizer = tokenizer
+        self._frozen = frozen
         self._expected = tokenizer.encode(PROBE)
 
     async def __call__(self, engine: Engine | ChatEngine) -> None:
@@ -26,6 +28,8 @@ class TokenizerCheck:
         if ids is not None and ids != self._expected:
             raise ModelMismatch(
                 f"engine {engine.name!r} tokenises text differently from {self._tokenizer.name_or_path}",
-                field="model.tokenizer",
-                hint="the engine serves another model: attach the right one, or start with its --tokenizer",
+                field="model.tokenizer" if self._frozen is None else "frozen.tokenizer",
+                hint="the engine serves another model: attach the right one, or start with its --tokenizer"
+                if self._frozen is None
+                else f"name the folder of its model as the `tokenizer` of the frozen model {self._frozen!r}",
             )

@@ -5,6 +5,9 @@ It writes nothing. Invariant: the cursor of a page is that of its last group, so
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from heapq import merge
+
 import msgspec
 
 from outrider.concurrency.offload import OffloadThread, Steps
@@ -12,13 +15,16 @@ from outrider.errors import NotFound
 from outrider.schemas import GroupSummary, GroupView, SampleList, SessionView, TurnList, TurnView
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.store.store import Store
-from outrider.tokens.branches.classify import Lineage, lineages
+from outrider.tokens.branches.classify import lineages
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples
 from outrider.trajectory import Sample, Turn, unpack_ids
 
 BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
+
+FROZEN = "frozen"
+"""The kind of a turn of a frozen model, as it is shown. It is none of the kinds of branches, of which some train."""
 
 PAGE_BYTES = 8 << 20
 """Maximum bytes of a page of results, unless its first group is larger."""
@@ -27,9 +33,18 @@ PAGE_BYTES = 8 << 20
 class ViewReader:
     """Views of groups, sessions, turns and samples by id. Raises NotFound for unknown ids."""
 
-    def __init__(self, store: Store, tokenizer: Tokenizer, offload: OffloadThread) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tokenizer: Tokenizer,
+        offload: OffloadThread,
+        *,
+        frozen: Mapping[str, Tokenizer] = {},
+    ) -> None:
+        """`tokenizer` is the policy's, `frozen` are those of frozen models by name."""
         self._store = store
         self._tokenizer = tokenizer
+        self._frozen = frozen
         self._offload = offload
 
     async def group(self, group_id: str, *, samples: bool = False) -> GroupView:
@@ -60,9 +75,22 @@ class ViewReader:
         return session_view(await self._store.session(session_id))
 
     async def turns(self, session_id: str) -> tuple[TurnView, ...]:
-        """The turns of the session's newest attempt."""
+        """The turns of the session's newest attempt, those of frozen models among them."""
         turns = await self._store.turns(session_id)
-        return await self._offload.run(lambda: tuple(map(self._turn_view, turns, lineages(turns))))
+        frozen = await self._store.frozen_turns(session_id)
+
+        def views() -> tuple[TurnView, ...]:
+            own = [
+                _turn_view(turn, self._tokenizer, kind=lineage.kind.value, label=lineage.label, depth=lineage.depth)
+                for turn, lineage in zip(turns, lineages(turns), strict=True)
+            ]
+            others = (
+                [_turn_view(turn, self._frozen.get(model), kind=FROZEN, label="", model=model) for turn in found]
+                for model, found in frozen.items()
+            )
+            return tuple(merge(own, *others, key=lambda view: view.timings.finished))
+
+        return await self._offload.run(views)
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         """The training rows of a session. Raises NotFound while it is not done."""
@@ -81,36 +109,44 @@ class ViewReader:
         turns = await self._store.turns(session.id, result.attempt)
         return await self._offload.run(lambda: tuple(build_samples(turns, result)))
 
-    def _turn_view(self, turn: Turn, lineage: Lineage) -> TurnView:
-        return TurnView(
-            index=turn.index,
-            parent=turn.parent,
-            join=turn.join.value,
-            cause=turn.cause.value if turn.cause else None,
-            forked_from=turn.forked_from,
-            kind=lineage.kind.value,
-            label=lineage.label,
-            depth=lineage.depth,
-            prompt_tokens=turn.prompt_length,
-            output_tokens=len(turn.output_ids) // 4,
-            context=self._tokenizer.decode(unpack_ids(turn.prompt_delta).tolist()),
-            # A turn of a text engine has no ids; its reply has the text.
-            sampled=self._tokenizer.decode(unpack_ids(turn.output_ids).tolist())
-            or (turn.reply.content if turn.reply else ""),
-            finish=turn.finish.value,
-            mode=turn.mode.value,
-            dialect=turn.dialect,
-            engine=turn.engine,
-            tool_calls=len(turn.reply.tool_calls) if turn.reply else 0,
-            malformed_calls=turn.malformed_calls,
-            cached_tokens=turn.cached_tokens,
-            drift_tokens=turn.drift_tokens,
-            versions=turn.versions,
-            sampling=turn.sampling,
-            altered=turn.altered,
-            ignored=turn.ignored,
-            timings=turn.timings,
-        )
+
+def _turn_view(
+    turn: Turn, tokenizer: Tokenizer | None, *, kind: str, label: str, depth: int = 0, model: str | None = None
+) -> TurnView:
+    """`tokenizer` is None for a frozen model that the settings do not have any more."""
+    return TurnView(
+        index=turn.index,
+        parent=turn.parent,
+        model=model,
+        join=turn.join.value,
+        cause=turn.cause.value if turn.cause else None,
+        forked_from=turn.forked_from,
+        kind=kind,
+        label=label,
+        depth=depth,
+        prompt_tokens=turn.prompt_length,
+        output_tokens=len(turn.output_ids) // 4,
+        context=_text(turn.prompt_delta, tokenizer, "\n".join(f"{one.role}: {one.content}" for one in turn.messages)),
+        sampled=_text(turn.output_ids, tokenizer, turn.reply.content if turn.reply else ""),
+        finish=turn.finish.value,
+        mode=turn.mode.value,
+        dialect=turn.dialect,
+        engine=turn.engine,
+        tool_calls=len(turn.reply.tool_calls) if turn.reply else 0,
+        malformed_calls=turn.malformed_calls,
+        cached_tokens=turn.cached_tokens,
+        drift_tokens=turn.drift_tokens,
+        versions=turn.versions,
+        sampling=turn.sampling,
+        altered=turn.altered,
+        ignored=turn.ignored,
+        timings=turn.timings,
+    )
+
+
+def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
+    """The ids as text; `words` where there are none, as in the turns of a text engine, or nothing decodes them."""
+    return tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words
 
 
 def encoding(view: GroupView | SampleList | TurnList) -> Steps[bytes]:

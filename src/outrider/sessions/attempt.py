@@ -16,7 +16,7 @@ from outrider.schemas import NodeStats
 from outrider.spec import TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
-from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
+from outrider.trajectory import FrozenUse, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +50,7 @@ def session_result(
     error: ErrorRecord | None = None,
     harness_exit: HarnessExit | None = None,
     forks: Mapping[str, int] = {},
+    frozen: Mapping[str, FrozenUse] = {},
     seconds: StageSeconds | None = None,
 ) -> SessionResult:
     """How `session` ended, with every token of `turns` counted; `turns` are those of attempt `session.attempt`.
@@ -70,6 +71,7 @@ def session_result(
         harness_exit=harness_exit,
         turns=len(turns),
         forks=counts.forks | dict(forks),
+        frozen=dict(frozen),
         tokens=counts.tokens,
         seconds=seconds or StageSeconds(),
         samples=counts.samples,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -26,9 +27,9 @@ from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, session_result
-from outrider.sessions.calls.call import ModelBackend
-from outrider.sessions.conversation import Conversation
+from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.lanes import Lanes
+from outrider.sessions.models import SessionModels
 from outrider.sessions.resources import NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
 from outrider.store.artifacts import ArtifactStore
@@ -47,6 +48,7 @@ class LocalNode:
         name: str,
         *,
         backend: ModelBackend,
+        frozen: Sequence[FrozenModel] = (),
         store: Store,
         artifacts: ArtifactStore,
         lanes: Lanes,
@@ -56,6 +58,7 @@ class LocalNode:
     ) -> None:
         self.name = name
         self.backend = backend
+        self._frozen = tuple(frozen)
         self._store = store
         self._artifacts = artifacts
         self._lanes = lanes
@@ -65,7 +68,7 @@ class LocalNode:
         self._held = AsyncExitStack()
         self._background = asyncio.TaskGroup()
         """Sweeps, warm sandboxes, and sandboxes for grading while they start."""
-        self._conversations: dict[str, Conversation] = {}
+        self._models: dict[str, SessionModels] = {}
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as held:
@@ -84,6 +87,7 @@ class LocalNode:
             warm_pool = await held.enter_async_context(WarmPool(sandboxes, self._warm_limits))
             self._services = NodeServices(
                 model=self.backend,
+                frozen=self._frozen,
                 store=self._store,
                 artifacts=ArtifactCollector(self._artifacts),
                 lanes=self._lanes,
@@ -109,14 +113,14 @@ class LocalNode:
         """Sandboxes that are made within this block reach the model gateway at `url`; see `Sandboxes.gateway_at`."""
         return self._services.sandboxes.gateway_at(url)
 
-    def conversation(self, key: str) -> Conversation | None:
-        """The conversation a credential belongs to, while its run lasts."""
-        return self._conversations.get(key)
+    def models(self, key: str) -> SessionModels | None:
+        """The models that a credential gives access to, while its run lasts."""
+        return self._models.get(key)
 
     def stats(self) -> NodeStats:
         return NodeStats(
             name=self.name,
-            sessions=len(self._conversations),
+            sessions=len(self._models),
             capacity=self._lanes.capacity,
             lanes=self._lanes.stats(),
             resources=self._resources.stats(),
@@ -129,11 +133,11 @@ class LocalNode:
         key = secrets.token_urlsafe(24)
         try:
             rollout = Rollout(attempt, key, self._services)
-            self._conversations[key] = rollout.conversation
+            self._models[key] = rollout.models
             return await rollout.run()
         except Exception as error:  # such as that of a record that cannot be read back
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed unexpectedly", attempt.name)
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))
         finally:
-            self._conversations.pop(key, None)
+            self._models.pop(key, None)

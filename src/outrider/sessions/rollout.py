@@ -20,7 +20,7 @@ from outrider.concurrency.watchdog import Watchdog, Witness
 from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, record_of, storable
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.factory import make_evaluator
-from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ProgramExit
+from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ModelRefused, ProgramExit
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import plugin_code
@@ -28,14 +28,16 @@ from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import WarmPool
 from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, session_result
-from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
-from outrider.sessions.conversation import Conversation, ConversationClient
+from outrider.sessions.conversation import Conversation
 from outrider.sessions.grading import Grading, mark_inside_failures
 from outrider.sessions.lanes import Lanes
+from outrider.sessions.models import InProcessClient, SessionModels
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.transcript import transcript
+from outrider.spec import Sampling
 from outrider.store.store import Store
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
@@ -53,6 +55,7 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     """What all rollouts of a node share."""
 
     model: ModelBackend
+    frozen: tuple[FrozenModel, ...] = ()
     store: Store
     artifacts: ArtifactCollector
     lanes: Lanes
@@ -104,9 +107,12 @@ class Rollout:
             limits=attempt.task.limits,
             sampling=attempt.task.sampling,
             history=attempt.task.history,
-            record=lambda turn: node.store.add_turn(attempt.session.id, attempt.session.attempt, turn),
+            record=partial(node.store.add_turn, attempt.session.id, attempt.session.attempt),
             # No reference to this rollout: in a cycle, a token tree of megabytes would wait for the garbage collector.
             on_limit=self._at_limit.cut,
+        )
+        self.models = SessionModels(
+            self.conversation, {model.backend.model: _talk_to(model, attempt, node.store) for model in node.frozen}
         )
 
     async def run(self) -> SessionResult:
@@ -129,6 +135,7 @@ class Rollout:
             error=ending.error,
             harness_exit=ending.harness_exit,
             forks={cause.value: number for cause, number in self.conversation.tree.forks.items()},
+            frozen=self.models.frozen_use(),
             seconds=StageSeconds(**self._stopwatch.seconds),
         )
         return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
@@ -158,7 +165,7 @@ class Rollout:
                         self._task.runtime, self._session.id, self._session.attempt, mounts=mounts
                     )
                     held.push_async_callback(sandbox.stop)
-                    held.push_async_callback(self.conversation.close)  # no call outlives the agent's sandbox
+                    held.push_async_callback(self.models.close)  # no call outlives the agent's sandbox
                     context = await self._ready(sandbox, harness)
             except TimeoutError:
                 return Ending(reason=self._out_of_time())
@@ -193,7 +200,7 @@ class Rollout:
             task=self._task,
             runtime=runtime,
             endpoint=ModelEndpoint(base_url=f"{runtime.endpoint}/s/{self._key}", api_key=self._key, model=model),
-            model=ConversationClient(self.conversation),
+            model=InProcessClient(self.models),
         )
         await harness.install(context)
         return context
@@ -213,9 +220,10 @@ class Rollout:
                         self._check_harm(stalls, error)
                         raise
                     await self._collect(sandbox)
-                if self.conversation.broken is not None:  # perhaps by the last call, which was cut off
-                    raise self.conversation.broken
-                if self.conversation.hung_up or ended.reason in ENDED_BADLY:
+                if self.models.broken is not None:  # perhaps by the last call, which was cut off
+                    raise self.models.broken
+                self._check_frozen(ended.outcome.log_tail)
+                if self.models.hung_up or ended.reason in ENDED_BADLY:
                     self._check_harm(stalls)
                 return ended
         except OutriderError as error:
@@ -241,6 +249,11 @@ class Rollout:
             return AgentRun(reason=reason, outcome=HarnessOutcome())
         except LimitReached as reached:  # in-process agents let it out
             return AgentRun(reason=reached.reason, outcome=HarnessOutcome())
+        except ModelRefused as refused:
+            if not self.conversation.replies:
+                raise
+            outcome = HarnessOutcome(log_tail=refused.message, exit_code=1)
+            return AgentRun(reason=StopReason.NONZERO_EXIT, outcome=outcome)
         except OutriderError as error:
             code = error.exit_code if isinstance(error, ProgramExit) else 0
             outcome = HarnessOutcome(log_tail=error.log_tail or "", exit_code=code)
@@ -264,6 +277,7 @@ class Rollout:
 
         Raises the failure of the newest model call, with the end of the agent's log.
         """
+        self._check_frozen(log_tail)
         if self.conversation.limit is not None:
             return self.conversation.limit
         if isinstance(self.conversation.failure, ContextOverflow):
@@ -273,9 +287,16 @@ class Rollout:
             raise self.conversation.failure
         return None
 
+    def _check_frozen(self, log_tail: str | None) -> None:
+        """Raise the failure of a frozen model's engine, however the agent took it: what an agent does without its judge
+        or its user says nothing about the policy."""
+        if (failure := self.models.frozen_failure) is not None:
+            failure.log_tail = log_tail
+            raise failure
+
     async def _out_of_agent_time(self) -> StopReason:
         """What the agent did by then is graded, unless a model call had failed or none was ever answered."""
-        await self.conversation.close()  # a call in flight is recorded first: it counts as a turn
+        await self.models.close()  # a call in flight is recorded first: it counts as a turn
         if self.conversation.failure is None and self.conversation.turns:
             return StopReason.AGENT_TIMEOUT
         if (ended := self._ended_by_model(None)) is not None:
@@ -308,7 +329,7 @@ class Rollout:
 
     async def _collect(self, sandbox: Sandbox) -> None:
         """End the agent's calls, and keep the artifacts that it left."""
-        await self.conversation.close()
+        await self.models.close()
         self._stopwatch.lap("run")
         session = self._session
         await self._node.artifacts.collect(sandbox.runtime, self._task, session.id, session.attempt)
@@ -339,3 +360,19 @@ class Rollout:
 
     async def _turns(self, *, images: bool = False) -> list[Turn]:
         return await self._node.store.turns(self._session.id, self._session.attempt, images=images)
+
+
+def _talk_to(model: FrozenModel, attempt: Attempt, store: Store) -> Conversation:
+    """An attempt's conversation with a frozen model. It is sampled as the agent asks, for the task's sampling is the
+    policy's; and its history is what its chat template shows, for no ids of it are trained on."""
+    session, name = attempt.session, model.backend.model
+    return Conversation(
+        model.backend,
+        session_key=f"{attempt.name}-{name}",
+        sample_index=session.sample_index,
+        limits=model.limits,
+        sampling=Sampling(),
+        history="template",
+        record=partial(store.add_turn, session.id, session.attempt, model=name),
+        frozen=name,
+    )

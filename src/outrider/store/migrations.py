@@ -154,6 +154,17 @@ MIGRATIONS: Migrations = (
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
         _move_images,
     ),
+    (
+        # Beside the policy's turns and not among them, so that nothing that trains can read them by mistake.
+        """CREATE TABLE frozen_turns (
+            session_id TEXT NOT NULL REFERENCES sessions (id),
+            attempt INTEGER NOT NULL,
+            model TEXT NOT NULL,
+            turn_index INTEGER NOT NULL,
+            turn {blob} NOT NULL,
+            PRIMARY KEY (session_id, attempt, model, turn_index)
+        )""",
+    ),
 )
 
 

@@ -33,6 +33,9 @@ MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING,
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
+ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
+    SELECT id, attempt, ?, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
+    ON CONFLICT DO NOTHING"""
 
 
 class Store:
@@ -218,16 +221,18 @@ class Store:
         sql = "UPDATE sessions SET lease_until = ? WHERE node = ? AND lease_until IS NOT NULL"
         await self._db.write(lambda tx: tx.execute(sql, (lease_until, node)))
 
-    async def add_turn(self, session_id: str, attempt: int, turn: Turn) -> None:
+    async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
         """Store a turn of an attempt under way. Raises Conflict if the attempt already has a turn of that index.
 
-        The bytes of its images are stored apart from it, once for each digest over all sessions.
+        `model` is the frozen model that sampled it; the turns of each count from 0, apart from the policy's. The bytes
+        of its images are stored apart from it, once for each digest over all sessions.
         """
         taken = split(turn)
         packed = rows.pack(taken.turn)
 
         def body(tx: Connection) -> None:
-            if not tx.execute(ADD_TURN, (turn.index, packed, session_id, attempt)):
+            row = (turn.index, packed, session_id, attempt)
+            if not (tx.execute(ADD_TURN, row) if model is None else tx.execute(ADD_FROZEN_TURN, (model, *row))):
                 _under_way(tx, session_id, attempt)
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             insert_images(tx, taken.images)
@@ -244,6 +249,19 @@ class Store:
 
         found = [rows.turn_from(packed) for packed in await self._db.read(body)]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
+
+    async def frozen_turns(self, session_id: str, attempt: int | None = None) -> dict[str, list[Turn]]:
+        """The turns of frozen models in one attempt (default: the newest), by model, each by index."""
+        sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
+
+        def body(tx: Connection) -> list[tuple[str, bytes]]:
+            newest = _find_session(tx, session_id).attempt
+            return [(row[0], row[1]) for row in tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
+
+        found: dict[str, list[Turn]] = {}
+        for model, packed in await self._db.read(body):
+            found.setdefault(model, []).append(rows.turn_from(packed))
+        return found
 
     async def image(self, digest: str) -> Image:
         """An image in a stored turn, with its bytes. If the same bytes came with several media types, the first."""

@@ -18,6 +18,7 @@ from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
 from outrider.engines.pool.pool import EnginePool
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
+from outrider.sessions.models import SessionModels
 from outrider.spec import Limits, Sampling
 from outrider.testing.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.renderer import History, Renderer, make_renderer
@@ -88,9 +89,10 @@ class Stage:
         self.turns = turns
         self.application = Gateway(self)
         self._conversation = conversation
+        self._models = SessionModels(conversation)
 
-    def conversation(self, key: str) -> Conversation | None:
-        return self._conversation if key == self.key else None
+    def models(self, key: str) -> SessionModels | None:
+        return self._models if key == self.key else None
 
     async def close(self) -> None:
         await self._conversation.close()

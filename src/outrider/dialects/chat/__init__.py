@@ -5,14 +5,16 @@ It knows no token and no transport. Invariant: a streamed reply and a whole repl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
-from outrider.dialects.chat.reply import models_object, reply_object
+from outrider.dialects.chat.reply import model_object, reply_object
 from outrider.dialects.chat.request import parse_request
 from outrider.dialects.chat.stream import ChatStream
 from outrider.dialects.errors import openai_error
-from outrider.dialects.json import quoted
+from outrider.dialects.json import named_model, quoted
 from outrider.errors import NotFound, OutriderError
 
 MODEL = "/v1/models/"
@@ -30,6 +32,9 @@ class ChatDialect:
             return Action.MODEL
         return ROUTES.get((call.method, call.path))
 
+    def model(self, call: WireCall, body: bytes) -> str | None:
+        return named_model(body)
+
     def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         return parse_request(body, memory)
 
@@ -45,11 +50,11 @@ class ChatDialect:
     def error(self, error: OutriderError) -> tuple[int, bytes]:
         return error.http_status, msgspec.json.encode(openai_error(error))
 
-    def models(self, call: WireCall, names: list[str], context_tokens: int | None) -> bytes:
-        listed = models_object(names, context_tokens)
+    def models(self, call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
         if not call.path.startswith(MODEL):
-            return msgspec.json.encode(listed)
+            listed = [model_object(*named) for named in contexts.items()]
+            return msgspec.json.encode({"object": "list", "data": listed})
         wanted = call.path.removeprefix(MODEL)
-        if wanted not in names:
+        if wanted not in contexts:
             raise NotFound(f"the model {quoted(wanted)} does not exist", field="model")
-        return msgspec.json.encode(listed["data"][names.index(wanted)])
+        return msgspec.json.encode(model_object(wanted, contexts[wanted]))

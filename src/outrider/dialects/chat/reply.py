@@ -115,10 +115,7 @@ def ids_json(ids: Ids | None) -> msgspec.Raw | None:
     return msgspec.Raw(orjson.dumps(packed, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-def models_object(names: list[str], context_tokens: int | None) -> dict[str, Any]:
-    """The `/v1/models` list; `max_model_len` is left out where the context's size is not known."""
+def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
+    """One model; `max_model_len` is left out where the context's size is not known."""
     context = {} if context_tokens is None else {"max_model_len": context_tokens}
-    return {
-        "object": "list",
-        "data": [{"id": name, "object": "model", "created": 0, "owned_by": OWNER, **context} for name in names],
-    }
+    return {"id": name, "object": "model", "created": 0, "owned_by": OWNER, **context}

@@ -8,6 +8,8 @@ for a client that sends its key the Google way.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
@@ -46,6 +48,9 @@ class GeminiDialect:
             raise NotFound(f"{call.method} {call.path} is not served here")
         return action
 
+    def model(self, call: WireCall, body: bytes) -> str | None:
+        return _method(_resource(call) or "").model
+
     def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         method = _method(_resource(call) or "")
         if METHODS.get(method.verb) is Action.COUNT_TOKENS:
@@ -67,14 +72,14 @@ class GeminiDialect:
     def error(self, error: OutriderError) -> tuple[int, bytes]:
         return error.http_status, msgspec.json.encode(error_object(error))
 
-    def models(self, call: WireCall, names: list[str], context_tokens: int | None) -> bytes:
+    def models(self, call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
         resource = _resource(call) or ""
         if not resource.startswith(RESOURCE):
-            return msgspec.json.encode({"models": [model_object(name, context_tokens) for name in names]})
+            return msgspec.json.encode({"models": [model_object(*named) for named in contexts.items()]})
         wanted = _model_name(resource)
-        if wanted not in names:
+        if wanted not in contexts:
             raise NotFound(f"the model {quoted(wanted)} does not exist", field="name")
-        return msgspec.json.encode(model_object(wanted, context_tokens))
+        return msgspec.json.encode(model_object(wanted, contexts[wanted]))
 
 
 class _Method(msgspec.Struct, frozen=True):

@@ -5,10 +5,12 @@ It knows no token and no transport. Invariant: a streamed reply and a whole repl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
-from outrider.dialects.json import quoted
+from outrider.dialects.json import named_model, quoted
 from outrider.dialects.messages.reply import error_object, model_object, models_object, reply_object
 from outrider.dialects.messages.request import parse_request
 from outrider.dialects.messages.stream import MessagesStream
@@ -40,6 +42,9 @@ class MessagesDialect:
                 return Action.MODEL
         return None
 
+    def model(self, call: WireCall, body: bytes) -> str | None:
+        return named_model(body)
+
     def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         return parse_request(call, body, memory, generate=call.path != COUNT_TOKENS)
 
@@ -55,10 +60,10 @@ class MessagesDialect:
     def error(self, error: OutriderError) -> tuple[int, bytes]:
         return error.http_status, msgspec.json.encode(error_object(error))
 
-    def models(self, call: WireCall, names: list[str], context_tokens: int | None) -> bytes:
+    def models(self, call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
         if call.path == MODELS:
-            return msgspec.json.encode(models_object(names, context_tokens))
+            return msgspec.json.encode(models_object(contexts))
         wanted = call.path.removeprefix(f"{MODELS}/")
-        if wanted not in names:
+        if wanted not in contexts:
             raise NotFound(f"model: {quoted(wanted)} does not exist", field="model")
-        return msgspec.json.encode(model_object(wanted, context_tokens))
+        return msgspec.json.encode(model_object(wanted, contexts[wanted]))

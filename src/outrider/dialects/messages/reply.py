@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -165,11 +166,11 @@ def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
     }
 
 
-def models_object(names: list[str], context_tokens: int | None) -> dict[str, Any]:
+def models_object(contexts: Mapping[str, int | None]) -> dict[str, Any]:
     """The list of models, always in one page."""
     return {
-        "data": [model_object(name, context_tokens) for name in names],
+        "data": [model_object(*named) for named in contexts.items()],
         "has_more": False,
-        "first_id": names[0] if names else None,
-        "last_id": names[-1] if names else None,
+        "first_id": next(iter(contexts), None),
+        "last_id": next(reversed(tuple(contexts)), None),
     }

@@ -6,10 +6,13 @@ response can be continued (`previous_response_id`); it cannot be fetched or dele
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
 from outrider.dialects.errors import openai_error
+from outrider.dialects.json import named_model
 from outrider.dialects.responses.reply import (
     ResponsesContext,
     finished,
@@ -40,6 +43,9 @@ class ResponsesDialect:
             )
         return action
 
+    def model(self, call: WireCall, body: bytes) -> str | None:
+        return named_model(body)
+
     def parse(self, call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         return parse_request(call, body, memory, generate=call.path != COUNT)
 
@@ -59,5 +65,5 @@ class ResponsesDialect:
     def error(self, error: OutriderError) -> tuple[int, bytes]:
         return error.http_status, msgspec.json.encode(openai_error(error))
 
-    def models(self, call: WireCall, names: list[str], context_tokens: int | None) -> bytes:
+    def models(self, call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
         raise NotFound("models are listed in the Chat dialect")

@@ -47,10 +47,18 @@ class Member:
     """The pool's record of one engine. `owned` engines are closed by the pool. `suspect` says what the engine sent that
     cannot be true, and is None while it is trusted; `misbehaved` counts how often that happened. `paused`: it was told
     to pause and not yet to go on. `behind`: it answers, and serves nobody, for its weights are older than the policy.
+    `model` is the frozen model that it serves, None for the policy.
     """
 
     def __init__(
-        self, engine: Engine | ChatEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
+        self,
+        engine: Engine | ChatEngine,
+        health: EngineHealth,
+        *,
+        kind: str,
+        url: str | None,
+        owned: bool,
+        model: str | None = None,
     ) -> None:
         self.engine = engine
         self.name = engine.name
@@ -60,6 +68,7 @@ class Member:
         self.kind = kind
         self.url = url
         self.owned = owned
+        self.model = model
         self.ok = True
         self.detail = ""
         self.draining = False
@@ -126,6 +135,7 @@ class Member:
         return EngineStatus(
             name=self.name,
             kind=self.kind,
+            serves=self.model,
             url=self.url,
             mode=self.engine.mode,
             ok=self.ok,

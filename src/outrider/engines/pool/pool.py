@@ -116,17 +116,20 @@ class PoolReply(Generic[T]):
 
 
 class EnginePool:
-    """The engines of a service; enter it with `async with`.
+    """The engines of one model; enter it with `async with`.
 
-    `tokenizer` is handed to engines made from a spec; ids outside of `vocabulary` are taken from none; `text` makes a
-    decoder of their ids, for stop strings in generations that a pause has cut in two. `check` may
-    refuse an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is
-    how many seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
+    `serves` is the name of a frozen model, None for the policy. Pools that share the set `claimed` have no two engines
+    of one name. `tokenizer` is handed to engines made from a spec; ids outside of `vocabulary` are taken from none;
+    `text` makes a decoder of their ids, for stop strings in generations that a pause has cut in two. `check` may refuse
+    an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is how many
+    seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
     """
 
     def __init__(
         self,
         *,
+        serves: str | None = None,
+        claimed: set[str] | None = None,
         tokenizer: str | None = None,
         vocabulary: Vocabulary = ANY_IDS,
         text: Callable[[], TextStream] | None = None,
@@ -134,6 +137,7 @@ class EnginePool:
         patience: float = 60.0,
         probing: Backoff = PROBING,
     ) -> None:
+        self._serves = serves
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._text = text
@@ -141,7 +145,8 @@ class EnginePool:
         self._patience = patience
         self._probing = probing
         self._members: dict[str, Member] = {}
-        self._joining: set[str] = set()
+        self._claimed = set() if claimed is None else claimed
+        """The names of engines, of those that are joining, too."""
         self._affinity = Affinity()
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -169,9 +174,8 @@ class EnginePool:
     async def add(self, spec: EngineSpec) -> EngineStatus:
         """Make, start and admit an engine. Raises InvalidField for a bad spec, Conflict for a name in use,
         EngineUnavailable for a dead engine, and what `check` raises."""
-        taken = self._members.keys() | self._joining
-        numbered = (f"{spec.kind}-{number}" for number in range(len(taken) + 1))
-        name = spec.name or next(free for free in numbered if free not in taken)
+        numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
+        name = spec.name or next(free for free in numbered if free not in self._claimed)
         make = plugins.resolve("engine", spec.kind, field="kind")
         self._claim(name)
         try:
@@ -193,7 +197,7 @@ class EnginePool:
                 await shielded(engine.close)
                 raise
         finally:
-            self._joining.discard(name)
+            self._unclaim(name)
 
     async def add_engine(self, engine: AnyEngine, *, kind: str = "in-process") -> EngineStatus:
         """Admit an engine that its maker has started and will close."""
@@ -201,7 +205,7 @@ class EnginePool:
         try:
             return self._admit(engine, await self._vet(engine), kind=kind, url=None, owned=False)
         finally:
-            self._joining.discard(engine.name)
+            self._unclaim(engine.name)
 
     def engine(self, name: str) -> AnyEngine | None:
         """The engine of that name, if there is one."""
@@ -239,6 +243,7 @@ class EnginePool:
             member.detail = "removed with generations in flight"
         finally:
             self._members.pop(name, None)
+            self._unclaim(name)
             await shielded(lambda: self.policy.leave((member,)))
             if member.owned:
                 await shielded(member.engine.close)
@@ -379,8 +384,9 @@ class EnginePool:
                 await self.policy.gate.opened()
                 return await self._engine_for(session_key, kinds)
             troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
+            what = "this request" if self._serves is None else f"a request to the frozen model {self._serves!r}"
             raise EngineUnavailable(
-                f"no engine to serve this request within {self._patience:g} s" + (f" ({troubles})" if troubles else ""),
+                f"no engine to serve {what} within {self._patience:g} s" + (f" ({troubles})" if troubles else ""),
                 hint="attach an engine, or look at the state of those attached",
             ) from None
 
@@ -400,7 +406,7 @@ class EnginePool:
     def _admit(
         self, engine: AnyEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
     ) -> EngineStatus:
-        member = Member(engine, health, kind=kind, url=url, owned=owned)
+        member = Member(engine, health, kind=kind, url=url, owned=owned, model=self._serves)
         self._members[member.name] = member
         if not health.ok:
             member.detail = health.detail
@@ -512,9 +518,14 @@ class EnginePool:
         return member
 
     def _claim(self, name: str) -> None:
-        if name in self._members or name in self._joining:
+        if name in self._claimed:
             raise Conflict(f"there is an engine {name!r} already", field="name")
-        self._joining.add(name)
+        self._claimed.add(name)
+
+    def _unclaim(self, name: str) -> None:
+        """Give the name of an engine back that has not joined, or has left."""
+        if name not in self._members:
+            self._claimed.discard(name)
 
     def _notify(self) -> None:
         """Wake every request that waits for an engine."""

@@ -17,6 +17,7 @@ from outrider.engines.pool.pool import EnginePool, PoolReply
 from outrider.messages import Delta
 from outrider.sessions.calls.body_limits import Intake
 from outrider.sessions.calls.token_allowance import Share
+from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
 
@@ -26,8 +27,8 @@ T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """What the conversations of a node share: the policy and how it is rendered and served, the memory for requests
-    that arrive, and the thread for long work on them."""
+    """What a node's conversations with one model share: how it is rendered and served, and, over all models, the memory
+    for requests that arrive and the thread for long work on them."""
 
     renderer: Renderer
     pool: EnginePool
@@ -35,6 +36,13 @@ class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int | None = None
     intake: Intake = msgspec.field(default_factory=Intake)
     offload: OffloadThread = msgspec.field(default_factory=OffloadThread)
+
+
+class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model beside the policy that is never trained. `limits` holds its turns and tokens for one attempt."""
+
+    backend: ModelBackend
+    limits: Limits
 
 
 class Call(Protocol):

@@ -15,21 +15,24 @@ from outrider.lifecycle import StopReason
 
 
 class LimitReached(RequestError):
-    """A call was refused because the session has used up its turns or tokens, or calls under way will have."""
+    """A call was refused because the session has used up its turns or tokens of `model`, or calls under way will have.
+    None is the policy."""
 
     code = "limit_reached"
     http_status = 429
 
-    def __init__(self, reason: StopReason) -> None:
-        super().__init__(f"this session has reached its limit: {reason.value}")
+    def __init__(self, reason: StopReason, model: str | None = None) -> None:
+        of = "" if model is None else f" of the frozen model {model!r}"
+        super().__init__(f"this session has reached its limit{of}: {reason.value}")
         self.reason = reason
 
 
 class Allowance:
     """`sampled` counts the tokens of all calls so far, those that are running included."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, model: str | None = None) -> None:
         self.sampled = 0
+        self._model = model
         self._limit = tokens
         self._free = tokens
         self._running = 0
@@ -49,7 +52,7 @@ class Allowance:
                 self._returned.clear()
                 await self._returned.wait()
             if not self._free:
-                raise LimitReached(StopReason.MAX_TOKENS)
+                raise LimitReached(StopReason.MAX_TOKENS, self._model)
             self._running += 1
             return Share(self, self._take_free(promised))
 

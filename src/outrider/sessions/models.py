@@ -1,0 +1,149 @@
+"""The models that one session attempt can call: the policy, and the frozen models beside it, each in a conversation of
+its own.
+
+It knows no HTTP and no engine. Invariant: what a frozen model is asked and says is no part of the policy's
+conversation, and uses up none of its limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+
+import msgspec
+
+from outrider.concurrency.offload import Steps
+from outrider.dialects.base import AskedSampling, Completion, Dialect, ModelRequest, WireCall
+from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError
+from outrider.harnesses.base import ModelRefused
+from outrider.messages import Message, ParsedMessages, ToolSpec
+from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, Capacity
+from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.conversation import Conversation
+from outrider.trajectory import FrozenUse
+
+
+class SessionModels:
+    """The conversations of an attempt: with the policy, and with each frozen model by its name. `bodies` are those of
+    all their calls, and `under_way` is how many calls are not answered yet: whoever receives them counts."""
+
+    def __init__(self, policy: Conversation, frozen: Mapping[str, Conversation] = {}) -> None:
+        self.policy = policy
+        self.bodies = Bodies(policy.backend.intake)
+        self.under_way = 0
+        self._frozen = frozen
+        self._all = (policy, *frozen.values())
+
+    async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
+        """Receive a request to any of the models. Raises as `Conversation.receive`."""
+        if not self._frozen:
+            return await self.policy.receive(body, parts)
+        return await body.received(parts, _any_capacity)  # which model's capacity counts is known when it is here
+
+    async def called(self, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
+        """The conversation that a request belongs to: a frozen model's for exactly its name, else the policy's, for
+        programs have names of their own for the model that they use. Raises TooLarge."""
+        if not self._frozen:
+            return self.policy
+
+        def steps() -> Steps[str | None]:
+            if len(received) > LARGE:
+                yield from _ANY.checking(received)
+            yield len(received)
+            return dialect.model(call, received)
+
+        name = await self.policy.backend.offload.run_steps(steps())
+        return self.policy if name is None else self._frozen.get(name, self.policy)
+
+    def named(self, name: str | None) -> Conversation:
+        """The conversation with a model that is served under this name; None is the policy. Raises NotFound."""
+        if name is None or name == self.policy.backend.model:
+            return self.policy
+        if name not in self._frozen:
+            known = ", ".join(map(repr, (self.policy.backend.model, *self._frozen)))
+            raise NotFound(f"no model {name!r} is served", field="model", hint=f"the models are {known}")
+        return self._frozen[name]
+
+    async def contexts(self) -> dict[str, int | None]:
+        """The context length of each model by its name; None where it is not known. Waits for an engine of the policy,
+        as `Conversation.context_tokens` does, and for no other."""
+        found = {self.policy.backend.model: await self.policy.context_tokens()}
+        for name, conversation in self._frozen.items():
+            backend = conversation.backend
+            reported = (engine.context_tokens for engine in backend.pool.status())
+            found[name] = backend.context_tokens or next(filter(None, reported), None)
+        return found
+
+    @property
+    def broken(self) -> OutriderError | None:
+        """What broke the record of a turn."""
+        return next((one.broken for one in self._all if one.broken is not None), None)
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether a client has given up a call."""
+        return any(one.hung_up for one in self._all)
+
+    @property
+    def frozen_failure(self) -> OutriderError | None:
+        """The engine's error of a frozen model's newest call. A prompt that was too long is the caller's fault."""
+        failures = (one.failure for one in self._frozen.values())
+        return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
+
+    def frozen_use(self) -> dict[str, FrozenUse]:
+        """What was used of each frozen model that was called."""
+        return {name: FrozenUse(turns=one.turns, tokens=one.sampled) for name, one in self._frozen.items() if one.turns}
+
+    async def close(self) -> None:
+        """End the run: later calls are refused, those in flight are cut off and recorded. Idempotent."""
+        for one in self._all:
+            one.end()
+        async with AsyncExitStack() as stack:
+            for one in self._all:
+                stack.push_async_callback(one.close)
+
+
+class InProcessClient:
+    """`harnesses.base.ModelClient` for agents that run in this process: calls of the conversations, without HTTP.
+
+    Such a call is admitted, recorded and limited like one that comes through the gateway. It hides the conversations'
+    other methods from the agent.
+    """
+
+    def __init__(self, models: SessionModels) -> None:
+        self._models = models
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        model: str | None = None,
+    ) -> Message:
+        conversation = self._models.named(model)
+        request = ModelRequest(
+            model=conversation.backend.model,
+            messages=ParsedMessages(tuple(messages)),
+            tools=tuple(tools),
+            tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
+            sampling=AskedSampling(max_tokens=max_tokens, stop=tuple(stop)),
+        )
+        try:
+            async with aclosing(conversation.call(request, dialect="inprocess")) as batches:
+                async for steps in batches:
+                    if isinstance(steps[-1], Completion):
+                        return steps[-1].reply
+        except (LimitReached, ContextOverflow) as error:
+            if conversation is self._models.policy:
+                raise
+            raise ModelRefused(error.message, hint=error.hint) from error
+        raise EngineUnavailable("the model call ended without a reply")
+
+
+_ANY = Capacity(None, images=True)
+
+
+async def _any_capacity() -> Capacity:
+    return _ANY
