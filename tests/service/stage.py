@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Self
 
@@ -76,6 +76,7 @@ def a_stage() -> Iterator[Stage]:
 class Actor:
     """An agent that carries out the steps in `do`, after those of `init`:
 
+    consult MODEL: a call of a frozen model · consult MODEL quietly: its errors are swallowed ·
     ask: a model call · ask quietly: its errors are swallowed · leave: go on while one is under way · wait PLACE: until
     the test opens it · crash: raise · crash at COUNT: raise in the first attempts only · oddly HOW: raise one of ODD ·
     break: the sandbox is gone · sleep SECONDS · pass SECONDS: of the event loop's clock, at once · run COMMAND: in the
@@ -103,6 +104,10 @@ class Actor:
         match verb:
             case "ask":
                 await self._ask(context, quietly=rest == "quietly")
+            case "consult":
+                model, _, how = rest.partition(" ")
+                with suppress(*((EngineError, RequestError) if how == "quietly" else ())):
+                    await context.model.chat([Message(role=Role.USER, content="what is it worth?")], model=model)
             case "leave":
                 self._left = asyncio.create_task(context.model.chat(self._messages))
                 self._left.add_done_callback(lambda call: call.cancelled() or call.exception())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -36,8 +37,10 @@ TEXT = (
 )
 
 
-def make_tokenizer() -> tokenizers.Tokenizer:
-    """Every byte is a token, so any text encodes; special tokens have ids 0 to 8 in the order above."""
+def make_tokenizer(
+    special_tokens: Sequence[str] = SPECIAL_TOKENS, text: Sequence[str] = TEXT, vocab_size: int = 512
+) -> tokenizers.Tokenizer:
+    """Every byte is a token, so any text encodes; special tokens have ids from 0 in the order given."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,12 +50,12 @@ def make_tokenizer() -> tokenizers.Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
+        vocab_size=vocab_size,
         show_progress=False,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.train_from_iterator(text, trainer)
     return tokenizer
 
 
@@ -67,4 +70,12 @@ def write_tokenizer(folder: Path) -> Path:
     """Write tokenizer.json into `folder`, which is made where missing; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(_written()[0], encoding="utf-8")
+    return folder
+
+
+def write_other_tokenizer(folder: Path) -> Path:
+    """Another model's: the same special tokens with other ids, and other tokens of text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = make_tokenizer(SPECIAL_TOKENS[::-1], ("a judge's verdict: the argument is good, the score is high",), 320)
+    (folder / "tokenizer.json").write_text(made.to_str(), encoding="utf-8")
     return folder

@@ -160,7 +160,9 @@ def serve(
     }
     settings = load_config(flags, file=config)
     if settings.model.tokenizer is None:  # then it is that of the first embedded engine
-        folder = next((each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None)
+        folder = next(
+            (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
+        )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"

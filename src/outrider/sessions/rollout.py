@@ -363,8 +363,8 @@ class Rollout:
 
 
 def _talk_to(model: FrozenModel, attempt: Attempt, store: Store) -> Conversation:
-    """An attempt's conversation with a frozen model. It is sampled as the agent asks, for the task's sampling is the
-    policy's; and its history is what its chat template shows, for no ids of it are trained on."""
+    """An attempt's conversation with a frozen model. It is sampled as the agent asks: the task's sampling is the
+    policy's."""
     session, name = attempt.session, model.backend.model
     return Conversation(
         model.backend,
@@ -372,7 +372,7 @@ def _talk_to(model: FrozenModel, attempt: Attempt, store: Store) -> Conversation
         sample_index=session.sample_index,
         limits=model.limits,
         sampling=Sampling(),
-        history="template",
+        history=attempt.task.history,
         record=partial(store.add_turn, session.id, session.attempt, model=name),
         frozen=name,
     )
