@@ -9,16 +9,19 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from engines.upstream import Answer, upstream
 from outrider.config import FrozenConfig
 from outrider.engines.base import EngineOptions
 from outrider.errors import Conflict, InvalidField, ModelMismatch
 from outrider.lifecycle import StopReason
+from outrider.relay import Worker
 from outrider.service.assembly import open_service
 from outrider.service.service import Service
 from outrider.spec import EngineSpec, PolicyUpdateSpec
 from outrider.testing.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FrozenUse, Sample, VersionSpan, unpack_ids, unpack_logprobs
+from support.relay import AT_ONCE
 from support.tokenizer import write_other_tokenizer
 
 from .conftest import MakeWorld
@@ -187,6 +190,7 @@ async def test_a_reply_in_flight_is_cut_off_and_recorded_with_its_session(world:
         (session,) = (await w.done(submitted.id)).sessions
         [turn] = (await w.service.store.frozen_turns(session.id))["judge"]
         assert (turn.finish, len(turn.output_ids) // 4) == ("abort", 3)
+        assert result_of(session).frozen == {"judge": FrozenUse(turns=1, tokens=3)}
         assert w.service.engines()[1].in_flight == 0
 
 
@@ -301,3 +305,40 @@ async def test_an_engine_in_a_models_own_list_serves_no_other(tmp_path: Path, to
         async with open_service(config(tmp_path, tokenizer, frozen=(wrong,))):
             pass
     assert caught.value.field == "frozen.0.engines"
+
+
+async def test_a_hosted_judge_has_its_own_key_and_gives_text(world: MakeWorld) -> None:
+    """It needs no tokenizer: its words are recorded, and nothing of it has ids."""
+    said = {"choices": [{"index": 0, "delta": {"content": "The score is high."}, "finish_reason": "stop"}]}
+    usage = {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 5}}
+    async with upstream(Answer(events=[said, usage]), pages={"/v1/models": {"data": [{"id": "big"}]}}) as (url, hosted):
+        options = {"api_key": "the judge's own", "ids": False}
+        spec = EngineSpec(kind="openai", name="hosted", url=f"{url}/v1", model="big", options=options)
+        async with world(frozen=(FrozenConfig(name="judge", engines=(spec,), response_tokens=9),)) as w:
+            session = await w.run("ask", "consult judge", "consult judge", "consult judge quietly", "ask")
+            result = result_of(session)
+            assert result.error is None
+            assert (result.turns, result.frozen) == (2, {"judge": FrozenUse(turns=2, tokens=0)})
+            assert [headers[b"authorization"] for headers in hosted.headers] == [b"Bearer the judge's own"] * 2
+            assert [body["model"] for _, body in hosted.posts] == ["big"] * 2
+            assert [body["max_tokens"] for _, body in hosted.posts] == [9, 4]
+            views = [view for view in await w.service.reader.turns(session.id) if view.model == "judge"]
+            assert [(view.mode, view.context, view.sampled) for view in views] == [
+                ("text", "user: what is it worth?", "The score is high.")
+            ] * 2
+
+
+async def test_workers_of_a_relay_serve_one(world: MakeWorld, other: Path) -> None:
+    fake = ScriptedEngine(EngineOptions(name="judge", tokenizer=str(other), options={"replies": JUDGE}))
+    relay = EngineSpec(kind="relay", name="far")
+    frozen = FrozenConfig(name="judge", tokenizer=str(other), renderer="qwen3", engines=(relay,))
+    async with (
+        world(http=True, frozen=(frozen,)) as w,
+        Worker(w.url, fake, engine="far", reconnecting=AT_ONCE) as worker,
+    ):
+        await worker.attached()
+        session = await w.run("ask", "consult judge", "ask")
+        assert result_of(session).error is None
+        [turn] = (await w.service.store.frozen_turns(session.id))["judge"]
+        assert turn.engine == "far"
+        assert [engine.serves for engine in w.service.engines()] == [None, "judge"]

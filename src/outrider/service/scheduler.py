@@ -134,7 +134,8 @@ class Scheduler:
     async def _give_up(self, session: SessionRow, task: TaskSpec | None, error: ErrorRecord | None) -> None:
         """End a queued session as failed."""
         turns = await self._store.turns(session.id, session.attempt)
-        result = session_result(session, StopReason.ERROR, turns, task=task, error=error)
+        frozen = await self._store.frozen_turns(session.id, session.attempt)
+        result = session_result(session, StopReason.ERROR, turns, task=task, error=error, frozen=frozen)
         await self._finish(session.id, session.attempt, result)
 
     async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
@@ -228,8 +229,10 @@ class Scheduler:
         return await retry_store(lambda: self._cancelled_result(placement))
 
     async def _cancelled_result(self, placement: _Placement) -> SessionResult:
-        turns = await self._store.turns(placement.attempt.session.id, placement.attempt.session.attempt)
-        return session_result(placement.attempt.session, StopReason.CANCELLED, turns, task=placement.attempt.task)
+        session, task = placement.attempt.session, placement.attempt.task
+        turns = await self._store.turns(session.id, session.attempt)
+        frozen = await self._store.frozen_turns(session.id, session.attempt)
+        return session_result(session, StopReason.CANCELLED, turns, task=task, frozen=frozen)
 
     async def _settle(self, placement: _Placement, result: SessionResult) -> SessionResult:
         """Requeue or finish the session; the result that was stored."""

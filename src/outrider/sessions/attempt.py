@@ -50,10 +50,11 @@ def session_result(
     error: ErrorRecord | None = None,
     harness_exit: HarnessExit | None = None,
     forks: Mapping[str, int] = {},
-    frozen: Mapping[str, FrozenUse] = {},
+    frozen: Mapping[str, Sequence[Turn]] = {},
     seconds: StageSeconds | None = None,
 ) -> SessionResult:
-    """How `session` ended, with every token of `turns` counted; `turns` are those of attempt `session.attempt`.
+    """How `session` ended, with every token of `turns` counted; `turns` are those of attempt `session.attempt`, and
+    `frozen` are its turns of frozen models.
 
     `task` is None if the stored task cannot be read: then the default branch policy applies and there are no labels.
     `forks` are counted by cause while the attempt runs, and take precedence over those counted from `turns`.
@@ -71,7 +72,10 @@ def session_result(
         harness_exit=harness_exit,
         turns=len(turns),
         forks=counts.forks | dict(forks),
-        frozen=dict(frozen),
+        frozen={
+            model: FrozenUse(turns=len(used), tokens=sum(len(turn.output_ids) // 4 for turn in used))
+            for model, used in frozen.items()
+        },
         tokens=counts.tokens,
         seconds=seconds or StageSeconds(),
         samples=counts.samples,

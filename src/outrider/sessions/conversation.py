@@ -114,11 +114,6 @@ class Conversation:
         context = self.backend.context_tokens or assigned.context_tokens
         return Capacity(context, images=assigned.mode is not TokenMode.TOKENS)
 
-    @property
-    def sampled(self) -> int:
-        """Tokens of all calls, by the engine's count where it reports no ids."""
-        return self._allowance.sampled
-
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
         """Receive a request. Raises as `Body.received`, and for a LARGE body RunEnded and EngineError."""
         try:

@@ -20,7 +20,6 @@ from outrider.messages import Message, ParsedMessages, ToolSpec
 from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, Capacity
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Conversation
-from outrider.trajectory import FrozenUse
 
 
 class SessionModels:
@@ -89,10 +88,6 @@ class SessionModels:
         """The engine's error of a frozen model's newest call. A prompt that was too long is the caller's fault."""
         failures = (one.failure for one in self._frozen.values())
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
-
-    def frozen_use(self) -> dict[str, FrozenUse]:
-        """What was used of each frozen model that was called."""
-        return {name: FrozenUse(turns=one.turns, tokens=one.sampled) for name, one in self._frozen.items() if one.turns}
 
     async def close(self) -> None:
         """End the run: later calls are refused, those in flight are cut off and recorded. Idempotent."""

@@ -135,7 +135,7 @@ class Rollout:
             error=ending.error,
             harness_exit=ending.harness_exit,
             forks={cause.value: number for cause, number in self.conversation.tree.forks.items()},
-            frozen=self.models.frozen_use(),
+            frozen=await self._node.store.frozen_turns(self._session.id, self._session.attempt),
             seconds=StageSeconds(**self._stopwatch.seconds),
         )
         return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
