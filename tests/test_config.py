@@ -70,6 +70,8 @@ def test_an_error_says_where_the_setting_came_from(tmp_path: Path, monkeypatch: 
         ("port = 70000", "port"),
         ("[lanes]\nrun = 0", "lanes.run"),
         ("[[engines]]\nurl = 'x'", "engines.0.kind"),
+        ("[[frozen]]\nturns = 3", "frozen.0.name"),
+        ("[[frozen]]\nname = 'judge'\n[[frozen.engines]]\nurl = 'x'", "frozen.0.engines.0.kind"),
         ("not toml", "config"),
     ],
 )

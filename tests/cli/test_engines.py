@@ -13,6 +13,7 @@ from rich.console import Console
 from cli.world import Cli
 from outrider.cli.engines import parse_engine
 from outrider.cli.tables import engine_table
+from outrider.config import FrozenConfig
 from outrider.errors import InvalidField
 from outrider.schemas import EngineStatus
 from outrider.trajectory import TokenMode
@@ -63,6 +64,28 @@ async def test_engines_come_and_go(cli: Cli, tmp_path: Path) -> None:
     assert "draining" in shown.out
     assert [engine["name"] for engine in removed.document["engines"]] == ["spare"]
     assert (again.code, again.err.splitlines()[0]) == (2, "error: name: no engine 'scripted'")
+
+
+async def test_an_engine_is_added_to_the_model_that_it_serves(cli: Cli, tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"replies": ["a<|im_end|>"]}))
+    async with running_service(tmp_path=tmp_path, frozen=(FrozenConfig(name="judge"),)) as (_, url):
+        added = await cli("engines", "add", f"scripted={script}", "--serves", "judge", "--url", url, "--json")
+        wrong = await cli("engines", "add", f"scripted={script}", "--serves", "juge", "--url", url)
+        shown = await cli("engines", "list", "--url", url)
+        status = await cli("status", "--url", url)
+        name = added.document["engines"][0]["name"]
+        drained = await cli("engines", "drain", name, "--url", url, "--json")
+        removed = await cli("engines", "rm", name, "--url", url, "--json")
+    assert added.document["engines"][0]["serves"] == "judge"
+    assert (wrong.code, wrong.err.splitlines()[0]) == (2, "error: serves: there is no frozen model 'juge'")
+    assert {line.split()[1] for line in shown.out.splitlines() if name in line} == {"judge"}
+    assert "model policy, judge (frozen)" in status.out
+    assert {engine["name"]: engine["draining"] for engine in drained.document["engines"]} == {
+        "scripted": False,
+        name: True,
+    }
+    assert [engine["name"] for engine in removed.document["engines"]] == ["scripted"]
 
 
 def test_a_suspect_engine_is_shown_with_the_reason() -> None:

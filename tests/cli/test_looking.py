@@ -14,9 +14,11 @@ from outrider.cli.show import print_session
 from outrider.cli.tables import session_table
 from outrider.cli.task_file import load_group
 from outrider.client import AsyncClient
+from outrider.config import FrozenConfig
 from outrider.lifecycle import StopReason
+from outrider.spec import EngineSpec
 from outrider.trajectory import HarnessExit, Verdict
-from support.service import running_service, scripted_engine
+from support.service import running_service, say, scripted_engine
 
 
 async def test_status_of_the_service(cli: Cli, tmp_path: Path) -> None:
@@ -58,6 +60,36 @@ async def test_show_marks_what_was_sampled(cli: Cli, tmp_path: Path) -> None:
     assert "reward 1.00 · bytes 3.00" in seen.out
     assert "\x1b" not in seen.out
     assert [turn["sampled"] for turn in read.document["turns"]] == list(REPLIES)
+
+
+async def test_show_names_the_frozen_model_at_its_turns(cli: Cli, tmp_path: Path) -> None:
+    engine = EngineSpec(kind="scripted", options={"replies": [say("The score is high.")]})
+    frozen = (FrozenConfig(name="judge", engines=(engine,)),)
+    task = {
+        "instruction": "do it",
+        "harness": {"agent": "service.duet:Duet", "options": {"calls": ["policy", "judge", "judge", "policy"]}},
+        "runtime": {"kind": "memory"},
+        "evaluator": {"kind": "command", "run": "true"},
+    }
+    async with (
+        running_service(tmp_path=tmp_path, replies=REPLIES, frozen=frozen) as (_, url),
+        AsyncClient(url) as client,
+    ):
+        [done] = await client.wait([(await client.submit({"task": task})).id])
+        seen = await cli("show", done.sessions[0].id, "--url", url)
+        read = await cli("show", done.sessions[0].id, "--url", url, "--json")
+    headings = [line.split(" · ")[:3] for line in seen.out.splitlines() if line.startswith("── ")]
+    assert [heading[:2] for heading in headings[:3]] == [
+        ["── turn 0", "root"],
+        ["── judge turn 0", "frozen"],
+        ["── judge turn 1", "frozen"],
+    ]
+    assert headings[2][2] == "append to judge turn 0"
+    assert headings[3][:2] == ["── turn 1", "append to turn 0"]
+    assert "judge (frozen): 2 turns · " in seen.out
+    assert "completed · 2 turns · " in seen.out
+    assert [turn["model"] for turn in read.document["turns"]] == [None, "judge", "judge", None]
+    assert read.document["session"]["result"]["frozen"]["judge"]["turns"] == 2
 
 
 async def test_show_tells_an_error_with_its_hint(cli: Cli, tmp_path: Path) -> None:

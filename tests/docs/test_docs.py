@@ -20,7 +20,19 @@ from .pages import DOCS, PAGES, ROOT, Block, Page
 BLOCKS = [block for page in PAGES for block in page.blocks]
 SOURCE_PATH = re.compile(r"(?:src|tests|docs|scripts|examples)/[\w./-]*")
 MACHINE_PATH = re.compile(r"(?<![\w.:/-])/(?:work|root|home|mnt|Users|data)/[\w.]+")
-LANGUAGES = {"console", "js", "python", "python run", "toml task", "toml settings", "json group", "json script", ""}
+LANGUAGES = {
+    "console",
+    "js",
+    "python",
+    "python agent",
+    "python openai",
+    "python run",
+    "toml task",
+    "toml settings",
+    "json group",
+    "json script",
+    "",
+}
 
 
 def of(*infos: str) -> list[Block]:
