@@ -242,15 +242,23 @@ async def test_an_unknown_model_is_not_the_policy_to_an_agent_in_process(world: 
         assert "'policy', 'judge'" in (result.error.hint or "")
 
 
-async def test_two_models_of_one_name_are_refused(tmp_path: Path, tokenizer: Path, other: Path) -> None:
-    for frozen, field in (
-        ((FrozenConfig(name="policy"),), "frozen.0.name"),
-        ((FrozenConfig(name="judge"), FrozenConfig(name="user"), FrozenConfig(name="judge")), "frozen.2.name"),
-    ):
-        with pytest.raises(InvalidField, match=frozen[-1].name) as caught:
-            async with open_service(config(tmp_path, tokenizer, frozen=frozen)):
-                pass
-        assert caught.value.field == field
+@pytest.mark.parametrize(
+    ("frozen", "field"),
+    [
+        ([{"name": "policy"}], "frozen.0.name"),
+        ([{"name": "judge"}, {"name": "user"}, {"name": "judge"}], "frozen.2.name"),
+        ([{"name": "judge", "tokenizer": "nowhere"}], "frozen.0.tokenizer"),
+        ([{"name": "judge", "renderer": "no-such-family"}], "frozen.0.renderer"),
+    ],
+)
+async def test_a_wrong_setting_is_refused_by_its_field(
+    tmp_path: Path, tokenizer: Path, frozen: list[dict[str, Any]], field: str
+) -> None:
+    models = tuple(FrozenConfig(**fields) for fields in frozen)
+    with pytest.raises(InvalidField) as caught:
+        async with open_service(config(tmp_path, tokenizer, frozen=models)):
+            pass
+    assert caught.value.field == field
 
 
 async def test_engines_join_the_model_that_they_serve(world: MakeWorld, other: Path) -> None:

@@ -137,7 +137,8 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
 
 
 def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
-    """The renderer of each frozen model. Raises InvalidField for two models of one name."""
+    """The renderer of each frozen model. Raises InvalidField for a name that is taken, and for a tokenizer or renderer
+    that does not work."""
     names = [config.model.name]
     renderers = []
     for at, model in enumerate(config.frozen):
@@ -149,7 +150,13 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
                 hint="agents choose a model by its name: give each one of its own",
             )
         names.append(model.name)
-        tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
-        same = model.tokenizer is None and model.renderer is None
-        renderers.append(policy if same else make_renderer(tokenizer, model.renderer))
+        if model.tokenizer is None and model.renderer is None:
+            renderers.append(policy)
+            continue
+        try:
+            tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
+            renderers.append(make_renderer(tokenizer, model.renderer))
+        except InvalidField as error:  # of a field of the policy's model
+            field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
+            raise InvalidField(error.message, field=field, hint=error.hint) from error
     return renderers
