@@ -19,7 +19,8 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
-from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_model
+from outrider.engines.adapters.router import Servers
+from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_by_all
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.connections import Buffer
@@ -60,7 +61,8 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 class SGLangEngine:
-    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one SGLang server.
+    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one SGLang server, or a router of such
+    servers.
 
     Its log-probabilities are those after temperature and before truncation, hence SAMPLING. `pause("finish")`
     holds new generations back here, waits for those in flight here, then pauses the server, which has no such
@@ -75,7 +77,9 @@ class SGLangEngine:
         own = read_options(ServerOptions, options.options)
         self.name = options.name
         self._model = options.model
-        self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
+        connect = partial(HttpClient, options.name, api_key=own.api_key, retry=retry)
+        self._http = connect(server_url(options))
+        self._servers = Servers(options.name, self._http, connect)
         self._gate = PauseGate()
         self._context: int | None = None
         self._version = 0
@@ -85,13 +89,20 @@ class SGLangEngine:
 
     async def close(self) -> None:
         await self._http.close()
+        await self._servers.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if request.sampling.logit_bias and self._servers.routed:
+            raise EngineRejected(
+                f"engine {self.name!r} is SGLang's router, which drops a request's logit_bias",
+                hint=f"add its workers instead: outrider engines add sglang-router={self._http.url}",
+            )
         reader = _SGLangReader(self.name, lambda: self._version)
+        headers = {"X-SMG-Routing-Key": request.session_key}  # a router drops the field `routing_key`
         try:
             async with (
                 self._gate.passage(),
-                aclosing(self._http.events("/generate", partial(_body, request))) as batches,
+                aclosing(self._http.events("/generate", partial(_body, request), headers)) as batches,
             ):
                 async for payloads in batches:
                     if (chunk := reader.read(payloads)) is not None:
@@ -110,10 +121,12 @@ class SGLangEngine:
 
     async def health(self) -> EngineHealth:
         try:
-            await self._http.get("/health")
-            card = served_model(await self._http.get("/v1/models"), self._model, self.name)
+            await self._http.check("/health")
+            await self._servers.find()
+            models = await self._servers.ask(lambda server: server.get("/v1/models"))
+            card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
-            self._version = await self._served_version()
+            self._version = min(await self._servers.ask(self._served_version))
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
@@ -144,24 +157,25 @@ class SGLangEngine:
             "abort_all_requests": False,
             "keep_pause": True,
         }
-        answer = await self._control("/update_weights_from_disk", body, seconds=WEIGHTS_SECONDS)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
+        for answer in await self._control("/update_weights_from_disk", body, seconds=WEIGHTS_SECONDS):
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
         self._version = version
 
     async def token_check(self, text: str) -> list[int] | None:
+        body = {"prompt": text, "add_special_tokens": False}
         try:
-            answer = await self._http.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+            answer = (await self._servers.ask(lambda server: server.post("/tokenize", body)))[0]
         except StatusFailure as failure:
             if failure.transient:
                 raise translate(failure, self.name) from None
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 
-    async def _served_version(self) -> int:
+    async def _served_version(self, server: HttpClient) -> int:
         """The label of the served weights; servers without the route do not say."""
         try:
-            info = await self._http.get("/model_info")
+            info = await server.get("/model_info")
         except StatusFailure as failure:
             if failure.transient:
                 raise
@@ -169,9 +183,9 @@ class SGLangEngine:
         label = info.get("weight_version") if isinstance(info, dict) else None
         return version_of(label) if isinstance(label, str) else self._version
 
-    async def _control(self, path: str, body: dict[str, Any], *, seconds: float = CONTROL_SECONDS) -> Any:
+    async def _control(self, path: str, body: dict[str, Any], *, seconds: float = CONTROL_SECONDS) -> list[Any]:
         try:
-            return await self._http.post(path, body, seconds=seconds)
+            return await self._servers.tell(lambda server: server.post(path, body, seconds=seconds))
         except StatusFailure as failure:
             raise translate(failure, self.name) from None
 
