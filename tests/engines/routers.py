@@ -137,6 +137,8 @@ def worlds_of(kind: Kind, router: Router, folder: Path) -> Worlds:
             for number, (fake, server) in enumerate(zip(fakes, servers, strict=True)):
                 await stack.enter_async_context(server)
                 app = engine_app(fake, kind, ServeSettings(tokenizer=tokenizer, incremental=True))
+                if apart and number == 0 and kind == "sglang":
+                    app = _prefill(app)
                 urls.append(await server.enter_async_context(serving(_recorded(app, number, seen))))
             running = await stack.enter_async_context(router(kind, urls, apart=apart))
             yield World(kind, running, fakes, urls, seen, lambda number: servers[number].aclose(), tokenizer)
@@ -155,6 +157,19 @@ def _recorded(app: Application, worker: int, seen: list[Seen]) -> Application:
     return recorded
 
 
+def _prefill(app: Application) -> Application:
+    """A prefill worker of SGLang is asked for the whole reply, as its decode worker is, and stops after one token."""
+
+    async def prefill(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/generate":
+            body, _ = await _body(receive)
+            asked = orjson.loads(body)
+            receive = _again(orjson.dumps(asked | {"sampling_params": {"max_new_tokens": 1}}))
+        await app(scope, receive, send)
+
+    return prefill
+
+
 async def _body(receive: Receive) -> tuple[bytes, Receive]:
     """The body, and a `receive` that gives it again."""
     body = b""
@@ -162,12 +177,14 @@ async def _body(receive: Receive) -> tuple[bytes, Receive]:
         message = await receive()
         body += message.get("body", b"")
         if not message.get("more_body", False):
-            break
+            return body, _again(body)
 
-    async def again() -> Any:
+
+def _again(body: bytes) -> Receive:
+    async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return body, again
+    return receive
 
 
 # What must hold.
@@ -237,28 +254,28 @@ async def breaks_off_with_its_worker(worlds: Worlds) -> None:
                 pass
 
 
-async def is_unavailable_without_workers(worlds: Worlds) -> None:
-    """Before the first chunk: the pool gives the turn to another engine."""
+async def fails_over_without_workers(worlds: Worlds) -> None:
+    """A router whose workers are gone is unavailable before the first chunk, whatever it says of its health."""
     async with worlds() as world, EnginePool(probing=Backoff(first=1e9, longest=1e9)) as pool:
         await pool.add(EngineSpec(kind=world.kind, name="behind", url=world.router.url))
+        await pool.add_engine(ScriptedEngine(EngineOptions(name="other", options={"replies": [{"ids": [1, 2, 3]}]})))
         for number in range(2):
             await world.kill(number)
-        other = ScriptedEngine(EngineOptions(name="other", options={"replies": [{"ids": [1, 2, 3]}]}))
-        pool.drain("behind")
-        await pool.add_engine(other)
-        member_of = {status.name: status for status in pool.status()}
-        assert member_of["behind"].ok
-    async with worlds(workers=1) as world, world.engine() as engine:
-        await world.kill(0)
-        with pytest.raises(EngineUnavailable):
-            await collect(engine.generate(world.request()))
-        assert not (await engine.health()).ok
+        async with aclosing(pool.generate(world.request())) as reply:
+            assert [token for chunk in [chunk async for chunk in reply] for token in chunk.ids] == [1, 2, 3]
+            assert reply.served.engine == "other"
+        behind = pool.status()[0]
+        assert (behind.ok, behind.suspect) == (False, None)
+        assert not (await pool.engine("behind").health()).ok
 
 
 async def tells_every_worker(worlds: Worlds) -> None:
     for apart in (False, True):
-        async with worlds(workers=3, apart=apart, replies=[{"ids": [5] * MANY}]) as world, world.engine() as engine:
-            chunks = engine.generate(world.request(max_tokens=MANY))
+        async with (
+            worlds(workers=3, apart=apart, replies=[{"reply": REPLY, "stall": 3}]) as world,
+            world.engine() as engine,
+        ):
+            chunks = engine.generate(world.request())
             await anext(chunks)
             await engine.pause("abort")
             rest = [chunk async for chunk in chunks]
@@ -267,7 +284,7 @@ async def tells_every_worker(worlds: Worlds) -> None:
             await engine.resume()
             assert [worker.weights for worker in world.workers] == [str(Path(__file__))] * 3
             assert [worker.version for worker in world.workers] == [7] * 3
-            whole = await collect(engine.generate(world.request(max_tokens=5)))
+            whole = await collect(engine.generate(world.request(max_tokens=2)))
             assert [span.version for span in whole.versions] == [7]
             await engine.set_version(8)
             assert [worker.version for worker in world.workers] == [8] * 3
@@ -331,7 +348,7 @@ CHECKS = (
     aborts_at_the_worker,
     survives_a_worker,
     breaks_off_with_its_worker,
-    is_unavailable_without_workers,
+    fails_over_without_workers,
     tells_every_worker,
     generates_in_pairs,
     gives_each_worker_as_an_engine,
@@ -352,11 +369,14 @@ DROPPED_SAMPLING = {"logit_bias", "spaces_between_special_tokens"}
 
 
 @asynccontextmanager
-async def fake_router(kind: Kind, urls: Sequence[str], *, apart: bool) -> AsyncGenerator[RunningRouter, None]:
+async def fake_router(
+    kind: Kind, urls: Sequence[str], *, apart: bool, hidden: bool = False
+) -> AsyncGenerator[RunningRouter, None]:
+    """With `hidden` it lists an address for its workers that only it could connect to."""
     workers = dict.fromkeys(urls, "regular")
     if apart:
         workers = {url: "decode" if number else "prefill" for number, url in enumerate(urls)}
-    async with aiohttp.ClientSession() as session, serving(_FakeRouter(kind, workers, session)) as url:
+    async with aiohttp.ClientSession() as session, serving(_FakeRouter(kind, workers, session, hidden)) as url:
 
         async def add(worker: str) -> None:
             workers[worker] = "regular"
@@ -373,10 +393,11 @@ class _FakeRouter:
     the fields that it does not know, and answers 404 to the rest. A worker that is gone is a 500, and is asked no more;
     `/health` says that all is well meanwhile. sglang-router notices that a client has left with the next chunk."""
 
-    def __init__(self, kind: Kind, workers: dict[str, str], session: aiohttp.ClientSession) -> None:
+    def __init__(self, kind: Kind, workers: dict[str, str], session: aiohttp.ClientSession, hidden: bool) -> None:
         self._kind = kind
         self._workers = workers
         self._session = session
+        self._hidden = hidden
         self._gone: set[str] = set()
         self._sessions: dict[str, int] = {}
 
@@ -388,7 +409,8 @@ class _FakeRouter:
         if path == "/health":
             await answer(200, b"OK")
         elif path == "/workers":
-            rows = [{"url": url, "worker_type": role, "is_healthy": True} for url, role in self._workers.items()]
+            shown = {"http://127.0.0.1:9": "regular"} if self._hidden else self._workers
+            rows = [{"url": url, "worker_type": role, "is_healthy": True} for url, role in shown.items()]
             await answer(200, orjson.dumps({"workers": rows, "total": len(rows)}))
         elif self._kind == "sglang" and path != "/generate":
             known = orjson.dumps({"object": "list", "data": [{"id": "unknown"}]})
@@ -419,7 +441,7 @@ class _FakeRouter:
                 first["sampling_params"] = body["sampling_params"] | {"max_tokens": 1, "min_tokens": 1}
         else:
             body = _known(body) | {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 1}
-            first = body | {"sampling_params": body["sampling_params"] | {"max_new_tokens": 1}}
+            first = body
         async with self._session.post(prefill + path, data=orjson.dumps(first)) as response:
             await response.read()
         await self._forward(scope, send, decode, path, {}, orjson.dumps(body))

@@ -59,6 +59,7 @@ class Servers:
         self._front = front
         self._connect = connect
         self._workers: dict[str, HttpClient] = {}
+        self._reached = False
 
     async def close(self) -> None:
         while self._workers:
@@ -106,13 +107,16 @@ class Servers:
                 hint="pauses and weights go to the workers themselves: let the service connect to the addresses that"
                 " the router lists",
             )
+        self._reached = True
         return answers
 
     async def ask(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """As `tell`, but where no worker can be reached the router answers for them."""
+        """As `tell`, but where no worker could ever be reached from here the router answers for them."""
         try:
             return await self.tell(question)
         except WorkersOutOfReach:
+            if self._reached:  # they are gone, which the router may not have noticed
+                raise
             return [await question(self._front)]
 
 

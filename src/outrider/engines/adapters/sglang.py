@@ -18,8 +18,8 @@ import msgspec
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
-from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
-from outrider.engines.adapters.router import Servers
+from outrider.engines.adapters.policy_versions import KnownVersions, LabelSpan, spans_of, version_of
+from outrider.engines.adapters.router import Servers, WorkersOutOfReach
 from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_by_all
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, HttpClient, RetryPolicy, encode
@@ -83,6 +83,7 @@ class SGLangEngine:
         self._gate = PauseGate()
         self._context: int | None = None
         self._version = 0
+        self._unlabelled = 0  # the version of weights without a label, where no label can be set
 
     async def start(self) -> None:
         await self._http.start()
@@ -97,7 +98,7 @@ class SGLangEngine:
                 f"engine {self.name!r} is SGLang's router, which drops a request's logit_bias",
                 hint=f"add its workers instead: outrider engines add sglang-router={self._http.url}",
             )
-        reader = _SGLangReader(self.name, lambda: self._version)
+        reader = _SGLangReader(self.name, lambda: KnownVersions(self._version, self._unlabelled))
         headers = {"X-SMG-Routing-Key": request.session_key}  # a router drops the field `routing_key`
         try:
             async with (
@@ -140,12 +141,20 @@ class SGLangEngine:
         await self._control("/pause_generation", {"mode": PAUSE_MODES[mode]})
 
     async def resume(self) -> None:
-        await self._control("/continue_generation", {})
-        self._gate.open()
+        try:
+            await self._control("/continue_generation", {})
+        finally:  # a server that is still paused holds them back itself
+            self._gate.open()
 
     async def set_version(self, version: int) -> None:
-        """Label the server's weights, keeping what is in flight."""
-        await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        """Label the server's weights, keeping what is in flight. Workers of a router that cannot be told are remembered
+        to serve `version`."""
+        try:
+            await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        except WorkersOutOfReach:
+            self._unlabelled = version
+        else:
+            self._unlabelled = 0
         self._version = version
 
     async def update_weights(self, weights: str, version: int) -> None:
@@ -181,7 +190,7 @@ class SGLangEngine:
                 raise
             return self._version
         label = info.get("weight_version") if isinstance(info, dict) else None
-        return version_of(label) if isinstance(label, str) else self._version
+        return version_of(label, unlabelled=self._unlabelled) if isinstance(label, str) else self._version
 
     async def _control(self, path: str, body: dict[str, Any], *, seconds: float = CONTROL_SECONDS) -> list[Any]:
         try:
@@ -192,13 +201,13 @@ class SGLangEngine:
 
 class _SGLangReader:
     """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, so that
-    the stream is read to its end and its connection reused. `version` is asked when the first token comes: a request
+    the stream is read to its end and its connection reused. `versions` is asked when the first token comes: a request
     that the server held back while it was paused is sampled by the weights of afterwards."""
 
-    def __init__(self, engine: str, version: Callable[[], int]) -> None:
+    def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
         self._engine = engine
-        self._ask_version = version
-        self._version: int | None = None
+        self._ask_versions = versions
+        self._versions: KnownVersions | None = None
         self._length = 0
         self._labels: list[LabelSpan] = []
         self._ids: list[int] = []
@@ -240,8 +249,8 @@ class _SGLangReader:
     def _take(self, event: _Event) -> None:
         if event.error is not None:
             raise failure_of_event(event.error)
-        if self._version is None:
-            self._version = self._ask_version()
+        if self._versions is None:
+            self._versions = self._ask_versions()
         meta = event.meta_info
         if meta is None:
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
@@ -274,7 +283,12 @@ class _SGLangReader:
                 logprobs=[],
                 finish=finish_of(finish.type, self._engine),
                 stop_match=finish.matched,
-                versions=spans_of(meta.weight_versions or self._labels, length=self._length, version=self._version),
+                versions=spans_of(
+                    meta.weight_versions or self._labels,
+                    length=self._length,
+                    version=self._versions.served,
+                    unlabelled=self._versions.unlabelled,
+                ),
                 cached_tokens=meta.cached_tokens,
                 prompt_tokens=meta.prompt_tokens,
             )

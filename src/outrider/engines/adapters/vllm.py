@@ -19,7 +19,7 @@ import msgspec
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
-from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
+from outrider.engines.adapters.policy_versions import KnownVersions, LabelSpan, spans_of, version_of
 from outrider.engines.adapters.router import Servers, WorkersOutOfReach
 from outrider.engines.adapters.server_api import (
     LOGPROB_KINDS,
@@ -226,8 +226,8 @@ class VLLMEngine:
             error.hint = DEV_HINT if failure.status == 404 else error.hint
             raise error from None
 
-    def _versions(self) -> _Versions:
-        return _Versions(self._version, self._unlabelled)
+    def _versions(self) -> KnownVersions:
+        return KnownVersions(self._version, self._unlabelled)
 
     async def _served_version(self, server: HttpClient) -> int:
         """The label of the served weights; servers outside development mode do not say."""
@@ -237,14 +237,11 @@ class VLLMEngine:
             if failure.transient:
                 raise
             return self._version
-        return version_of(str(answer["weight_version"])) if "weight_version" in answer else self._version
-
-
-class _Versions(msgspec.Struct, frozen=True):
-    """What the server was last known to serve, and what weights without a label are."""
-
-    served: int
-    unlabelled: int
+        return (
+            version_of(str(answer["weight_version"]), unlabelled=self._unlabelled)
+            if "weight_version" in answer
+            else self._version
+        )
 
 
 class _NotStreamed(EngineUnavailable):
@@ -259,10 +256,10 @@ class _VLLMReader:
     by the weights of afterwards.
     """
 
-    def __init__(self, engine: str, versions: Callable[[], _Versions]) -> None:
+    def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
         self._engine = engine
         self._ask_versions = versions
-        self._versions: _Versions | None = None
+        self._versions: KnownVersions | None = None
         self.begun = False
         self._length = 0
         self._ids: list[int] = []
