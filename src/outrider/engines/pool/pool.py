@@ -433,10 +433,10 @@ class EnginePool:
         return self._listing_status(listing)
 
     async def _end_listing(self, listing: Listing, *, seconds: float) -> None:
-        if listing.task is not None:
-            listing.task.cancel()
-            await asyncio.wait([listing.task])
         try:
+            if listing.task is not None:
+                listing.task.cancel()
+                await asyncio.wait([listing.task])
             await self._remove_any(tuple(listing.engines.values()), seconds)
         finally:
             await shielded(listing.source.close)
