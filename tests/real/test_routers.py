@@ -10,12 +10,13 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import aiohttp
 import pytest
 
+from engines.contract import collect
 from engines.routers import (
     CHECKS,
     KINDS,
@@ -26,9 +27,15 @@ from engines.routers import (
     refuses_what_it_would_drop,
     worlds_of,
 )
+from outrider.engines.base import Engine, SamplingParams, SetsVersion
+from outrider.engines.pool.pool import EnginePool
+from outrider.spec import EngineSpec
+from outrider.trajectory import FinishReason
 from support.tokenizer import write_tokenizer
 
-from .vllm_cpu import free_port
+from .conftest import TEST_SECONDS
+from .test_vllm import NONSENSE, request_for
+from .vllm_cpu import VllmServer, free_port
 
 pytestmark = pytest.mark.real
 
@@ -141,3 +148,29 @@ async def test_a_real_router_as_an_engine(
 
 async def test_what_a_real_router_would_drop_is_refused(router: Router, tokenizer_folder: Path) -> None:
     await refuses_what_it_would_drop(worlds_of("sglang", router, tokenizer_folder))
+
+
+@pytest.mark.timeout(TEST_SECONDS)
+async def test_a_real_vllm_behind_its_real_router(vllm_url: VllmServer, router: Router) -> None:
+    """Exactly what the server says itself, and a pause of the policy that cuts a generation."""
+    greedy = request_for(NONSENSE, SamplingParams(max_tokens=60, temperature=0.0, min_tokens=60))
+    async with router("vllm", [vllm_url.url], apart=False) as running, EnginePool() as pool:
+        await pool.add(EngineSpec(kind="vllm", name="direct", url=vllm_url.url))
+        await pool.add(EngineSpec(kind="vllm", name="routed", url=running.url))
+        direct, routed = (cast(Engine, pool.engine(name)) for name in ("direct", "routed"))
+        assert await routed.health() == await direct.health()
+        once, again = await collect(direct.generate(greedy)), await collect(routed.generate(greedy))
+        assert again.ids == once.ids
+        assert again.logprobs == pytest.approx(once.logprobs, abs=1e-4)
+        try:
+            chunks = routed.generate(request_for(NONSENSE, SamplingParams(max_tokens=1000, min_tokens=1000)))
+            await anext(chunks)
+            await routed.pause("abort")
+            assert [chunk async for chunk in chunks][-1].finish is FinishReason.ABORT
+            await cast(SetsVersion, routed).set_version(1)
+            await routed.resume()
+            assert (await direct.health()).version == 1
+            assert {span.version for span in (await collect(routed.generate(greedy))).versions} == {1}
+        finally:
+            await cast(SetsVersion, direct).set_version(0)
+            await direct.resume()
