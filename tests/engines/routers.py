@@ -443,9 +443,10 @@ class _FakeRouter:
         else:
             body = _known(body) | {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 1}
             first = body
+        kept = headers if self._kind == "sglang" else {}  # vllm-router passes on neither session nor key
         async with self._session.post(prefill + path, data=orjson.dumps(first)) as response:
             await response.read()
-        await self._forward(scope, send, decode, path, {}, orjson.dumps(body))
+        await self._forward(scope, send, decode, path, kept, orjson.dumps(body))
 
     async def _forward(
         self, scope: Scope, send: Send, worker: str | None, path: str, headers: dict[str, str], body: bytes

@@ -10,8 +10,9 @@ import pytest
 
 from engines.contract import collect
 from engines.routers import CHECKS, KINDS, Kind, Worlds, fake_router, refuses_what_it_would_drop, worlds_of
+from engines.upstream import Answer, upstream
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import EngineRejected, InvalidField
+from outrider.errors import EngineRejected, EngineUnavailable, InvalidField
 from outrider.spec import EngineSpec
 
 
@@ -50,3 +51,14 @@ async def test_a_server_is_no_router(kind: Kind, tokenizer_folder: Path) -> None
             await pool.add(EngineSpec(kind=f"{kind}-router", url=world.urls[0]))
         assert refused.value.hint == f"add it as {kind}={world.urls[0]}"
         assert pool.status() == []
+
+
+async def test_a_worker_that_breaks_off_an_order_is_not_passed_over(tokenizer_folder: Path) -> None:
+    """It may live on, and generate: only one that cannot be connected to does not."""
+    pages = {"/v1/models": {"data": [{"id": "policy"}]}, "/weight_info": {"weight_version": "default"}}
+    async with worlds_of("vllm", fake_router, tokenizer_folder)() as world, world.engine() as engine:
+        async with upstream(Answer(cut=True), pages=pages) as (broken, _):
+            await world.router.add(broken)
+            with pytest.raises(EngineUnavailable):
+                await engine.pause("abort")
+        await engine.pause("abort")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
@@ -21,7 +22,7 @@ from outrider.engines.adapters.options import ServerOptions, read_options, serve
 from outrider.engines.base import EngineOptions
 from outrider.engines.http.client import HttpClient
 from outrider.engines.http.failures import StatusFailure, translate
-from outrider.errors import EngineError, EngineMisbehaved, EngineRejected, EngineUnavailable, InvalidField
+from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable, InvalidField
 from outrider.spec import EngineSpec
 
 T = TypeVar("T")
@@ -187,5 +188,7 @@ async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
 
 
 def _not_connected(error: BaseException) -> bool:
+    """Whether no connection was made. One that broke, or was too slow, may be that of a worker that lives on."""
     cause = error.__cause__
-    return isinstance(error, EngineError) and isinstance(cause, OSError) and not isinstance(cause, TimeoutError)
+    broken = isinstance(cause, TimeoutError | ConnectionError | ssl.SSLError)
+    return isinstance(cause, ConnectionRefusedError) or (isinstance(cause, OSError) and not broken)
