@@ -26,8 +26,8 @@ LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",)}
 
 NOTHING_MORE = "needs nothing more"
 
-SERVERS = frozenset({"openai", "sglang", "vllm"})
-"""Kinds of engines that are a server of their own."""
+SERVERS = frozenset({"openai", "sglang", "sglang-router", "vllm", "vllm-router"})
+"""Kinds of engines that have a URL."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,9 @@ BUILTINS: dict[str, dict[str, str]] = {
         "relay": "outrider.engines.relay.engine:RelayEngine",
         "scripted": "outrider.testing.scripted_engine:ScriptedEngine",
         "sglang": "outrider.engines.adapters.sglang:SGLangEngine",
+        "sglang-router": "outrider.engines.adapters.router:SGLANG_ROUTER",
         "vllm": "outrider.engines.adapters.vllm:VLLMEngine",
+        "vllm-router": "outrider.engines.adapters.router:VLLM_ROUTER",
     },
     "runtime": {
         "apptainer": "outrider.runtimes.apptainer.runtime:ApptainerRuntime",

@@ -152,7 +152,8 @@ def test_engines_has_every_field_and_kind() -> None:
     assert written(script) == struct_fields(ScriptOptions)
     assert written(reply) == struct_fields(Reply)
     (kinds,) = page("docs/engines.md").tables("Kind")
-    assert listed(kinds) == ["vllm", "sglang", "openai", "embedded", "relay", "scripted"]
+    routers = ["vllm-router", "sglang-router"]
+    assert listed(kinds) == ["vllm", "sglang", "openai", "embedded", "relay", *routers, "scripted"]
     assert set(listed(kinds)) == set(names("engine"))
 
 

@@ -51,7 +51,7 @@ async def vllm_server(
     `token_route` is whether `/inference/v1/generate` is open. Raises RuntimeError with the end of the server's
     log if it is not ready in time.
     """
-    port = _free_port()
+    port = free_port()
     server = VllmServer(url=f"http://127.0.0.1:{port}", model=model, model_folder=model_folder, token_route=token_route)
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         log = Path(folder) / "server.log"
@@ -152,7 +152,7 @@ def _signal(group: int, number: int) -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -16,7 +16,8 @@ from outrider.schemas import EngineList, EngineStatus
 
 KIND = "KIND=WHERE"
 KIND_HELP = (
-    "vllm=URL, sglang=URL, openai=URL, embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
+    "vllm=URL, sglang=URL, openai=URL, vllm-router=URL, sglang-router=URL (each of a router's workers), "
+    "embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
     "or scripted=FILE.json (fixed replies)."
 )
 

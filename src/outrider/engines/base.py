@@ -13,6 +13,7 @@ import msgspec
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.messages import Message, ToolSpec
+from outrider.spec import EngineSpec
 from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan
 
 PauseMode = Literal["finish", "abort", "keep"]
@@ -188,6 +189,21 @@ class AwaitsWorkers(Protocol):
     """An engine whose workers connect to the service: it may join a pool before it can answer."""
 
     awaits_workers: bool
+
+
+@runtime_checkable
+class ListsEngines(Protocol):
+    """Not an engine but a list of them, such as a router's of its workers: a pool adds each, and follows the list.
+
+    Each spec has a URL, by which it is recognised. `list_engines` raises EngineError, and InvalidField where there is
+    no such list. `start` and `close` are called once, by the pool.
+    """
+
+    name: str
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+    async def list_engines(self) -> list[EngineSpec]: ...
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -208,8 +208,8 @@ class Service:
         return await self._frozen[spec.serves].add(spec)
 
     def pool_of(self, engine: str) -> EnginePool:
-        """The pool that has an engine of this name; the policy's if none has."""
-        return next((pool for pool in self._frozen.values() if pool.engine(engine) is not None), self.pool)
+        """The pool that has an engine, or a list of engines, of this name; the policy's if none has."""
+        return next((pool for pool in self._frozen.values() if engine in pool), self.pool)
 
     def engines(self) -> tuple[EngineStatus, ...]:
         """The engines of the policy, then of each frozen model."""

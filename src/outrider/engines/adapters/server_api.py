@@ -24,6 +24,8 @@ MISSING_LOGPROB = -9999.0
 LOGPROB_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.SAMPLING}
 """The kinds of log-probabilities by vLLM's `--logprobs-mode`."""
 
+MAX_CONTEXT = 2**31
+
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
     "tool_calls": FinishReason.STOP,
@@ -101,6 +103,18 @@ def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
             return card
     served = ", ".join(card.id for card in cards) or "no model"
     raise EngineRejected(f"engine {engine!r} does not serve {wanted!r}", hint=f"it serves {served}")
+
+
+def served_by_all(answers: Sequence[Any], wanted: str | None, engine: str) -> ModelCard:
+    """The model that all servers behind one URL serve, with the shortest of their contexts. Raises as `served_model`,
+    and EngineRejected where they serve different ones."""
+    cards = [served_model(answer, wanted, engine) for answer in answers]
+    if len({card.id for card in cards}) > 1:
+        names = ", ".join(sorted({card.id for card in cards}))
+        raise EngineRejected(
+            f"engine {engine!r} is a router of several models: {names}", hint="give each its own router"
+        )
+    return min(cards, key=lambda card: card.max_model_len or MAX_CONTEXT)
 
 
 def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:

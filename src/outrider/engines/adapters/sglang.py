@@ -18,8 +18,9 @@ import msgspec
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
-from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
-from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_model
+from outrider.engines.adapters.policy_versions import KnownVersions, LabelSpan, spans_of, version_of
+from outrider.engines.adapters.router import Servers, WorkersOutOfReach
+from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_by_all
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.connections import Buffer
@@ -60,7 +61,8 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 class SGLangEngine:
-    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one SGLang server.
+    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one SGLang server, or a router of such
+    servers.
 
     Its log-probabilities are those after temperature and before truncation, hence SAMPLING. `pause("finish")`
     holds new generations back here, waits for those in flight here, then pauses the server, which has no such
@@ -75,23 +77,33 @@ class SGLangEngine:
         own = read_options(ServerOptions, options.options)
         self.name = options.name
         self._model = options.model
-        self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
+        connect = partial(HttpClient, options.name, api_key=own.api_key, retry=retry)
+        self._http = connect(server_url(options))
+        self._servers = Servers(options.name, self._http, connect)
         self._gate = PauseGate()
         self._context: int | None = None
         self._version = 0
+        self._unlabelled = 0  # the version of weights without a label, where no label can be set
 
     async def start(self) -> None:
         await self._http.start()
 
     async def close(self) -> None:
         await self._http.close()
+        await self._servers.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        reader = _SGLangReader(self.name, lambda: self._version)
+        if request.sampling.logit_bias and self._servers.routed:
+            raise EngineRejected(
+                f"engine {self.name!r} is SGLang's router, which drops a request's logit_bias",
+                hint=f"add its workers instead: outrider engines add sglang-router={self._http.url}",
+            )
+        reader = _SGLangReader(self.name, lambda: KnownVersions(self._version, self._unlabelled))
+        headers = {"X-SMG-Routing-Key": request.session_key}  # a router drops the field `routing_key`
         try:
             async with (
                 self._gate.passage(),
-                aclosing(self._http.events("/generate", partial(_body, request))) as batches,
+                aclosing(self._http.events("/generate", partial(_body, request), headers)) as batches,
             ):
                 async for payloads in batches:
                     if (chunk := reader.read(payloads)) is not None:
@@ -110,10 +122,12 @@ class SGLangEngine:
 
     async def health(self) -> EngineHealth:
         try:
-            await self._http.get("/health")
-            card = served_model(await self._http.get("/v1/models"), self._model, self.name)
+            await self._http.check("/health")
+            await self._servers.find()
+            models = await self._servers.ask(lambda server: server.get("/v1/models"))
+            card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
-            self._version = await self._served_version()
+            self._version = min(await self._servers.ask(self._served_version))
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
@@ -127,12 +141,20 @@ class SGLangEngine:
         await self._control("/pause_generation", {"mode": PAUSE_MODES[mode]})
 
     async def resume(self) -> None:
-        await self._control("/continue_generation", {})
-        self._gate.open()
+        try:
+            await self._control("/continue_generation", {})
+        finally:  # a server that is still paused holds them back itself
+            self._gate.open()
 
     async def set_version(self, version: int) -> None:
-        """Label the server's weights, keeping what is in flight."""
-        await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        """Label the server's weights, keeping what is in flight. Workers of a router that cannot be told are remembered
+        to serve `version`."""
+        try:
+            await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        except WorkersOutOfReach:
+            self._unlabelled = version
+        else:
+            self._unlabelled = 0
         self._version = version
 
     async def update_weights(self, weights: str, version: int) -> None:
@@ -144,47 +166,48 @@ class SGLangEngine:
             "abort_all_requests": False,
             "keep_pause": True,
         }
-        answer = await self._control("/update_weights_from_disk", body, seconds=WEIGHTS_SECONDS)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
+        for answer in await self._control("/update_weights_from_disk", body, seconds=WEIGHTS_SECONDS):
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
         self._version = version
 
     async def token_check(self, text: str) -> list[int] | None:
+        body = {"prompt": text, "add_special_tokens": False}
         try:
-            answer = await self._http.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+            answer = (await self._servers.ask(lambda server: server.post("/tokenize", body)))[0]
         except StatusFailure as failure:
             if failure.transient:
                 raise translate(failure, self.name) from None
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 
-    async def _served_version(self) -> int:
+    async def _served_version(self, server: HttpClient) -> int:
         """The label of the served weights; servers without the route do not say."""
         try:
-            info = await self._http.get("/model_info")
+            info = await server.get("/model_info")
         except StatusFailure as failure:
             if failure.transient:
                 raise
             return self._version
         label = info.get("weight_version") if isinstance(info, dict) else None
-        return version_of(label) if isinstance(label, str) else self._version
+        return version_of(label, unlabelled=self._unlabelled) if isinstance(label, str) else self._version
 
-    async def _control(self, path: str, body: dict[str, Any], *, seconds: float = CONTROL_SECONDS) -> Any:
+    async def _control(self, path: str, body: dict[str, Any], *, seconds: float = CONTROL_SECONDS) -> list[Any]:
         try:
-            return await self._http.post(path, body, seconds=seconds)
+            return await self._servers.tell(lambda server: server.post(path, body, seconds=seconds))
         except StatusFailure as failure:
             raise translate(failure, self.name) from None
 
 
 class _SGLangReader:
     """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, so that
-    the stream is read to its end and its connection reused. `version` is asked when the first token comes: a request
+    the stream is read to its end and its connection reused. `versions` is asked when the first token comes: a request
     that the server held back while it was paused is sampled by the weights of afterwards."""
 
-    def __init__(self, engine: str, version: Callable[[], int]) -> None:
+    def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
         self._engine = engine
-        self._ask_version = version
-        self._version: int | None = None
+        self._ask_versions = versions
+        self._versions: KnownVersions | None = None
         self._length = 0
         self._labels: list[LabelSpan] = []
         self._ids: list[int] = []
@@ -226,8 +249,8 @@ class _SGLangReader:
     def _take(self, event: _Event) -> None:
         if event.error is not None:
             raise failure_of_event(event.error)
-        if self._version is None:
-            self._version = self._ask_version()
+        if self._versions is None:
+            self._versions = self._ask_versions()
         meta = event.meta_info
         if meta is None:
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
@@ -260,7 +283,12 @@ class _SGLangReader:
                 logprobs=[],
                 finish=finish_of(finish.type, self._engine),
                 stop_match=finish.matched,
-                versions=spans_of(meta.weight_versions or self._labels, length=self._length, version=self._version),
+                versions=spans_of(
+                    meta.weight_versions or self._labels,
+                    length=self._length,
+                    version=self._versions.served,
+                    unlabelled=self._versions.unlabelled,
+                ),
                 cached_tokens=meta.cached_tokens,
                 prompt_tokens=meta.prompt_tokens,
             )

@@ -19,7 +19,8 @@ import msgspec
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
-from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
+from outrider.engines.adapters.policy_versions import KnownVersions, LabelSpan, spans_of, version_of
+from outrider.engines.adapters.router import Servers, WorkersOutOfReach
 from outrider.engines.adapters.server_api import (
     LOGPROB_KINDS,
     MISSING_LOGPROB,
@@ -27,7 +28,7 @@ from outrider.engines.adapters.server_api import (
     decode_batch,
     finish_of,
     penalties_and_bias,
-    served_model,
+    served_by_all,
     structured_outputs,
 )
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
@@ -91,7 +92,7 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 class VLLMEngine:
-    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one vLLM server.
+    """`Engine`, `TokenizesText`, `SetsVersion` and `LoadsWeights` over one vLLM server, or a router of such servers.
 
     Log-probabilities are the server's: RAW unless it runs with `--logprobs-mode processed_logprobs` and the
     option says so. Pausing, and loading weights, needs a server in development mode.
@@ -105,7 +106,9 @@ class VLLMEngine:
         self.name = options.name
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode]
         self._model = options.model
-        self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
+        connect = partial(HttpClient, options.name, api_key=own.api_key, retry=retry)
+        self._http = connect(server_url(options))
+        self._servers = Servers(options.name, self._http, connect)
         self._context: int | None = None
         self._version = 0
         self._unlabelled = 0  # the version of weights without a label, where the server takes no label
@@ -116,6 +119,7 @@ class VLLMEngine:
 
     async def close(self) -> None:
         await self._http.close()
+        await self._servers.close()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         route = COMPLETIONS if self._completions_only else GENERATE
@@ -150,10 +154,12 @@ class VLLMEngine:
 
     async def health(self) -> EngineHealth:
         try:
-            await self._http.get("/health")
-            card = served_model(await self._http.get("/v1/models"), self._model, self.name)
+            await self._http.check("/health")
+            await self._servers.find()
+            models = await self._servers.ask(lambda server: server.get("/v1/models"))
+            card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
-            self._version = await self._served_version()
+            self._version = min(await self._servers.ask(self._served_version))
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
@@ -169,14 +175,21 @@ class VLLMEngine:
 
     async def set_version(self, version: int) -> None:
         """Label the server's weights; a server without the route is remembered to serve `version`."""
+
+        async def label(server: HttpClient) -> bool:
+            try:
+                await server.post("/update_weight_version", {"new_version": str(version)})
+            except StatusFailure as failure:
+                if failure.status != 404:
+                    raise translate(failure, self.name) from None
+                return False
+            return True
+
         try:
-            await self._http.post("/update_weight_version", {"new_version": str(version)})
-        except StatusFailure as failure:
-            if failure.status != 404:
-                raise translate(failure, self.name) from None
-            self._unlabelled = version
-        else:
-            self._unlabelled = 0
+            labelled = all(await self._servers.tell(label))
+        except WorkersOutOfReach:
+            labelled = False
+        self._unlabelled = 0 if labelled else version
         self._version = version
 
     async def update_weights(self, weights: str, version: int) -> None:
@@ -188,8 +201,8 @@ class VLLMEngine:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
         await self._control("/collective_rpc", reload, seconds=WEIGHTS_SECONDS)
         # Says in the body, under status 200, that it did nothing.
-        answer = await self._control("/reset_prefix_cache?reset_running_requests=true")
-        if isinstance(answer, dict) and answer.get("success") is False:
+        answers = await self._control("/reset_prefix_cache?reset_running_requests=true")
+        if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
             raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
         await self.set_version(version)
 
@@ -198,40 +211,37 @@ class VLLMEngine:
         if self._model is not None:
             body["model"] = self._model
         try:
-            answer = await self._http.post("/tokenize", body)
+            answer = (await self._servers.ask(lambda server: server.post("/tokenize", body)))[0]
         except StatusFailure as failure:
             if failure.transient:
                 raise translate(failure, self.name) from None
             return None
         return answer.get("tokens") if isinstance(answer, dict) else None
 
-    async def _control(self, path: str, body: Any = None, *, seconds: float | None = 30) -> Any:
+    async def _control(self, path: str, body: Any = None, *, seconds: float | None = 30) -> list[Any]:
         try:
-            return await self._http.post(path, body, seconds=seconds)
+            return await self._servers.tell(lambda server: server.post(path, body, seconds=seconds))
         except StatusFailure as failure:
             error = translate(failure, self.name)
             error.hint = DEV_HINT if failure.status == 404 else error.hint
             raise error from None
 
-    def _versions(self) -> _Versions:
-        return _Versions(self._version, self._unlabelled)
+    def _versions(self) -> KnownVersions:
+        return KnownVersions(self._version, self._unlabelled)
 
-    async def _served_version(self) -> int:
+    async def _served_version(self, server: HttpClient) -> int:
         """The label of the served weights; servers outside development mode do not say."""
         try:
-            answer = await self._http.get("/weight_info")
+            answer = await server.get("/weight_info")
         except StatusFailure as failure:
             if failure.transient:
                 raise
             return self._version
-        return version_of(str(answer["weight_version"])) if "weight_version" in answer else self._version
-
-
-class _Versions(msgspec.Struct, frozen=True):
-    """What the server was last known to serve, and what weights without a label are."""
-
-    served: int
-    unlabelled: int
+        return (
+            version_of(str(answer["weight_version"]), unlabelled=self._unlabelled)
+            if "weight_version" in answer
+            else self._version
+        )
 
 
 class _NotStreamed(EngineUnavailable):
@@ -246,10 +256,10 @@ class _VLLMReader:
     by the weights of afterwards.
     """
 
-    def __init__(self, engine: str, versions: Callable[[], _Versions]) -> None:
+    def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
         self._engine = engine
         self._ask_versions = versions
-        self._versions: _Versions | None = None
+        self._versions: KnownVersions | None = None
         self.begun = False
         self._length = 0
         self._ids: list[int] = []

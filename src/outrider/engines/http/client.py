@@ -57,7 +57,7 @@ class HttpClient:
 
     def __init__(self, name: str, url: str, *, api_key: str | None = None, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         self._name = name
-        self._url = url
+        self.url = url
         self._retry = retry
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
@@ -65,7 +65,7 @@ class HttpClient:
         self._connections: Connections | None = None
 
     async def start(self) -> None:
-        self._connections = Connections(self._url, self._headers)
+        self._connections = Connections(self.url, self._headers)
 
     async def close(self) -> None:
         """Ends every exchange in flight; each of them raises EngineUnavailable."""
@@ -73,13 +73,17 @@ class HttpClient:
         if connections is not None:
             connections.close()
 
+    async def check(self, path: str) -> None:
+        """GET it, once. The answer may be anything: routers say "OK" where servers say nothing."""
+        await self._call("GET", path, (), CONTROL_SECONDS)
+
     async def get(self, path: str) -> Any:
         """The JSON answer to a GET (None for an empty one), tried once."""
-        return await self._call("GET", path, (), CONTROL_SECONDS)
+        return self._parsed(path, await self._call("GET", path, (), CONTROL_SECONDS))
 
     async def post(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> Any:
         """The JSON answer to a POST (None for an empty one), tried once; `seconds` None waits for ever."""
-        return await self._call("POST", path, () if body is None else (encode(body),), seconds)
+        return self._parsed(path, await self._call("POST", path, () if body is None else (encode(body),), seconds))
 
     async def events(
         self, path: str, body: Callable[[int], Sequence[Buffer]], headers: Mapping[str, str] | None = None
@@ -128,7 +132,7 @@ class HttpClient:
                     response.close()
             await asyncio.sleep(self._retry.wait(attempt, asked))
 
-    async def _call(self, method: str, path: str, body: Sequence[Buffer], seconds: float | None) -> Any:
+    async def _call(self, method: str, path: str, body: Sequence[Buffer], seconds: float | None) -> bytes:
         try:
             async with asyncio.timeout(seconds):
                 response = await self._started().request(method, path, body)
@@ -142,6 +146,9 @@ class HttpClient:
             raise self._unavailable(error) from error
         if len(content) > MAX_ANSWER:
             raise EngineMisbehaved(f"engine {self._name!r} answered {path} with more than {MAX_ANSWER} bytes")
+        return content
+
+    def _parsed(self, path: str, content: bytes) -> Any:
         try:
             return orjson.loads(content) if content.strip() else None
         except orjson.JSONDecodeError as error:
@@ -154,7 +161,7 @@ class HttpClient:
 
     def _unavailable(self, error: BaseException) -> EngineUnavailable:
         what = str(error) or type(error).__name__
-        return EngineUnavailable(f"engine {self._name!r} at {self._url}: {what}")
+        return EngineUnavailable(f"engine {self._name!r} at {self.url}: {what}")
 
 
 async def _read_rest(response: Response) -> None:

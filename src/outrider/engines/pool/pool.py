@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 from uuid import uuid4
@@ -32,9 +32,11 @@ from outrider.engines.base import (
     EngineHealth,
     EngineOptions,
     GenerateRequest,
+    ListsEngines,
 )
 from outrider.engines.pool.affinity import Affinity, Member, ServingEngine
 from outrider.engines.pool.continuation import Continuation, continuable
+from outrider.engines.pool.listed import LOOK_SECONDS, Listing
 from outrider.engines.pool.policy import Policy
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
@@ -51,6 +53,9 @@ T = TypeVar("T", bound=Chunk | ChatChunk)
 log = logging.getLogger("outrider.engine")
 
 REMOVAL_SECONDS = 30.0
+DEPARTURE_SECONDS = 600.0
+"""How long generations on an engine that is listed no more have to end."""
+
 FAILOVERS = 3
 """How often one request may fail on engines that were alive, or once on every engine where there are more, before
 the request itself is taken for the cause."""
@@ -136,6 +141,7 @@ class EnginePool:
         check: EngineCheck | None = None,
         patience: float = 60.0,
         probing: Backoff = PROBING,
+        look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self._serves = serves
         self._tokenizer = tokenizer
@@ -144,9 +150,12 @@ class EnginePool:
         self._check = check
         self._patience = patience
         self._probing = probing
+        self._look_seconds = look_seconds
         self._members: dict[str, Member] = {}
+        self._listings: dict[str, Listing] = {}
+        self._departures: set[asyncio.Task[None]] = set()
         self._claimed = set() if claimed is None else claimed
-        """The names of engines, of those that are joining, too."""
+        """The names of engines and of lists, of those that are joining, too."""
         self._affinity = Affinity()
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -162,7 +171,8 @@ class EnginePool:
         for member in self._members.values():
             member.removed = True
             self._affinity.refresh(member)
-            _stop_tasks(member)
+            _stop_tasks(member.probe, member.trial)
+        _stop_tasks(*(listing.task for listing in self._listings.values()), *self._departures)
         try:
             # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.
             cancelled = isinstance(error, asyncio.CancelledError)
@@ -172,20 +182,22 @@ class EnginePool:
             await shielded(self._close_all)
 
     async def add(self, spec: EngineSpec) -> EngineStatus:
-        """Make, start and admit an engine. Raises InvalidField for a bad spec, Conflict for a name in use,
-        EngineUnavailable for a dead engine, and what `check` raises."""
+        """Make, start and admit an engine, or all engines of a list. Raises InvalidField for a bad spec, Conflict for a
+        name in use, EngineUnavailable for a dead engine, and what `check` raises."""
         numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
         name = spec.name or next(free for free in numbered if free not in self._claimed)
         make = plugins.resolve("engine", spec.kind, field="kind")
         self._claim(name)
         try:
-            engine: AnyEngine = make(
+            engine: AnyEngine | ListsEngines = make(
                 EngineOptions(
                     name=name, url=spec.url, model=spec.model, tokenizer=self._tokenizer, options=spec.options
                 )
             )
             try:
                 await engine.start()
+                if isinstance(engine, ListsEngines):
+                    return await self._begin_listing(engine, spec)
                 try:
                     health = await self._vet(engine)
                 except EngineUnavailable as error:
@@ -207,6 +219,10 @@ class EnginePool:
         finally:
             self._unclaim(engine.name)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether an engine, or a list of engines, has this name."""
+        return self.engine(name) is not None or name in self._listings
+
     def engine(self, name: str) -> AnyEngine | None:
         """The engine of that name, if there is one."""
         member = self._members.get(name)
@@ -223,7 +239,14 @@ class EnginePool:
             await self._check(engine)
 
     def drain(self, name: str) -> EngineStatus:
-        """Give it no new session; those that keep to it go on. Raises NotFound."""
+        """Give it no new session; those that keep to it go on. A list gets no new engine either. Raises NotFound."""
+        if (listing := self._listings.get(name)) is not None:
+            listing.draining = True
+            _stop_tasks(listing.task)
+            for engine in listing.engines.values():
+                with suppress(NotFound):
+                    self.drain(engine)
+            return self._listing_status(listing)
         member = self._member(name)
         member.draining = True
         self._affinity.refresh(member)
@@ -231,11 +254,17 @@ class EnginePool:
 
     async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
         """Take it out: its sessions go on elsewhere with their next turn. Generations in flight have so many
-        seconds to end before they are cut. Raises NotFound."""
+        seconds to end before they are cut. With a list, all its engines are taken out. Raises NotFound."""
+        if (listing := self._listings.pop(name, None)) is not None:
+            try:
+                await self._end_listing(listing, seconds=seconds)
+            finally:
+                self._unclaim(name)
+            return
         member = self._member(name)
         member.removed = member.draining = True
         self._affinity.refresh(member)
-        _stop_tasks(member)
+        _stop_tasks(member.probe, member.trial)
         try:
             async with asyncio.timeout(seconds):
                 await member.idle.wait()
@@ -249,8 +278,9 @@ class EnginePool:
                 await shielded(member.engine.close)
 
     def status(self) -> list[EngineStatus]:
-        """Every engine, in the order they were added."""
-        return [member.status() for member in self._members.values()]
+        """Every list of engines and every engine, in the order they were added."""
+        listings = [self._listing_status(listing) for listing in self._listings.values()]
+        return listings + [member.status() for member in self._members.values()]
 
     async def select(self, session_key: str) -> ServingEngine:
         """The session's engine, one that takes tokens where there is one. Its mode says which of `generate`
@@ -390,6 +420,49 @@ class EnginePool:
                 hint="attach an engine, or look at the state of those attached",
             ) from None
 
+    async def _begin_listing(self, source: ListsEngines, spec: EngineSpec) -> EngineStatus:
+        def leave(name: str) -> None:
+            departure = self._tasks.create_task(
+                self._remove_any([name], DEPARTURE_SECONDS), name=f"departure of {name}"
+            )
+            self._departures.add(departure)
+            departure.add_done_callback(self._departures.discard)
+
+        listing = Listing(
+            source,
+            kind=spec.kind,
+            url=spec.url,
+            serves=self._serves,
+            add=self.add,
+            leave=leave,
+            urls=lambda: [member.url for member in self._members.values()],
+        )
+        try:
+            await listing.begin()
+        except BaseException:
+            await shielded(lambda: self._remove_any(tuple(listing.engines.values()), 0))
+            raise
+        self._listings[source.name] = listing
+        listing.task = self._tasks.create_task(listing.follow(self._look_seconds), name=f"list of {source.name}")
+        return self._listing_status(listing)
+
+    async def _end_listing(self, listing: Listing, *, seconds: float) -> None:
+        try:
+            if listing.task is not None:
+                listing.task.cancel()
+                await asyncio.wait([listing.task])
+            await self._remove_any(tuple(listing.engines.values()), seconds)
+        finally:
+            await shielded(listing.source.close)
+
+    def _listing_status(self, listing: Listing) -> EngineStatus:
+        return listing.status([member.name for member in self._members.values() if member.serves], self.policy.version)
+
+    async def _remove_any(self, names: Sequence[str], seconds: float) -> None:
+        """Remove those of them that are there, at once."""
+        there = [name for name in names if name in self._members and not self._members[name].removed]
+        await asyncio.gather(*(self.remove(name, seconds=seconds) for name in there))
+
     async def _vet(self, engine: AnyEngine) -> EngineHealth:
         try:
             health = await engine.health()
@@ -523,8 +596,8 @@ class EnginePool:
         self._claimed.add(name)
 
     def _unclaim(self, name: str) -> None:
-        """Give the name of an engine back that has not joined, or has left."""
-        if name not in self._members:
+        """Give a name back that has not joined, or has left."""
+        if name not in self._members and name not in self._listings:
             self._claimed.discard(name)
 
     def _notify(self) -> None:
@@ -537,7 +610,10 @@ class EnginePool:
             for member in self._members.values():
                 if member.owned:
                     stack.push_async_callback(member.engine.close)
+            for listing in self._listings.values():
+                stack.push_async_callback(listing.source.close)
         self._members.clear()
+        self._listings.clear()
 
 
 def _begun(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
@@ -551,7 +627,7 @@ def _mistake(engine: AnyEngine, error: Exception) -> EngineMisbehaved:
     return EngineMisbehaved(f"engine {engine.name!r} raised {type(error).__name__}: {error}")
 
 
-def _stop_tasks(member: Member) -> None:
-    for task in (member.probe, member.trial):
+def _stop_tasks(*tasks: asyncio.Task[None] | None) -> None:
+    for task in tasks:
         if task is not None:
             task.cancel()

@@ -1,0 +1,194 @@
+"""Routers in front of engine servers: the list of their workers, and orders to each of them.
+
+A router forwards a generation to one worker, or to two where prefill and decode are apart. An order, such as a pause,
+it forwards to one worker or to none, so orders go to the workers themselves. Tried with vllm-router 0.1.17 and
+sglang-router 0.3.2. It knows no engine's protocol. Invariant: an order that returns was taken by every worker that is
+listed and can be connected to, and by one at least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from outrider.engines.adapters.options import ServerOptions, read_options, server_url
+from outrider.engines.base import EngineOptions
+from outrider.engines.http.client import HttpClient
+from outrider.engines.http.failures import StatusFailure, translate
+from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable, InvalidField
+from outrider.spec import EngineSpec
+
+T = TypeVar("T")
+
+_RANK = re.compile(r"@\d+$")
+
+
+class ListedWorker(msgspec.Struct, frozen=True):
+    """A worker as a router lists it: `worker_type` is `regular`, or `prefill` or `decode` where these are apart."""
+
+    url: str
+    worker_type: str = "regular"
+
+    @property
+    def server(self) -> str:
+        """The URL of its server. Of a server with data parallelism each rank is listed, as `http://host:port@1`."""
+        return _RANK.sub("", self.url).rstrip("/")
+
+
+class _WorkerList(msgspec.Struct):
+    workers: list[ListedWorker]
+
+
+class WorkersOutOfReach(EngineRejected):
+    """A router lists workers, and this service can connect to none of them."""
+
+
+class Servers:
+    """The servers behind an engine's URL: that one itself or, where it is a router, all its workers."""
+
+    def __init__(self, engine: str, front: HttpClient, connect: Callable[[str], HttpClient]) -> None:
+        self.routed = False
+        """Whether the URL is a router's, as `find` saw last."""
+        self._engine = engine
+        self._front = front
+        self._connect = connect
+        self._workers: dict[str, HttpClient] = {}
+        self._reached = False
+
+    async def close(self) -> None:
+        while self._workers:
+            await self._workers.popitem()[1].close()
+
+    async def find(self) -> None:
+        """See whether the URL is a router's, and which workers it has now. Raises EngineError and StatusFailure."""
+        workers = await _listed_workers(self._front)
+        self.routed = workers is not None
+        urls = {worker.server for worker in workers or ()}
+        for url in self._workers.keys() - urls:
+            await self._workers.pop(url).close()
+        for url in urls - self._workers.keys():
+            if urlsplit(url).scheme not in ("http", "https"):
+                raise EngineRejected(
+                    f"engine {self._engine!r} is a router with a worker {url}, which cannot be told to pause",
+                    hint="only workers with http:// URLs can",
+                )
+            client = self._connect(url)
+            await client.start()
+            self._workers[url] = client
+
+    async def tell(self, order: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
+        """Give every server the order, at once; their answers. Workers that cannot be connected to are passed over:
+        they generate nothing, and the router does without them.
+
+        Raises what the order does, WorkersOutOfReach, and EngineUnavailable where a router lists no worker.
+        """
+        if not self.routed:
+            return [await order(self._front)]
+        await self.find()
+        if not self._workers:
+            raise EngineUnavailable(f"engine {self._engine!r} is a router without workers")
+        outcomes = await asyncio.gather(*map(order, self._workers.values()), return_exceptions=True)
+        answers: list[T] = []
+        for outcome in outcomes:
+            if not isinstance(outcome, BaseException):
+                answers.append(outcome)
+            elif not _not_connected(outcome):
+                raise outcome
+        if not answers:
+            raise WorkersOutOfReach(
+                f"engine {self._engine!r} is a router, and none of its workers can be reached from here:"
+                f" {', '.join(self._workers)}",
+                hint="pauses and weights go to the workers themselves: let the service connect to the addresses that"
+                " the router lists",
+            )
+        self._reached = True
+        return answers
+
+    async def ask(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
+        """As `tell`, but where no worker could ever be reached from here the router answers for them."""
+        try:
+            return await self.tell(question)
+        except WorkersOutOfReach:
+            if self._reached:  # they are gone, which the router may not have noticed
+                raise
+            return [await question(self._front)]
+
+
+class Router:
+    """`ListsEngines`: every worker of a router as an engine of its own, of the given kind, with the router's options.
+
+    Prefill and decode workers generate in pairs only, so a router of such workers is refused.
+    """
+
+    def __init__(self, kind: str, options: EngineOptions) -> None:
+        own = {key: value for key, value in options.options.items() if key == "api_key"}
+        self.name = options.name
+        self._kind = kind
+        self._url = server_url(options)
+        self._options = options
+        self._http = HttpClient(options.name, self._url, api_key=read_options(ServerOptions, own).api_key)
+
+    async def start(self) -> None:
+        await self._http.start()
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def list_engines(self) -> list[EngineSpec]:
+        """Raises InvalidField where the URL is no router's, or that of one with prefill and decode apart;
+        EngineError."""
+        try:
+            workers = await _listed_workers(self._http)
+        except StatusFailure as failure:
+            raise translate(failure, self.name) from None
+        instead = f"add it as {self._kind}={self._url}"
+        if workers is None:
+            raise InvalidField(f"{self._url} lists no workers: it is not a router", field="url", hint=instead)
+        if any(worker.worker_type != "regular" for worker in workers):
+            raise InvalidField(
+                f"the workers of {self._url} generate in pairs only: prefill and decode are apart",
+                field="kind",
+                hint=f"{instead}, to generate through the router",
+            )
+        return [
+            EngineSpec(
+                kind=self._kind,
+                name=f"{self.name}-{urlsplit(url).netloc}",
+                url=url,
+                model=self._options.model,
+                options=self._options.options,
+            )
+            for url in dict.fromkeys(worker.server for worker in workers)
+        ]
+
+
+VLLM_ROUTER = partial(Router, "vllm")
+SGLANG_ROUTER = partial(Router, "sglang")
+
+
+async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
+    """The workers that a router lists; None where the server is no router. Raises EngineUnavailable and
+    StatusFailure."""
+    try:
+        return msgspec.convert(await http.get("/workers"), _WorkerList).workers
+    except StatusFailure as failure:
+        # A router may keep its list from those without its key: then it must not be taken for a server.
+        if failure.transient or failure.status in (401, 403):
+            raise
+        return None
+    except (EngineMisbehaved, msgspec.ValidationError):
+        return None
+
+
+def _not_connected(error: BaseException) -> bool:
+    """Whether no connection was made. One that broke, or was too slow, may be that of a worker that lives on."""
+    cause = error.__cause__
+    broken = isinstance(cause, TimeoutError | ConnectionError | ssl.SSLError)
+    return isinstance(cause, ConnectionRefusedError) or (isinstance(cause, OSError) and not broken)

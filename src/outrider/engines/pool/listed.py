@@ -1,0 +1,118 @@
+"""Engines that somebody else lists, such as the workers of a router: each is in the pool for as long as it is listed.
+
+It knows no router. Invariant: an engine leaves the pool only after it was missing from several lists in a row, so a
+router that restarts with a list still empty costs no session its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+
+from outrider.engines.base import ListsEngines
+from outrider.errors import OutriderError
+from outrider.schemas import EngineStatus
+from outrider.spec import EngineSpec
+from outrider.trajectory import TokenMode
+
+LOOK_SECONDS = 5.0
+MISSES = 3
+"""How many lists in a row an engine is missing from before it is taken for gone."""
+
+
+class Listing:
+    """The engines of one list. `serves` is the frozen model that they serve, None for the policy. `engines` are its
+    members' names by URL; `leave` is told the name of each that is gone, and `urls` says where the pool's engines are,
+    so that one server is not in the pool twice."""
+
+    def __init__(
+        self,
+        source: ListsEngines,
+        *,
+        kind: str,
+        url: str | None,
+        serves: str | None,
+        add: Callable[[EngineSpec], Awaitable[EngineStatus]],
+        leave: Callable[[str], None],
+        urls: Callable[[], Collection[str | None]],
+    ) -> None:
+        self.source = source
+        self.engines: dict[str, str] = {}
+        self.draining = False
+        self.task: asyncio.Task[None] | None = None
+        self._kind = kind
+        self._url = url
+        self._serves = serves
+        self._add = add
+        self._leave = leave
+        self._urls = urls
+        self._misses: dict[str, int] = {}
+        self._answers = False
+        self._detail = ""
+
+    async def begin(self) -> None:
+        """Add what is listed now. Raises what the source does, and what the first engine is refused with if all are."""
+        failures = await self._look()
+        if failures and not self.engines:
+            raise next(iter(failures.values()))
+
+    async def follow(self, every: float) -> None:
+        """Add what is listed later, and let go what is not listed any more, until cancelled. It looks every so many
+        seconds."""
+        while True:
+            await asyncio.sleep(every)
+            try:
+                await self._look()
+            except OutriderError as error:
+                self._answers, self._detail = False, error.message
+            except Exception as error:  # a source may be anybody's code
+                self._answers, self._detail = False, f"{type(error).__name__}: {error}"
+
+    def status(self, serving: Collection[str], version: int) -> EngineStatus:
+        """As a row beside those of its engines, which do the counting. It is well while it answers and one of its
+        engines is `serving`."""
+        return EngineStatus(
+            name=self.source.name,
+            kind=self._kind,
+            serves=self._serves,
+            url=self._url,
+            mode=TokenMode.TOKENS,
+            ok=self._answers and any(name in serving for name in self.engines.values()),
+            detail=self._detail,
+            draining=self.draining,
+            in_flight=0,
+            sessions=0,
+            assigned_tokens=0,
+            generated_tokens=0,
+            failures=0,
+            version=version,
+            model=None,
+            context_tokens=None,
+        )
+
+    async def _look(self) -> Mapping[str, OutriderError]:
+        """Compare with the list; what engines were refused with, by URL. An engine that somebody has taken out of the
+        pool stays out while it is listed; one that was refused is tried again with each look."""
+        listed = {spec.url or "": spec for spec in await self.source.list_engines()}
+        for url in listed:
+            self._misses.pop(url, None)
+        for url in self.engines.keys() - listed.keys():
+            self._misses[url] = self._misses.get(url, 0) + 1
+            if self._misses[url] >= MISSES:
+                del self._misses[url]
+                self._leave(self.engines.pop(url))
+        failures: dict[str, OutriderError] = {}
+
+        async def admit(url: str, spec: EngineSpec) -> None:
+            try:
+                self.engines[url] = (await self._add(spec)).name
+            except OutriderError as error:
+                failures[url] = error
+
+        new = listed.keys() - self.engines.keys() - set(self._urls())
+        await asyncio.gather(*(admit(url, listed[url]) for url in listed if url in new))
+        self._answers = True
+        self._detail = "; ".join(f"{url}: {error.message}" for url, error in failures.items())
+        if not listed:
+            self._detail = "it lists no engine"
+        return failures

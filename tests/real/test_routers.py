@@ -1,0 +1,176 @@
+"""The real routers of vLLM and SGLang, before scripted engines: the checks that the fake passes too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import quote
+
+import aiohttp
+import pytest
+
+from engines.contract import collect
+from engines.routers import (
+    CHECKS,
+    KINDS,
+    Kind,
+    Router,
+    RunningRouter,
+    Worlds,
+    refuses_what_it_would_drop,
+    worlds_of,
+)
+from outrider.engines.base import Engine, SamplingParams, SetsVersion
+from outrider.engines.pool.pool import EnginePool
+from outrider.spec import EngineSpec
+from outrider.trajectory import FinishReason
+from support.tokenizer import write_tokenizer
+
+from .conftest import TEST_SECONDS
+from .test_vllm import NONSENSE, request_for
+from .vllm_cpu import VllmServer, free_port
+
+pytestmark = pytest.mark.real
+
+ENVIRONMENT = Path(__file__).parent.parent.parent / ".venv-routers"
+VERSIONS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
+START_SECONDS = 60
+LOOK_SECONDS = 0.1
+POLICIES: dict[Kind, str] = {"vllm": "consistent_hash", "sglang": "manual"}
+"""How each is told to keep a session on one worker by the header that names it."""
+
+APART: dict[Kind, str] = {"vllm": "--vllm-pd-disaggregation", "sglang": "--pd-disaggregation"}
+
+
+@pytest.fixture(scope="module")
+def router_python() -> Path:
+    """The Python of an environment with both routers, made now if need be; skips with the reason where it cannot be."""
+    python = ENVIRONMENT / "bin" / "python"
+    wanted = [f"{name}=={version}" for name, version in VERSIONS.items()]
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
+    # Neither is compiled here, where there is no wheel of it.
+    install = [str(python), "-m", "pip", "install", "--quiet", "--only-binary", ",".join(VERSIONS), *wanted]
+    done = subprocess.run(install, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"the routers cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    return python
+
+
+def real_router(python: Path, folder: Path) -> Router:
+    """`folder` gets their logs."""
+
+    @asynccontextmanager
+    async def router(kind: Kind, urls: Sequence[str], *, apart: bool) -> AsyncGenerator[RunningRouter, None]:
+        url = f"http://127.0.0.1:{free_port()}"
+        command = [str(python), "-m", f"{kind}_router.launch_router"]
+        command += ["--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--prometheus-port", str(free_port())]
+        if apart:
+            bootstrap = ["9001"] if kind == "sglang" else []
+            command += [APART[kind], "--prefill", urls[0], *bootstrap]
+            command += [word for decode in urls[1:] for word in ("--decode", decode)]
+        else:
+            command += ["--policy", POLICIES[kind], "--worker-urls", *urls]
+        log = folder / f"{kind}-{url.rpartition(':')[2]}.log"
+        with running(command, log), log.open() as said:
+            async with aiohttp.ClientSession(url) as session:
+
+                async def listed() -> list[dict[str, Any]]:
+                    async with session.get("/workers") as response:
+                        return list((await response.json())["workers"])
+
+                async def until(count: int) -> None:
+                    async with asyncio.timeout(START_SECONDS):
+                        while True:
+                            try:
+                                if len(await listed()) == count:
+                                    return
+                            except aiohttp.ClientError:  # it does not listen yet
+                                pass
+                            await asyncio.sleep(LOOK_SECONDS)
+
+                async def add(worker: str) -> None:
+                    async with session.post("/workers", json={"url": worker}) as response:
+                        assert response.ok, await response.text()
+
+                async def remove(worker: str) -> None:
+                    rows = await listed()
+                    (row,) = [row for row in rows if row["url"] == worker]
+                    name = row.get("id") or quote(worker, safe="")
+                    async with session.delete(f"/workers/{name}") as response:
+                        assert response.ok, await response.text()
+                    await until(len(rows) - 1)
+
+                try:
+                    await until(len(urls))
+                except TimeoutError:
+                    raise RuntimeError(f"{kind}-router did not start:\n{said.read()[-4000:]}") from None
+                yield RunningRouter(url, add, remove)
+
+    return router
+
+
+@contextmanager
+def running(command: list[str], log: Path) -> Any:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def router(router_python: Path, tmp_path: Path) -> Router:
+    return real_router(router_python, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_real_router_as_an_engine(
+    kind: Kind, check: Callable[[Worlds], Awaitable[None]], router: Router, tokenizer_folder: Path
+) -> None:
+    await check(worlds_of(kind, router, tokenizer_folder))
+
+
+async def test_what_a_real_router_would_drop_is_refused(router: Router, tokenizer_folder: Path) -> None:
+    await refuses_what_it_would_drop(worlds_of("sglang", router, tokenizer_folder))
+
+
+@pytest.mark.timeout(TEST_SECONDS)
+async def test_a_real_vllm_behind_its_real_router(vllm_url: VllmServer, router: Router) -> None:
+    """Exactly what the server says itself, and a pause of the policy that cuts a generation."""
+    greedy = request_for(NONSENSE, SamplingParams(max_tokens=60, temperature=0.0, min_tokens=60))
+    async with router("vllm", [vllm_url.url], apart=False) as running, EnginePool() as pool:
+        await pool.add(EngineSpec(kind="vllm", name="direct", url=vllm_url.url))
+        await pool.add(EngineSpec(kind="vllm", name="routed", url=running.url))
+        direct, routed = (cast(Engine, pool.engine(name)) for name in ("direct", "routed"))
+        assert await routed.health() == await direct.health()
+        once, again = await collect(direct.generate(greedy)), await collect(routed.generate(greedy))
+        assert again.ids == once.ids
+        assert again.logprobs == pytest.approx(once.logprobs, abs=1e-4)
+        try:
+            chunks = routed.generate(request_for(NONSENSE, SamplingParams(max_tokens=1000, min_tokens=1000)))
+            await anext(chunks)
+            await routed.pause("abort")
+            assert [chunk async for chunk in chunks][-1].finish is FinishReason.ABORT
+            await cast(SetsVersion, routed).set_version(1)
+            await routed.resume()
+            assert (await direct.health()).version == 1
+            assert {span.version for span in (await collect(routed.generate(greedy))).versions} == {1}
+        finally:
+            await cast(SetsVersion, direct).set_version(0)
+            await direct.resume()
