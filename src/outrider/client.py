@@ -26,7 +26,7 @@ import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.loop_thread import LoopThread
-from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
+from outrider.errors import ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.schemas import (
@@ -280,6 +280,18 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
                 raise
             await asyncio.sleep(RETRIES.wait(tries))
             tries += 1
+
+
+async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> None:
+    """Raise ServiceError when the service has lost a group that it had accepted. To be asked of `AsyncClient.group`
+    when no results come: nobody else tells that a group will never be done."""
+    try:
+        await patiently(lambda: group(group_id))
+    except NotFound as error:
+        raise ServiceError(
+            f"the service does not know group {group_id} any more",
+            hint="it was started anew without its data: start it with its old data folder, or submit the work again",
+        ) from error
 
 
 def _blocking(

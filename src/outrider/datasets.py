@@ -121,7 +121,7 @@ def template_examples(
     for number, row in enumerate(rows):
         where = f"row {number} of {source}"
         if id_column is not None and id_column not in row:
-            raise InvalidField(f"{where} has no column {id_column!r}", field="id_column", hint=_known(row))
+            raise InvalidField(f"{where} has no column {id_column!r}", field="id_column", hint=known_columns(row))
         own = str(row[id_column]) if id_column is not None else str(number)
         examples.append(Example(id=own, task=filled(dict(template), row, where), row=dict(row)))
     seen: set[str] = set()
@@ -335,7 +335,9 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
     def column(match: re.Match[str]) -> Any:
         if row.get(match[1]) is None:
             raise InvalidField(
-                f"the task uses {match[0]}, and {where} has no column {match[1]!r}", field=match[1], hint=_known(row)
+                f"the task uses {match[0]}, and {where} has no column {match[1]!r}",
+                field=match[1],
+                hint=known_columns(row),
             )
         return row[match[1]]
 
@@ -344,7 +346,8 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
     return PLACEHOLDER.sub(lambda match: str(column(match)), value)
 
 
-def _known(row: Mapping[str, Any]) -> str:
+def known_columns(row: Mapping[str, Any]) -> str:
+    """A hint for an error about a column that is not there."""
     return f"it has: {', '.join(sorted(name for name, value in row.items() if value is not None)) or 'none'}"
 
 

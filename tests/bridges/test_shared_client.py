@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from outrider.bridges.shared_client import SharedClient, checked_url, shared_cli
 from outrider.client import AsyncClient
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState, StopReason
+from outrider.schemas import ServiceStatus
 from support.coin import coin_task
 from support.service import running_service, say
 
@@ -94,6 +96,44 @@ async def test_a_service_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPa
     async with shared_client("http://127.0.0.1:9", None) as client:
         with pytest.raises(ServiceError, match=r"http://127\.0\.0\.1:9: Connection refused"):
             await client.run(body(1))
+
+
+async def test_a_service_that_is_not_there_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rollouts began: else a thousand of them would fail one after the other, for hours."""
+    tries = 0
+
+    async def unreachable(call: object, patience: float) -> ServiceStatus:
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(0.01)
+        raise ServiceError("cannot reach the service")
+
+    monkeypatch.setattr("outrider.bridges.shared_client.patiently", unreachable)
+    async with shared_client("http://127.0.0.1:9", None) as client:
+        found = await asyncio.gather(*(client.run(body(number)) for number in range(20)), return_exceptions=True)
+        assert [str(error) for error in found] == ["cannot reach the service"] * 20
+        assert tries == 1
+        with pytest.raises(ServiceError):  # one that begins later tries again
+            await client.run(body(20))
+    assert tries == 2
+
+
+async def test_a_service_that_has_lost_its_data_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.bridges.shared_client.LONG_POLL", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    roll = None
+    async with shared_client(f"http://127.0.0.1:{port}", None) as client:
+        async with running_service(tmp_path=tmp_path, port=port) as (_, url), AsyncClient(url) as watcher:
+            roll = asyncio.create_task(client.run(body(1, seconds=60.0)))
+            await submitted(watcher, 1)
+        async with running_service(tmp_path=tmp_path, port=port, data=tmp_path / "other"):
+            with pytest.raises(ServiceError, match=r"does not know group g\S+ any more") as caught:
+                await asyncio.wait_for(roll, 20)
+    assert "with its old data folder" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
