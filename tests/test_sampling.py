@@ -101,7 +101,7 @@ def test_a_service_that_has_lost_its_groups_is_not_waited_for() -> None:
     async def main() -> None:
         service = Forgetful(lambda task, index, version: Played(1e6, 1.0), slots=8)
         async with DynamicSampler(service, task, n=2, target=1) as sampler:
-            with pytest.raises(ServiceError, match="does not know group .* any more"):
+            with pytest.raises(ServiceError, match=r"does not know group .* any more"):
                 await sampler.batch()
 
     run(main)
