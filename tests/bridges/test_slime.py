@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from outrider.bridges import slime
-from outrider.bridges.slime import SlimeSettings
-from outrider.bridges.trajectories import trajectories_of
 from outrider.client import AsyncClient
 from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
@@ -439,20 +437,6 @@ async def test_a_graded_sample_without_a_token_to_train_on_is_removed(tmp_path: 
     assert (removed.remove_sample, removed.loss_mask, removed.reward) == (True, [0], 0.5)
     assert "no token to train on" in removed.metadata["outrider"]["error"]
     assert (kept.remove_sample, kept.reward) == (False, 1.0)
-
-
-async def test_versions_that_no_engine_told_are_left_out(tmp_path: Path) -> None:
-    async with running_service(tmp_path=tmp_path) as (service, url):
-        args = slime_args(url)
-        source = DataSource(args, [prompt("slime untold")])
-        await train(args, source)
-        group = (await the_groups(service))[0]
-    for sample in group.samples or ():
-        sample.versions[sample.loss_mask.index(1)] = -1
-    [filled] = slime._filled(
-        args, SlimeSettings(), prompt("untold"), trajectories_of(group, SlimeSettings(), logprobs=True)[0]
-    )
-    assert filled.weight_versions == ["0"]
 
 
 async def test_a_wrong_address_or_token_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

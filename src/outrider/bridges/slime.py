@@ -352,7 +352,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
         for sample, trajectory in zip(prompts.groups[number], trajectories, strict=True):
             if trajectory.error is None:
                 of_group.append(_filled(args, settings, sample, trajectory))
-                versions += [version for row in trajectory.rows for version in _known_versions(row)]
+                versions += [version for row in trajectory.rows for version in row.trained_versions()]
             else:  # if it was graded, it has no token to train on, which the filter could not see
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
@@ -494,7 +494,7 @@ def _filled_row(
     filled.response_length = len(row.ids) - row.start
     filled.loss_mask = row.mask[row.start :]
     filled.rollout_log_probs = row.logprobs[row.start :] if settings.logprobs else None
-    filled.weight_versions = [str(version) for version in _known_versions(row)]
+    filled.weight_versions = [str(version) for version in row.trained_versions()]
     filled.reward = _reward(args, settings, trajectory, _reward_key(args, evaluation=evaluation))
     filled.status = _status(sample, trajectory)
     filled.remove_sample = False
@@ -546,11 +546,6 @@ def _reward(args: Any, settings: SlimeSettings, trajectory: Trajectory, key: str
             hint="have the evaluator give that metric, or unset --reward-key",
         )
     return named
-
-
-def _known_versions(row: Row) -> list[int]:
-    """Without those of tokens whose engine told none: slime has nothing for these, either."""
-    return [version for version in row.trained_versions() if version >= 0]
 
 
 def _reward_key(args: Any, *, evaluation: bool) -> str | None:

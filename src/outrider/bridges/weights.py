@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from outrider.schemas import PolicyStatus
 
 WEIGHTS = "model.safetensors"
+PREFIX = "version-"
+NOT_OPEN = "open it first: `with PolicyWeights(client) as weights:`"
 
 
 class PolicyControl(Protocol):
@@ -54,7 +56,7 @@ class PolicyWeights:
         if keep < 1:
             raise InvalidField(f"keep is {keep}; it must be at least 1", field="keep")
         self.version = -1
-        """The version that was published last; -1 before the first."""
+        """The version that was published last, or that `begin_above` was told; -1 before."""
         self._client = client
         self._folder = Path(folder) if folder is not None else None
         self._model = Path(model) if model is not None else None
@@ -73,6 +75,11 @@ class PolicyWeights:
     ) -> None:
         self._stack.close()
 
+    def begin_above(self, version: int) -> None:
+        """Publish higher versions than this one from now on, whatever the service says: a trainer that goes on from a
+        checkpoint has tokens of it, and the service may have begun anew."""
+        self.version = max(self.version, version)
+
     def publish(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
         """Write the parameters, have every engine load them, and return their version. Generations wait meanwhile.
 
@@ -88,7 +95,7 @@ class PolicyWeights:
                 field="parameters",
                 hint="merge the adapter, and publish the merged model's parameters",
             )
-        version = 1 + max(self.version, self._client.policy().version)
+        version = 1 + max(self.version, self._client.policy().version, self._highest_on_disk())
         folder = self.folder(version)
         folder.mkdir(parents=True)
         for file in self._model.iterdir() if self._model else ():
@@ -111,6 +118,12 @@ class PolicyWeights:
         tensors: Mapping[str, Tensor] = load_file(self.folder(version) / WEIGHTS)
         return tensors
 
+    def _highest_on_disk(self) -> int:
+        """Of an earlier run, or of a publication that failed: a folder is never written twice."""
+        assert self._folder is not None, NOT_OPEN
+        numbers = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
+        return max((int(number) for number in numbers if number.isdecimal()), default=-1)
+
     def folder(self, version: int) -> Path:
-        assert self._folder is not None, "open it first: `with PolicyWeights(client) as weights:`"
-        return self._folder.absolute() / f"version-{version}"
+        assert self._folder is not None, NOT_OPEN
+        return self._folder.absolute() / f"{PREFIX}{version}"
