@@ -77,6 +77,12 @@ class AsyncClient:
     """`async with AsyncClient(url, token=None) as client`."""
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
+        if token and not token.isprintable():
+            raise InvalidField(
+                "the token has a line break or another control character",
+                field="token",
+                hint="a file that it was read from may end with one: strip it",
+            )
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.bridges.shared_client import SharedClient, checked_url, shared_client
 from outrider.client import AsyncClient
-from outrider.errors import InvalidField, ServiceError
+from outrider.errors import InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import ServiceStatus
 from support.coin import coin_task
@@ -89,6 +89,35 @@ async def test_what_the_service_refuses_is_raised_and_the_client_is_closed(tmp_p
             with pytest.raises(InvalidField, match="unknown preset"):
                 await client.run(broken)
         assert open_clients() == {}
+
+
+async def test_a_wrong_token_is_named(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, token="right") as (_, url):
+        for token, message in ((None, "requires its token"), ("wrong", "is not the token of this service")):
+            async with shared_client(url, token) as client:
+                with pytest.raises(Unauthorized, match=message) as caught:
+                    await client.run(body(1))
+            assert "set OUTRIDER_TOKEN" in (caught.value.hint or "")
+        with pytest.raises(InvalidField, match="the token has a line break"):
+            async with shared_client(url, "right\n"):
+                pass
+    assert open_clients() == {}
+
+
+async def test_a_service_that_is_restarted_goes_on_with_the_rollout(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with shared_client(f"http://127.0.0.1:{port}", None) as client:
+        async with running_service(tmp_path=tmp_path, port=port) as (_, url), AsyncClient(url) as watcher:
+            roll = asyncio.create_task(client.run(body(1, seconds=1.0)))
+            async for event in watcher.events():
+                if event.data.get("state") == "running":
+                    break
+        async with running_service(tmp_path=tmp_path, port=port):
+            group = await asyncio.wait_for(roll, 40)
+    assert [session.attempt for session in group.sessions] == [2]
+    assert group.samples
 
 
 async def test_a_service_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,10 +98,14 @@ class PolicyWeights:
         version = 1 + max(self.version, self._client.policy().version, self._highest_on_disk())
         folder = self.folder(version)
         folder.mkdir(parents=True)
-        for file in self._model.iterdir() if self._model else ():
-            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
-                shutil.copyfile(file, folder / file.name)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        try:
+            for file in self._model.iterdir() if self._model else ():
+                if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
+                    shutil.copyfile(file, folder / file.name)
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        except BaseException:  # a full disk, say: half a model must neither stay nor be taken for one
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._client.update_policy(version, mode=self._mode, weights=str(folder))
         self.version = version
         self._written.append(version)

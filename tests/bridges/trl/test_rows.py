@@ -293,6 +293,15 @@ def test_folders_of_an_earlier_run_are_not_written_over(tmp_path: Path) -> None:
         assert [weights.publish(PARAMETERS.items()) for _ in range(2)] == [5, 6]
 
 
+def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
+        with pytest.raises(RuntimeError, match="share memory"):
+            weights.publish([("one", shared), ("two", shared)])
+        assert (weights.version, list(tmp_path.iterdir()), client.policy().version) == (-1, [], 0)
+        assert weights.publish(PARAMETERS.items()) == 1
+
+
 def test_versions_never_go_back_and_configuration_goes_along(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
