@@ -200,18 +200,28 @@ def verl_rows(
     number of the row, and `task` as JSON, which RemoteAgentLoop reads. The service grades, so there is no ground truth.
     """
     named = {"agent_name": agent_name} if agent_name else {}
-    return [
-        {
-            "prompt": [{"role": "user", "content": str(example.task.get("instruction") or "")}],
-            "data_source": data_source,
-            "ability": "agent",
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": number, "split": split, "id": example.id},
-            "task": _task_json(example),
-            **named,
-        }
-        for number, example in enumerate(examples)
-    ]
+    rows = []
+    for number, example in enumerate(examples):
+        try:
+            task = json.dumps(example.task, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise InvalidField(
+                f"the task of example {example.id!r} cannot be written as JSON: {error}",
+                field="task",
+                hint="use columns of texts, numbers, truth values, lists and objects",
+            ) from error
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": str(example.task.get("instruction") or "")}],
+                "data_source": data_source,
+                "ability": "agent",
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": number, "split": split, "id": example.id},
+                "task": task,
+                **named,
+            }
+        )
+    return rows
 
 
 def verl_parquet(
@@ -242,17 +252,6 @@ def verl_parquet(
     finally:
         draft.unlink(missing_ok=True)
     return Written(path, len(rows), cached=False)
-
-
-def _task_json(example: Example) -> str:
-    try:
-        return json.dumps(example.task, sort_keys=True)
-    except (TypeError, ValueError) as error:
-        raise InvalidField(
-            f"the task of example {example.id!r} cannot be written as JSON: {error}",
-            field="task",
-            hint="use columns of texts, numbers, truth values, lists and objects",
-        ) from error
 
 
 def _check_there(path: Path) -> None:

@@ -313,6 +313,8 @@ async def test_custom_generate_fails_as_it_is_told(tmp_path: Path) -> None:
             await slime.custom_generate(args, sample, {})
         args.outrider |= {"on_failure": "abort", "rows": "main"}
         aborted = await slime.custom_generate(args, sample, {})
+        with pytest.raises(HarnessError, match="the scribe fell ill"):
+            await slime.custom_generate(args, sample, {}, evaluation=True)
         args.outrider["on_failure"] = "remove"
         removed = await slime.custom_generate(args, sample, {})
     assert (aborted.status, aborted.tokens, aborted.reward) == (Sample.Status.ABORTED, [], None)
@@ -342,7 +344,7 @@ async def test_slimes_fully_asynchronous_loop_repeats_what_failed(tmp_path: Path
         ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay is set"),
         ({"rollout_top_p": 0.9, "outrider": {"logprobs": False}}, "slime replays the ids that top-p sampling kept"),
         ({"outrider": {"on_failure": "abort"}}, "slime cannot repeat a group with a session of several rows"),
-        ({"partial_rollout": True}, "slime cannot keep a session of several rows"),
+        ({"partial_rollout": True}, "slime cannot hold a group with a session of several rows"),
     ],
 )
 async def test_what_slimes_own_loops_cannot_do_is_named(options: dict[str, Any], message: str) -> None:

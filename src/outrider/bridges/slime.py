@@ -138,7 +138,13 @@ async def custom_generate(
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:
         _check_normalisation(args, settings)
-        _check_own_loop(args, settings)
+        fans_out, hint = settings.rows != "main", "set rows to main, or use outrider.bridges.slime.generate_rollout"
+        if fans_out and settings.on_failure == "abort":
+            why = "on_failure is abort, and slime cannot repeat a group with a session of several rows"
+            raise InvalidField(why, field="on_failure", hint=hint)
+        if fans_out and getattr(args, "partial_rollout", False):
+            why = "--partial-rollout is set, and slime cannot hold a group with a session of several rows"
+            raise InvalidField(why, field="partial_rollout", hint=hint)
     task = _task_of(settings, sample, sampling_params, {})
     async with shared_client(settings.url, settings.token) as client:
         group = await client.run(
@@ -150,7 +156,8 @@ async def custom_generate(
         )
     [trajectory] = trajectories_of(group, settings, logprobs=settings.logprobs)
     if trajectory.error is not None:
-        if settings.on_failure == "raise":
+        # In an evaluation slime has no use for a sample without a reward.
+        if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
             raise trajectory.error
         failed = _removed(args, settings, sample, trajectory)
         if settings.on_failure == "abort":
@@ -387,20 +394,15 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
     data: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
     sets = getattr(args, "eval_datasets", None) or []
-    prompts = [_evaluation_prompts(config, args) for config in sets]
-    groups = [
-        _evaluation_group(args, main, config, prompt)
-        for config, of_set in zip(sets, prompts, strict=True)
-        for prompt in of_set
-    ]
+    asked = [_evaluation_set(args, main, config) for config in sets]
     async with shared_client(settings.url, settings.token) as client:
-        done = iter(await client.run_all(groups))
+        done = iter(await client.run_all(group for of_set in asked for _, group in of_set))
     key = _reward_key(args, evaluation=True)
-    for config, of_set in zip(sets, prompts, strict=True):
+    for config, of_set in zip(sets, asked, strict=True):
         samples: list[SlimeSample] = []
         errors: list[OutriderError] = []
         index = 0
-        for prompt, group in zip(of_set, done, strict=False):
+        for (prompt, _), group in zip(of_set, done, strict=False):
             filled: list[SlimeSample] = []
             for trajectory in trajectories_of(group, main, logprobs=False):
                 sample = copy.deepcopy(prompt)
@@ -422,8 +424,9 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
     return importlib.import_module("slime.rollout.base_types").RolloutFnEvalOutput(data=data, metrics=metrics)
 
 
-def _evaluation_prompts(config: Any, args: Any) -> list[SlimeSample]:
-    """Copies of the prompts of an evaluation set. Raises InvalidField for one that has none, and for images."""
+def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
+    """Copies of the prompts of an evaluation set, and the group of each. Raises InvalidField for a set without prompts
+    or with images, and for sampling parameters that cannot be followed."""
     if getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None):
         raise InvalidField(
             f"the evaluation set {config.name!r} has images, which this bridge does not hand over",
@@ -441,15 +444,6 @@ def _evaluation_prompts(config: Any, args: Any) -> list[SlimeSample]:
         tool_key=config.tool_key,
         apply_chat_template=False,
     )
-    prompts = copy.deepcopy(list(dataset.samples))
-    if not prompts:
-        raise InvalidField(f"the evaluation set {config.name!r} ({config.path}) has no rows", field="eval_config")
-    for prompt in prompts:
-        prompt.metadata = config.inject_metadata(prompt.metadata)
-    return prompts
-
-
-def _evaluation_group(args: Any, settings: SlimeSettings, config: Any, prompt: SlimeSample) -> dict[str, Any]:
     sampling = {"max_new_tokens": config.max_response_len, "seed": args.rollout_seed}
     for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
         sampling[name] = getattr(config, name, None)
@@ -460,12 +454,19 @@ def _evaluation_group(args: Any, settings: SlimeSettings, config: Any, prompt: S
     }.items():
         own = getattr(config, name, None)
         sampling[name] = otherwise if own is None else own
-    return {
-        "task": _task_of(settings, prompt, sampling, {"slime.evaluation": config.name}),
-        "n": config.n_samples_per_eval_prompt,
-        "priority": settings.evaluation_priority,
-        "idempotency_key": secrets.token_hex(16),
-    }
+    made = []
+    for prompt in copy.deepcopy(list(dataset.samples)):
+        prompt.metadata = config.inject_metadata(prompt.metadata)
+        group = {
+            "task": _task_of(settings, prompt, sampling, {"slime.evaluation": config.name}),
+            "n": config.n_samples_per_eval_prompt,
+            "priority": settings.evaluation_priority,
+            "idempotency_key": secrets.token_hex(16),
+        }
+        made.append((prompt, group))
+    if not made:
+        raise InvalidField(f"the evaluation set {config.name!r} ({config.path}) has no rows", field="eval_config")
+    return made
 
 
 def _task_of(
@@ -578,19 +579,6 @@ def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
     return read_settings(
         SlimeSettings, getattr(args, "outrider", None), source="outrider in --custom-config-path", variable=VARIABLE
     )
-
-
-def _check_own_loop(args: Any, settings: SlimeSettings) -> None:
-    """slime's own loops cannot hold back the rest of a group in which a session gave a list of samples."""
-    if settings.rows == "main":
-        return
-    if settings.on_failure == "abort":
-        field, why = "on_failure", "on_failure is abort, and slime cannot repeat a group with a session of several rows"
-    elif getattr(args, "partial_rollout", False):
-        field, why = "partial_rollout", "--partial-rollout is set, and slime cannot keep a session of several rows"
-    else:
-        return
-    raise InvalidField(why, field=field, hint="set rows to main, or use outrider.bridges.slime.generate_rollout")
 
 
 def _check_normalisation(args: Any, settings: SlimeSettings) -> None:

@@ -95,7 +95,11 @@ class PolicyWeights:
                 field="parameters",
                 hint="merge the adapter, and publish the merged model's parameters",
             )
-        version = 1 + max(self.version, self._client.policy().version, self._highest_on_disk())
+        assert self._folder is not None, NOT_OPEN
+        # Folders of an earlier run may be there, or of a publication that failed: none is written twice.
+        there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
+        numbers = [int(number) for number in there if number.isdecimal()]
+        version = 1 + max(self.version, self._client.policy().version, *numbers)
         folder = self.folder(version)
         folder.mkdir(parents=True)
         try:
@@ -121,12 +125,6 @@ class PolicyWeights:
             return None
         tensors: Mapping[str, Tensor] = load_file(self.folder(version) / WEIGHTS)
         return tensors
-
-    def _highest_on_disk(self) -> int:
-        """Of an earlier run, or of a publication that failed: a folder is never written twice."""
-        assert self._folder is not None, NOT_OPEN
-        numbers = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
-        return max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
     def folder(self, version: int) -> Path:
         assert self._folder is not None, NOT_OPEN
