@@ -8,6 +8,7 @@ import json
 import random
 import re
 import tarfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,13 @@ def test_a_separate_verifier_gets_the_artifacts_alone(tmp_path: Path) -> None:
         ("[environment]\nnetwork_mode = 'allowlist'", "allowlist"),
         ("[environment]\nenv = { KEY = '${SECRET}' }", "takes KEY from the environment"),
         ("[environment", "cannot read"),
+        ("environment = 'docker'", "task.toml has environment = 'docker', which must be a table"),
+        ("agent = 5", "has agent = 5, which must be a table"),
+        ("verifier = 5", "has verifier = 5, which must be a table"),
+        ("task = 'hello'", "has task = 'hello', which must be a table"),
+        ("[environment]\nenv = 'A=1'", "has environment.env = 'A=1', which must be a table"),
+        ("[verifier]\nenv = 'A=1'", "has verifier.env = 'A=1', which must be a table"),
+        ("artifacts = 'out'\n[verifier]\nenvironment_mode = 'separate'", "has artifacts = 'out', which must be a list"),
     ],
 )
 def test_what_a_harbor_task_asks_for_in_vain_is_named(tmp_path: Path, toml: str, message: str) -> None:
@@ -222,12 +230,41 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
         ("a.jsonl", "[1]", "has a list where a row must be an object"),
         ("a.json", '["x"]', "has a str where a row must be an object"),
         ("a.csv", "a,b", "is no dataset"),
+        ("a.parquet", "no parquet", "cannot read .*a.parquet"),
+        ("state.json", "{", "cannot read .*test_a_broken_file"),
+        ("state.json", "[]", "cannot read .*test_a_broken_file"),
+        ("state.json", '{"_data_files": [{"filename": "a.arrow"}]}', "cannot read .*test_a_broken_file"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(InvalidField, match=message):
-        list(read_rows(tmp_path / name))
+        list(read_rows(tmp_path if name == "state.json" else tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nowhere.jsonl", "nowhere.parquet"])
+def test_a_source_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+    for template in (None, TEMPLATE):
+        with pytest.raises(InvalidField, match=f"there is no .*{name}"):
+            examples_of(tmp_path / name, template=template)
+
+
+def test_a_line_ends_at_its_newline_only(tmp_path: Path) -> None:
+    """Other line separators may stand in a JSON string; and editors of Windows begin a file with a mark."""
+    rows = [{"a": "one\u2028two\x85three"}, {"a": 2}]
+    text = "\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "rows.jsonl").write_bytes(text.encode())
+    (tmp_path / "rows.json").write_bytes(("\ufeff" + json.dumps(rows)).encode())
+    assert list(read_rows(tmp_path / "rows.jsonl")) == list(read_rows(tmp_path / "rows.json")) == rows
+
+
+def test_values_that_no_task_can_hold_are_named(tmp_path: Path) -> None:
+    rows = [{"id": "r7", "when": datetime(2026, 8, 1, tzinfo=UTC)}]
+    examples = template_examples(rows, {"instruction": "x", "labels": {"when": "{row.when}"}}, id_column="id")
+    with pytest.raises(InvalidField, match=r"the task of example 'r7' cannot be written as JSON: .*datetime"):
+        verl_parquet(examples, tmp_path, data_source="mine")
+    with pytest.raises(InvalidField, match="the template is a list; it must be an object"):
+        template_examples(rows, ["x"])  # type: ignore[arg-type]
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], **state: Any) -> Path:
@@ -287,6 +324,25 @@ def test_verls_parquet_has_the_tasks_and_a_cache_that_sees_every_edit(tmp_path: 
         verl_parquet([], folder, data_source="mine")
 
 
+def test_processes_that_write_the_same_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of a trainer may make the dataset: none may see, or replace, what another has half written."""
+    write_table = pq.write_table
+    drafts: list[Path] = []
+
+    def nested(table: Any, draft: Any) -> None:
+        drafts.append(Path(draft))
+        if len(drafts) == 1:
+            assert not verl_parquet(examples, tmp_path, data_source="mine").cached
+        write_table(table, draft)
+
+    examples = [Example(id="x", task={"instruction": "y"})]
+    monkeypatch.setattr(pq, "write_table", nested)
+    written = verl_parquet(examples, tmp_path, data_source="mine")
+    assert len(set(drafts)) == 2
+    assert pq.read_table(written.path).num_rows == 1
+    assert list(tmp_path.iterdir()) == [written.path]
+
+
 def test_rows_without_a_template_and_examples_without_an_instruction(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     with pytest.raises(InvalidField, match="rows need a template"):
@@ -295,4 +351,6 @@ def test_rows_without_a_template_and_examples_without_an_instruction(tmp_path: P
     assert [one.id for one in examples_of(tmp_path)] == ["a"]
     [row] = verl_rows([Example(id="x", task={})], data_source="d", agent_name="outrider")
     assert row["agent_name"] == "outrider"
+    assert row["prompt"][0]["content"] == ""
+    [row] = verl_rows([Example(id="x", task={"instruction": None})], data_source="d")
     assert row["prompt"][0]["content"] == ""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from outrider.errors import InvalidField, ServiceError
+from outrider.errors import InvalidField, NotFound, ServiceError
 from outrider.sampling import (
     FAILED_IN_A_ROW,
     Batch,
@@ -22,6 +22,7 @@ from outrider.sampling import (
     group_advantages,
     rewards_of,
 )
+from outrider.schemas import GroupView
 from outrider.testing.simulated_service import Played, SimulatedService, VirtualLoop
 
 Task = Mapping[str, Any]
@@ -83,6 +84,25 @@ def test_a_batch_has_informative_groups_only(refill: Refill) -> None:
                 assert {frozenset(rewards_of(group)) for group in batch.groups} == {frozenset({0.0, 1.0})}
                 assert len(batch.samples) == 24
                 assert batch.counts.uninformative > 0
+
+    run(main)
+
+
+def test_no_tasks_are_refused() -> None:
+    with pytest.raises(InvalidField, match="there are no tasks"):
+        DynamicSampler(SimulatedService(even, slots=1), [], n=2, target=1)
+
+
+def test_a_service_that_has_lost_its_groups_is_not_waited_for() -> None:
+    class Forgetful(SimulatedService):
+        async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
+            raise NotFound(f"no group {group_id}")
+
+    async def main() -> None:
+        service = Forgetful(lambda task, index, version: Played(1e6, 1.0), slots=8)
+        async with DynamicSampler(service, task, n=2, target=1) as sampler:
+            with pytest.raises(ServiceError, match=r"does not know group .* any more"):
+                await sampler.batch()
 
     run(main)
 

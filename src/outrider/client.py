@@ -26,7 +26,7 @@ import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.loop_thread import LoopThread
-from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
+from outrider.errors import ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.schemas import (
@@ -77,6 +77,12 @@ class AsyncClient:
     """`async with AsyncClient(url, token=None) as client`."""
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
+        if token and not token.isprintable():
+            raise InvalidField(
+                "the token has a line break or another control character",
+                field="token",
+                hint="a file that it was read from may end with one: strip it",
+            )
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
@@ -280,6 +286,18 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
                 raise
             await asyncio.sleep(RETRIES.wait(tries))
             tries += 1
+
+
+async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> None:
+    """Raise ServiceError when the service has lost a group that it had accepted. To be asked of `AsyncClient.group`
+    when no results come: nobody else tells that a group will never be done."""
+    try:
+        await patiently(lambda: group(group_id))
+    except NotFound as error:
+        raise ServiceError(
+            f"the service does not know group {group_id} any more",
+            hint="it was started anew without its data: start it with its old data folder, or submit the work again",
+        ) from error
 
 
 def _blocking(

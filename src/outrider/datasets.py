@@ -15,6 +15,7 @@ import importlib
 import io
 import json
 import re
+import secrets
 import shlex
 import tarfile
 import tomllib
@@ -40,6 +41,8 @@ UNSUPPORTED = (
     "steps",
 )
 """Tables and fields of task.toml that change what a task is, and that have no counterpart in a task of Outrider."""
+TABLES = ("task", "agent", "environment", "environment.env", "verifier", "verifier.env")
+LISTS = ("artifacts",)
 PREPARE_TESTS = """\
 mkdir -p /tests && printf %s {packed} | base64 -d | tar -xz -C /tests || exit 3
 """
@@ -117,11 +120,13 @@ def template_examples(
 
     The id is that of `id_column`, else the row's number. Raises InvalidField for a column that is not there.
     """
+    if not isinstance(template, Mapping):
+        raise InvalidField(f"the template is a {type(template).__name__}; it must be an object", field="template")
     examples = []
     for number, row in enumerate(rows):
         where = f"row {number} of {source}"
         if id_column is not None and id_column not in row:
-            raise InvalidField(f"{where} has no column {id_column!r}", field="id_column", hint=_known(row))
+            raise InvalidField(f"{where} has no column {id_column!r}", field="id_column", hint=known_columns(row))
         own = str(row[id_column]) if id_column is not None else str(number)
         examples.append(Example(id=own, task=filled(dict(template), row, where), row=dict(row)))
     seen: set[str] = set()
@@ -137,21 +142,26 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises InvalidField that names file and line, and for Parquet and saved datasets when pyarrow is missing.
     """
-    if path.is_dir():
-        yield from _saved_dataset(path)
-        return
-    if path.suffix == ".parquet":
-        yield from _pyarrow("pyarrow.parquet").read_table(path).to_pylist()
+    _check_there(path)
+    if path.is_dir() or path.suffix == ".parquet":
+        try:
+            if path.is_dir():
+                yield from _saved_dataset(path)
+            else:
+                yield from _pyarrow("pyarrow.parquet").read_table(path).to_pylist()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # as pyarrow raises them
+            raise InvalidField(f"cannot read {path}: {error}", field="source") from error
         return
     if path.suffix not in TEMPLATE_SOURCES:
         raise InvalidField(
             f"{path} is no dataset", field="source", hint=f"give {', '.join(TEMPLATE_SOURCES)}, or a saved dataset"
         )
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidField(f"cannot read {path}: {error}", field="source") from error
-    lines = text.splitlines() if path.suffix == ".jsonl" else None
+    # Not splitlines(), which also splits at separators that may stand in a JSON string.
+    lines = text.split("\n") if path.suffix == ".jsonl" else None
     for number, line in enumerate(lines if lines is not None else [text], 1):
         if not line.strip():
             continue
@@ -170,6 +180,7 @@ def examples_of(
     source: Path, *, template: Mapping[str, Any] | None = None, id_column: str | None = None, limit: int | None = None
 ) -> list[Example]:
     """The examples of a source of any kind: rows with a `template`, Harbor task folders without one."""
+    _check_there(source)
     if template is None:
         if not source.is_dir():
             raise InvalidField(
@@ -189,18 +200,28 @@ def verl_rows(
     number of the row, and `task` as JSON, which RemoteAgentLoop reads. The service grades, so there is no ground truth.
     """
     named = {"agent_name": agent_name} if agent_name else {}
-    return [
-        {
-            "prompt": [{"role": "user", "content": str(example.task.get("instruction", ""))}],
-            "data_source": data_source,
-            "ability": "agent",
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": number, "split": split, "id": example.id},
-            "task": json.dumps(example.task, sort_keys=True),
-            **named,
-        }
-        for number, example in enumerate(examples)
-    ]
+    rows = []
+    for number, example in enumerate(examples):
+        try:
+            task = json.dumps(example.task, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise InvalidField(
+                f"the task of example {example.id!r} cannot be written as JSON: {error}",
+                field="task",
+                hint="use columns of texts, numbers, truth values, lists and objects",
+            ) from error
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": str(example.task.get("instruction") or "")}],
+                "data_source": data_source,
+                "ability": "agent",
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": number, "split": split, "id": example.id},
+                "task": task,
+                **named,
+            }
+        )
+    return rows
 
 
 def verl_parquet(
@@ -223,7 +244,7 @@ def verl_parquet(
     if path.exists():
         return Written(path, len(rows), cached=True)
     table = _pyarrow("pyarrow").Table.from_pylist(rows)
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")  # other processes may write the same file
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _pyarrow("pyarrow.parquet").write_table(table, draft)
@@ -231,6 +252,11 @@ def verl_parquet(
     finally:
         draft.unlink(missing_ok=True)
     return Written(path, len(rows), cached=False)
+
+
+def _check_there(path: Path) -> None:
+    if not path.exists():
+        raise InvalidField(f"there is no {path}", field="source")
 
 
 def _harbor_task(folder: Path, image: str | None) -> dict[str, Any]:
@@ -241,11 +267,12 @@ def _harbor_task(folder: Path, image: str | None) -> dict[str, Any]:
         instruction = (folder / "instruction.md").read_text("utf-8")
     except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
         raise InvalidField(f"cannot read {error.filename if isinstance(error, OSError) else file}: {error}") from error
+    for path in (*TABLES, *LISTS):
+        value, kind = _value_at(config, path), "table" if path in TABLES else "list"
+        if not isinstance(value, (dict if path in TABLES else list) | None):
+            raise InvalidField(f"{file} has {path} = {value!r}, which must be a {kind}", field=path)
     for path in UNSUPPORTED:
-        value: Any = config
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value:
+        if value := _value_at(config, path):
             raise InvalidField(f"{file} has {path} = {str(value)[:80]}, which Outrider does not do", field=path)
     environment, agent = config.get("environment", {}), config.get("agent", {})
     if environment.get("network_mode", "no-network") == "allowlist":
@@ -272,6 +299,12 @@ def _harbor_task(folder: Path, image: str | None) -> dict[str, Any]:
     if "timeout_sec" in agent:
         task["limits"] = {"agent_seconds": agent["timeout_sec"]}
     return task
+
+
+def _value_at(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else None
+    return config
 
 
 def _harbor_evaluator(folder: Path, file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,7 +368,9 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
     def column(match: re.Match[str]) -> Any:
         if row.get(match[1]) is None:
             raise InvalidField(
-                f"the task uses {match[0]}, and {where} has no column {match[1]!r}", field=match[1], hint=_known(row)
+                f"the task uses {match[0]}, and {where} has no column {match[1]!r}",
+                field=match[1],
+                hint=known_columns(row),
             )
         return row[match[1]]
 
@@ -344,7 +379,8 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
     return PLACEHOLDER.sub(lambda match: str(column(match)), value)
 
 
-def _known(row: Mapping[str, Any]) -> str:
+def known_columns(row: Mapping[str, Any]) -> str:
+    """A hint for an error about a column that is not there."""
     return f"it has: {', '.join(sorted(name for name, value in row.items() if value is not None)) or 'none'}"
 
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
 
-from outrider.client import LONG_POLL, patiently
+from outrider.client import LONG_POLL, check_known, patiently
 from outrider.concurrency.events import Broadcast
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
@@ -195,6 +195,8 @@ class DynamicSampler:
     ) -> None:
         _check_positive("n", n)
         _check_positive("target", target)
+        if not callable(source) and not source:
+            raise InvalidField("there are no tasks", field="source", hint="give at least one task")
         self._client = client
         self._task = source if callable(source) else lambda number: source[number % len(source)]
         self._n = n
@@ -392,6 +394,8 @@ class DynamicSampler:
             page = await patiently(partial(self._client.results, after=cursor, wait=LONG_POLL))
             for group in page.groups:
                 await self._settle(group)
+            if not page.groups and self._running:
+                await check_known(self._client.group, next(iter(self._running)))
             cursor = page.cursor
 
     async def _settle(self, group: GroupView) -> None:

@@ -1,8 +1,18 @@
-"""What a slime rollout function meets, rebuilt from slime's documented interface of August 2026.
+"""What a slime rollout function meets, rebuilt from slime's sources of August 2026 and later.
 
 slime itself cannot be installed from PyPI (its package there is empty). So these are not its classes: they have the
-fields, shapes and rules that its sources document, in our words, and nothing that the bridge does not touch.
-`TrainingSide` is what `RolloutManager` does with the output, its trap in normalising rewards included.
+fields, shapes and rules of its sources, in our words, and nothing that the bridge does not touch. Compared with
+github.com/THUDM/slime file by file:
+
+    slime/ray/rollout.py, slime/data/batch_builder.py, slime/data/data_source.py   13b347f8da1f
+    slime/rollout/fully_async_rollout.py                                           17211d4485e9
+    slime/rollout/sglang_rollout.py (filters, evaluation, aborts)                  0044b40d6584
+    slime/observability/rollout_metrics.py                                         0a2bc654e0a1
+    slime/utils/metric_utils.py (pass rates)                                       45fcf06f3343
+
+`TrainingSide` is what `RolloutManager` and its `BatchBuilder` do with the output, the trap in normalising rewards
+included; "rloo" is normalised by some revisions only. `logged_evaluation` is how it reads an evaluation, and
+`FullyAsyncWorker` what its fully asynchronous rollout does with the samples of `--custom-generate-function-path`.
 """
 
 from __future__ import annotations
@@ -71,6 +81,7 @@ class RolloutFnEvalOutput:
 class DynamicFilterOutput:
     keep: bool
     reason: str | None = None
+    keep_when_insufficient: bool = False
 
 
 def nonzero_std(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
@@ -79,11 +90,20 @@ def nonzero_std(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutp
     return DynamicFilterOutput(keep=max(rewards) > min(rewards), reason=f"zero_std_{rewards[0]}")
 
 
+def spares_few(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
+    """Drops groups that are alike, but only as many as slime would have to spare. It also writes into what it sees."""
+    for sample in samples:
+        sample.metadata["seen"] = True
+    return DynamicFilterOutput(nonzero_std(args, samples).keep, "alike", keep_when_insufficient=True)
+
+
 class Dataset:
     """`slime.utils.data.Dataset`, for a file of JSON lines."""
 
     def __init__(self, path: str, tokenizer: Any, processor: Any, max_length: int | None, **options: Any) -> None:
-        assert tokenizer is None
+        assert tokenizer is None  # without one prompts are not filtered by their length
+        assert max_length is None
+        assert options["multimodal_keys"] is None
         assert options["apply_chat_template"] is False
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
         self.samples = [
@@ -128,12 +148,15 @@ class DataSource:
 class EvalSet:
     """`slime.utils.eval_config.EvalDatasetConfig`."""
 
-    def __init__(self, name: str, path: Path, n: int = 1) -> None:
+    def __init__(self, name: str, path: Path, n: int = 1, **options: Any) -> None:
         self.name = name
         self.path = str(path)
         self.n_samples_per_eval_prompt = n
         self.input_key, self.label_key, self.metadata_key, self.tool_key = "prompt", "label", "metadata", None
         self.temperature, self.top_p, self.top_k, self.max_response_len = 0.6, 1.0, -1, 64
+        self.stop, self.stop_token_ids, self.min_new_tokens, self.repetition_penalty = None, None, None, None
+        self.multimodal_keys = None
+        vars(self).update(options)
 
     def inject_metadata(self, metadata: Any) -> dict[str, Any]:
         return dict(metadata or {}) | {"evaluated": self.name}
@@ -165,6 +188,9 @@ def slime_args(url: str, **options: Any) -> SimpleNamespace:
             "custom_reward_post_process_path": "outrider.bridges.slime.post_process_rewards",
             "custom_convert_samples_to_train_data_path": None,
             "eval_datasets": [],
+            "eval_min_new_tokens": None,
+            "multimodal_keys": None,
+            "log_passrate": False,
         }
         | options
     )
@@ -176,6 +202,7 @@ class TrainingSide:
     def __init__(self, args: Any, output: RolloutFnTrainOutput) -> None:
         self._args = args
         self._check_rollout_ids(output.samples)
+        assert args.rollout_top_p == 1.0, "slime asks every sample for the ids that top-p sampling kept"
         flat: list[Any] = output.samples
         while isinstance(flat[0], list):
             flat = [inner for outer in flat for inner in outer]
@@ -210,12 +237,57 @@ class TrainingSide:
         return [sums[sample.rollout_id] for sample in self.samples]
 
     def _check_rollout_ids(self, node: Any, depth: int = 0) -> None:
-        if depth >= 2 and isinstance(node[0], Sample):
+        if depth >= 2 and isinstance(node[0], Sample) and len(node) > 1:
             ids = {sample.rollout_id for sample in node}
             assert len(ids) == 1
             assert None not in ids
         for inner in node if isinstance(node[0], list) else ():
             self._check_rollout_ids(inner, depth + 1)
+
+
+def logged_evaluation(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """What slime logs of an evaluation: it divides by the number of rewards, and for pass rates (where a reward is 1)
+    takes n rewards after n for those of a prompt."""
+    found: dict[str, float] = {}
+    for name, of_set in data.items():
+        rewards = of_set["rewards"]
+        found[name] = sum(rewards) / len(rewards)
+        n = args.n_samples_per_eval_prompt
+        if args.log_passrate and n > 1:
+            groups = np.array(rewards).reshape(len(rewards) // n, n)
+            found[f"{name}-pass@{n}"] = float((groups == 1).any(axis=1).mean())
+    return found
+
+
+class FullyAsyncWorker:
+    """The part of `slime.rollout.fully_async_rollout` that decides about a group: a group with an aborted sample goes
+    back to the data source as it is, and one whose generation raises is dropped, with a line in slime's log."""
+
+    def __init__(self, args: Any, source: DataSource, generate: Any) -> None:
+        self.done: list[list[Any]] = []
+        self.dropped: list[Exception] = []
+        self._args = args
+        self._source = source
+        self._generate = generate
+
+    async def roll_one_group(self) -> None:
+        [group] = self._source.get_samples(1)
+        try:
+            rolled = [await self._generate_and_rm(sample) for sample in group]
+        except Exception as error:
+            self.dropped.append(error)
+            return
+        if any(getattr(sample, "status", None) is Sample.Status.ABORTED for sample in rolled):
+            self._source.add_samples([rolled])
+        else:
+            self.done.append(rolled)
+
+    async def _generate_and_rm(self, sample: Sample) -> Any:
+        if sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+            assert sample.reward is not None
+            return sample
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 64, "no_stop_trim": True}
+        return await self._generate(self._args, sample, sampling, evaluation=False)
 
 
 @contextmanager

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from outrider.bridges.openrlhf import Executor, OpenRLHFSettings, agent_executor
+from outrider.bridges.openrlhf import EngineGenerate, Executor, OpenRLHFSettings, agent_executor
 from outrider.bridges.trajectories import read_settings
 from outrider.client import AsyncClient
-from outrider.errors import EngineError, HarnessError, InvalidField
+from outrider.engines.base import GenerateRequest, SamplingParams
+from outrider.errors import EngineError, EngineUnavailable, HarnessError, InvalidField
 from outrider.schemas import GroupView
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
@@ -190,6 +192,16 @@ async def test_openrlhfs_own_engine_generates_through_the_relay(
     assert {sample.logprob_kind.value for sample in samples} == {kind}
     asked = vllm.asked[0][1]
     assert (asked.temperature, asked.logprobs, asked.stop, asked.logit_bias) == (0.7, 0, [], None)
+
+
+async def test_a_generation_that_vllm_gave_up_is_the_engines_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given)))
+    generate = EngineGenerate(VLLM([5], finish="error"), asyncio.get_running_loop())
+    ids = np.array([1, 2], dtype=np.int32)
+    with pytest.raises(EngineUnavailable, match="ended a generation with 'error'"):
+        await generate(
+            GenerateRequest(request_id="r", session_key="s", input_ids=ids, sampling=SamplingParams(max_tokens=4))
+        )
 
 
 def test_settings_are_read_before_openrlhf_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

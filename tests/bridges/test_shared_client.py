@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from outrider.bridges.shared_client import SharedClient, checked_url, shared_client
 from outrider.client import AsyncClient
-from outrider.errors import InvalidField, ServiceError
+from outrider.errors import InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState, StopReason
+from outrider.schemas import ServiceStatus
 from support.coin import coin_task
 from support.service import running_service, say
 
@@ -89,11 +91,78 @@ async def test_what_the_service_refuses_is_raised_and_the_client_is_closed(tmp_p
         assert open_clients() == {}
 
 
+async def test_a_wrong_token_is_named(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, token="right") as (_, url):
+        for token, message in ((None, "requires its token"), ("wrong", "is not the token of this service")):
+            async with shared_client(url, token) as client:
+                with pytest.raises(Unauthorized, match=message) as caught:
+                    await client.run(body(1))
+            assert "set OUTRIDER_TOKEN" in (caught.value.hint or "")
+        with pytest.raises(InvalidField, match="the token has a line break"):
+            async with shared_client(url, "right\n"):
+                pass
+    assert open_clients() == {}
+
+
+async def test_a_service_that_is_restarted_goes_on_with_the_rollout(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with shared_client(f"http://127.0.0.1:{port}", None) as client:
+        async with running_service(tmp_path=tmp_path, port=port) as (_, url), AsyncClient(url) as watcher:
+            roll = asyncio.create_task(client.run(body(1, seconds=1.0)))
+            async for event in watcher.events():
+                if event.data.get("state") == "running":
+                    break
+        async with running_service(tmp_path=tmp_path, port=port):
+            group = await asyncio.wait_for(roll, 40)
+    assert [session.attempt for session in group.sessions] == [2]
+    assert group.samples
+
+
 async def test_a_service_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bridges.shared_client.FIRST_PATIENCE", 0.0)
     async with shared_client("http://127.0.0.1:9", None) as client:
         with pytest.raises(ServiceError, match=r"http://127\.0\.0\.1:9: Connection refused"):
             await client.run(body(1))
+
+
+async def test_a_service_that_is_not_there_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rollouts began: else a thousand of them would fail one after the other, for hours."""
+    tries = 0
+
+    async def unreachable(call: object, patience: float) -> ServiceStatus:
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(0.01)
+        raise ServiceError("cannot reach the service")
+
+    monkeypatch.setattr("outrider.bridges.shared_client.patiently", unreachable)
+    async with shared_client("http://127.0.0.1:9", None) as client:
+        found = await asyncio.gather(*(client.run(body(number)) for number in range(20)), return_exceptions=True)
+        assert [str(error) for error in found] == ["cannot reach the service"] * 20
+        assert tries == 1
+        with pytest.raises(ServiceError):  # one that begins later tries again
+            await client.run(body(20))
+    assert tries == 2
+
+
+async def test_a_service_that_has_lost_its_data_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.bridges.shared_client.LONG_POLL", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    roll = None
+    async with shared_client(f"http://127.0.0.1:{port}", None) as client:
+        async with running_service(tmp_path=tmp_path, port=port) as (_, url), AsyncClient(url) as watcher:
+            roll = asyncio.create_task(client.run(body(1, seconds=60.0)))
+            await submitted(watcher, 1)
+        async with running_service(tmp_path=tmp_path, port=port, data=tmp_path / "other"):
+            with pytest.raises(ServiceError, match=r"does not know group g\S+ any more") as caught:
+                await asyncio.wait_for(roll, 20)
+    assert "with its old data folder" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

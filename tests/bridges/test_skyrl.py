@@ -148,11 +148,32 @@ async def test_the_service_is_told_skyrls_steps(tmp_path: Path) -> None:
     assert versions == [6, 7, 7]
 
 
-async def test_when_all_fail_the_first_error_is_raised(tmp_path: Path) -> None:
-    batch = generator_input([scribe_task("skyrl all ill", fails=range(4))], 2)
+async def test_when_all_of_a_batch_fail_the_first_error_is_raised(tmp_path: Path) -> None:
+    tasks = [scribe_task("skyrl all ill", fails=range(9)), scribe_task("skyrl all worse", fails=range(9))]
     async with running_service(tmp_path=tmp_path) as (_, url):
         with pytest.raises(HarnessError, match="the scribe fell ill"):
-            await generator_for(url).generate(batch)
+            await generator_for(url).generate(generator_input(tasks, 2))
+        with pytest.raises(HarnessError, match="the scribe fell ill"):
+            await generator_for(url).generate(generator_input(tasks[:1], 2, phase="eval"))
+
+
+async def test_one_group_that_fails_does_not_end_the_asynchronous_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for one group at a time, and ends its process with any error. A service where nothing works does."""
+    monkeypatch.setattr("outrider.bridges.skyrl.FAILED_IN_A_ROW", 3)
+    ill = generator_input([scribe_task("skyrl alone ill", fails=range(99))], 2)
+    well = generator_input([scribe_task("skyrl alone well")], 2)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        generator = generator_for(url)
+        for batch in (ill, ill, well, ill, ill):
+            output = await generator.generate(batch)
+            check_output(2, output)
+            assert output["stop_reasons"] == (["stop"] * 2 if batch is well else ["error"] * 2)
+            assert any(map(sum, output["loss_masks"])) is (batch is well)
+            assert ("outrider/version_min" in output["rollout_metrics"]) is (batch is well)
+        with pytest.raises(HarnessError, match="the scribe fell ill"):
+            await generator.generate(ill)
 
 
 async def test_what_tokens_ended_is_a_length_and_skyrls_options_apply(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.bridges import slime
 from outrider.client import AsyncClient
-from outrider.errors import EvaluatorError, HarnessError, InvalidField
+from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView
 from outrider.service.service import Service
@@ -24,10 +24,12 @@ from support.service import running_service, say, scripted_engine
 from .slime_world import (
     DataSource,
     EvalSet,
+    FullyAsyncWorker,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     Sample,
     TrainingSide,
+    logged_evaluation,
     slime_args,
     slime_modules,
 )
@@ -309,12 +311,147 @@ async def test_custom_generate_fails_as_it_is_told(tmp_path: Path) -> None:
         sample = prompt("slime custom ill", fails=range(9))
         with pytest.raises(HarnessError, match="the scribe fell ill"):
             await slime.custom_generate(args, sample, {})
-        args.outrider["on_failure"] = "abort"
+        args.outrider |= {"on_failure": "abort", "rows": "main"}
         aborted = await slime.custom_generate(args, sample, {})
+        with pytest.raises(HarnessError, match="the scribe fell ill"):
+            await slime.custom_generate(args, sample, {}, evaluation=True)
         args.outrider["on_failure"] = "remove"
         removed = await slime.custom_generate(args, sample, {})
     assert (aborted.status, aborted.tokens, aborted.reward) == (Sample.Status.ABORTED, [], None)
     assert (removed.status, removed.remove_sample, removed.reward) == (Sample.Status.FAILED, True, 0.0)
+
+
+async def test_slimes_fully_asynchronous_loop_repeats_what_failed(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url)
+        args.outrider |= {"on_failure": "abort", "rows": "main"}
+        source = DataSource(args, [prompt("slime repeated", rewards=[0, 1, 2], fails=[1], rewrites=[0, 2])])
+        worker = FullyAsyncWorker(args, source, slime.custom_generate)
+        await worker.roll_one_group()
+        assert (len(source.buffer), worker.done) == (1, [])
+        await worker.roll_one_group()
+    assert worker.dropped == []
+    [group] = worker.done
+    assert [sample.reward for sample in group] == [0.0, 2.0]
+    assert [sample.rollout_id for sample in group] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_rm": True}, "--group-rm is set: the reward is that of the task's evaluator"),
+        ({"apply_chat_template": True}, "--apply-chat-template is set"),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay is set"),
+        ({"rollout_top_p": 0.9, "outrider": {"logprobs": False}}, "slime replays the ids that top-p sampling kept"),
+        ({"outrider": {"on_failure": "abort"}}, "slime cannot repeat a group with a session of several rows"),
+        ({"partial_rollout": True}, "slime cannot hold a group with a session of several rows"),
+    ],
+)
+async def test_what_slimes_own_loops_cannot_do_is_named(options: dict[str, Any], message: str) -> None:
+    args = slime_args("http://127.0.0.1:9", **options)
+    with pytest.raises(InvalidField) as caught:
+        await slime.custom_generate(args, prompt("slime own loop"), {})
+    assert message in caught.value.message
+
+
+async def test_pass_rates_are_of_whole_groups(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        tasks = {
+            "both": [
+                scribe_task("slime pass a", fails=[0]),
+                scribe_task("slime pass b", rewards=[0, 1]),
+                scribe_task("slime pass c", rewards=[0]),
+            ],
+            "well": [scribe_task("slime pass d")],
+        }
+        files = []
+        for name, of_set in tasks.items():
+            files.append(tmp_path / name)
+            rows = [{"prompt": "say it", "metadata": {"task": task}} for task in of_set]
+            files[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sets = [EvalSet(file.name, file, n=2) for file in files]
+        args = slime_args(url, eval_datasets=sets, n_samples_per_eval_prompt=2)
+        source = DataSource(args, [])
+        for counted in (True, False):
+            args.log_passrate = counted
+            Scribe.started.clear()
+            output = await asyncio.to_thread(slime.generate_rollout, args, 3, source, True)
+            logged = logged_evaluation(args, output.data)
+            assert logged == pytest.approx(
+                {"both": 0.25, "both-pass@2": 0.5, "well": 1.0, "well-pass@2": 1.0}
+                if counted
+                else {"both": 0.4, "well": 1.0}
+            )
+            assert output.metrics == {"eval/both/outrider_failed": 1, "eval/well/outrider_failed": 0}
+        await asyncio.to_thread(slime.close, source)
+
+
+@pytest.mark.parametrize(
+    ("options", "of_set", "rows", "message"),
+    [
+        ({}, {"stop": ["\n"]}, 1, "the sampling parameter stop="),
+        ({"rollout_stop_token_ids": [7]}, {}, 1, "the sampling parameter stop_token_ids="),
+        ({"eval_min_new_tokens": 5}, {}, 1, "the sampling parameter min_new_tokens=5"),
+        ({}, {"multimodal_keys": {"image": "image"}}, 1, "the evaluation set 'odd' has images"),
+        ({"multimodal_keys": {"image": "image"}}, {}, 1, "the evaluation set 'odd' has images"),
+        ({}, {}, 0, "the evaluation set 'odd' "),
+    ],
+)
+async def test_an_evaluation_that_cannot_be_followed_is_named(
+    tmp_path: Path, options: dict[str, Any], of_set: dict[str, Any], rows: int, message: str
+) -> None:
+    file = tmp_path / "odd.jsonl"
+    file.write_text('{"prompt": "say a"}\n' * rows)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, eval_datasets=[EvalSet("odd", file, **of_set)], **options)
+        source = DataSource(args, [])
+        with pytest.raises(InvalidField) as caught:
+            await asyncio.to_thread(slime.generate_rollout, args, 3, source, True)
+        await asyncio.to_thread(slime.close, source)
+    assert message in caught.value.message
+
+
+async def test_a_filter_may_keep_what_it_cannot_spare(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(
+            url, over_sampling_batch_size=3, dynamic_sampling_filter_path="bridges.slime_world.spares_few"
+        )
+        source = DataSource(args, [prompt(f"slime spared {number}") for number in range(9)])
+        for rollout_id in range(2):
+            output = await train(args, source, rollout_id, keep=True)
+            assert len(output.samples) == 2
+            assert (output.metrics or {})["rollout/dynamic_filter/drop_alike"] == 1
+            assert not any("seen" in sample.metadata for group in output.samples for sample in group)
+        await asyncio.to_thread(slime.close, source)
+
+
+async def test_a_graded_sample_without_a_token_to_train_on_is_removed(tmp_path: Path) -> None:
+    """Its prompt is longer than `max_row_tokens`: that must not end the training of all others."""
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        args = slime_args(url, n_samples_per_prompt=1, advantage_estimator="ppo")
+        long, short = prompt("slime lengthy", rewards=[0.5]), prompt("slime brief")
+        long.metadata["task"]["instruction"] = "say it " * 200
+        args.outrider["max_row_tokens"] = 400
+        side = TrainingSide(args, await train(args, DataSource(args, [long, short])))
+        with pytest.raises(EngineError, match="no token to train on"):
+            await train(args, DataSource(args, [long]))
+    [removed, kept] = side.samples
+    assert (removed.remove_sample, removed.loss_mask, removed.reward) == (True, [0], 0.5)
+    assert "no token to train on" in removed.metadata["outrider"]["error"]
+    assert (kept.remove_sample, kept.reward) == (False, 1.0)
+
+
+async def test_a_wrong_address_or_token_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bridges.slime.FIRST_PATIENCE", 0.0)
+    args = slime_args("http://127.0.0.1:9")
+    with pytest.raises(ServiceError, match="cannot reach the service"):
+        await train(args, DataSource(args, [prompt("slime nobody")]))
+    async with running_service(tmp_path=tmp_path, token="right") as (_, url):
+        args = slime_args(url)
+        args.outrider["token"] = "wrong"
+        with pytest.raises(Unauthorized, match="not the token of this service") as caught:
+            await train(args, DataSource(args, [prompt("slime nobody")]))
+    assert "OUTRIDER_TOKEN" in (caught.value.hint or "")
 
 
 async def test_an_evaluation_has_its_own_seeds_and_leaves_failures_out(tmp_path: Path) -> None:

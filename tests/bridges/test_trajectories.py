@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.bridges.trajectories import (
@@ -121,6 +123,55 @@ def test_the_last_user_message_is_the_instruction() -> None:
     assert make_task({}, {}, [*chat, parts])["instruction"] == "new"
     with pytest.raises(InvalidField, match="no instruction"):
         make_task({}, {}, [{"role": "system", "content": "s"}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([{"role": "user", "content": None}], "a user message whose content is a NoneType"),
+        ([{"role": "user"}], "a user message whose content is a NoneType"),
+        ([{"role": "user", "content": [5]}], "a user message with a part that is a int"),
+        (["hello"], "a prompt with a str where a message must be an object"),
+        ([{"role": "user", "content": ""}], "no instruction"),
+        ("", "no instruction"),
+        (None, "no instruction"),
+    ],
+)
+def test_a_prompt_that_is_no_conversation_is_named(prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        make_task({}, {}, prompt)
+    assert message in caught.value.message
+    assert "give every row a prompt" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("part", ["sampling", "labels"])
+def test_a_part_of_the_task_that_must_be_an_object_is_named(part: str) -> None:
+    with pytest.raises(InvalidField, match=f"task.{part} is 'greedy'; it must be an object"):
+        make_task({}, {"task": {part: "greedy"}})
+
+
+def test_a_sampling_parameter_that_is_no_number_is_named() -> None:
+    with pytest.raises(InvalidField, match="the sampling parameter temperature='hot' is no number"):
+        make_task({}, {}, temperature="hot")
+
+
+def test_numpys_values_are_plain_ones() -> None:
+    """Data frames and batches of trainers hold them."""
+    row = {"task": {"limits": {"turns": np.int64(3)}, "history": np.array([1, 2])}, "answer": np.int64(42)}
+    chat = np.array([{"role": "user", "content": "hello"}], dtype=object)
+    task = make_task({"task": {"expected": "{row.answer}"}}, row, chat, temperature=np.float32(0.5))
+    assert json.loads(json.dumps(task)) == task
+    assert (task["limits"], task["history"], task["expected"]) == ({"turns": 3}, [1, 2], 42)
+    assert (task["instruction"], task["sampling"]) == ("hello", {"temperature": 0.5})
+
+
+def test_a_column_that_the_settings_name_must_be_there() -> None:
+    with pytest.raises(
+        InvalidField, match="the dataset row has no column 'job', which the setting task_column names"
+    ) as (caught):
+        make_task({"task_column": "job"}, {"prompt": "p", "jobs": "{}"})
+    assert caught.value.hint == "it has: jobs, prompt"
+    assert make_task({"task_column": "job"}, {"job": None})["instruction"] == "p"
 
 
 def test_a_placeholder_without_a_column_is_named() -> None:

@@ -158,6 +158,13 @@ def test_a_rows_task_wins_over_the_settings_and_verls_sampling_over_both() -> No
     assert task["harness"] == {"agent": "tools"}
 
 
+@pytest.mark.parametrize(("own", "given"), [(None, 16), (99, 16), (4, 4), ("many", "many")])
+def test_the_limit_of_sampled_tokens_is_verls_or_less(own: Any, given: Any) -> None:
+    settings = verl_settings({"outrider": {"task": TASK | {"limits": {"response_tokens": own}}}})
+    task = verl_task(settings, {"raw_prompt": [{"role": "user", "content": "x"}]}, terms())
+    assert task["limits"] == {"response_tokens": given}
+
+
 def test_a_row_without_a_task_gives_its_last_user_message() -> None:
     settings = verl_settings({"outrider": {"task": TASK}})
     prompt = [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "Do it."}]}]

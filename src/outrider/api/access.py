@@ -44,7 +44,11 @@ class AccessControl:
             given = headers.get(b"authorization", b"")
             if secrets.compare_digest(given, f"Bearer {self._token}".encode()):
                 return None
-            return Unauthorized("this service requires its token", hint="send the header `Authorization: Bearer TOKEN`")
+            return Unauthorized(
+                "this service requires its token" if not given else "this is not the token of this service",
+                hint="set OUTRIDER_TOKEN for Outrider's commands, clients and bridges; others send the header"
+                " `Authorization: Bearer TOKEN`",
+            )
         for name in (b"host", b"origin"):
             place = headers.get(name, b"localhost").decode("latin-1")
             try:

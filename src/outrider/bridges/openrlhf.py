@@ -31,7 +31,7 @@ from outrider.bridges.trajectories import (
     trajectories_of,
 )
 from outrider.engines.base import Chunk, GenerateRequest
-from outrider.errors import EngineRejected, InvalidField
+from outrider.errors import EngineRejected, EngineUnavailable, InvalidField
 from outrider.relay import FunctionEngine, Worker
 from outrider.spec import Name
 from outrider.trajectory import FinishReason, LogprobKind
@@ -163,6 +163,8 @@ class EngineGenerate:
         work = self._llm_engine.generate(request.input_ids.tolist(), params)
         output = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         reply = output.outputs[0]
+        if reply.finish_reason not in FINISH:
+            raise EngineUnavailable(f"OpenRLHF's vLLM ended a generation with {reply.finish_reason!r}")
         ids = list(reply.token_ids)
         return Chunk(
             ids=ids,

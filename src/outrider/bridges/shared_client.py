@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from outrider.client import LONG_POLL, AsyncClient, patiently
+from outrider.client import LONG_POLL, AsyncClient, check_known, patiently
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Broadcast
 from outrider.errors import InvalidField, OutriderError
@@ -45,6 +45,7 @@ class SharedClient:
         self.client = AsyncClient(url, token=token)
         self._cursor: int | None = None
         self._first = asyncio.Lock()
+        self._no_answer: OutriderError | None = None
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._following = False
         self._changed = Broadcast()
@@ -52,9 +53,16 @@ class SharedClient:
     async def run(self, group: Mapping[str, Any]) -> GroupView:
         """Submit a group and wait until it is done; it is returned with its samples. `group` needs an idempotency key,
         because the submission is repeated when its reply is lost."""
+        failed_before = self._no_answer
         async with self._first:
+            if self._no_answer is not None and self._no_answer is not failed_before:
+                raise self._no_answer  # all who waited for this answer would wait as long, one after the other
             if self._cursor is None:  # taken before the submission, so that the end of the group comes after it
-                self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
+                try:
+                    self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
+                except OutriderError as error:
+                    self._no_answer = error
+                    raise
         submitted: list[str] = []
 
         async def submit() -> None:
@@ -100,6 +108,8 @@ class SharedClient:
         try:
             page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
             self._cursor = page.cursor
+            if not page.groups and self._waiting:
+                await check_known(self.client.group, next(iter(self._waiting)))
             for group in page.groups:
                 waiting = self._waiting.get(group.id)
                 if waiting is not None and not waiting.done():

@@ -30,6 +30,8 @@ from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 
 VARIABLE = "OUTRIDER_SKYRL"
+FAILED_IN_A_ROW = 16
+"""So many instances without a trajectory, and none with one between, mean that something is broken for all of them."""
 
 
 class SkyRLSettings(BridgeSettings):
@@ -52,6 +54,7 @@ class OutriderGenerator:
     def __init__(self, generator_cfg: Any, settings: Mapping[str, Any] | None = None) -> None:
         self._settings = read_settings(SkyRLSettings, settings, source="settings", variable=VARIABLE)
         self._told = 0
+        self._failed_in_a_row = 0
         self._step_wise = bool(generator_cfg.step_wise_trajectories)
         self._masks_overlong = bool(generator_cfg.apply_overlong_filtering)
         self._zeroes_overlong = bool(generator_cfg.zero_reward_on_non_stop)
@@ -60,7 +63,8 @@ class OutriderGenerator:
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """A GeneratorOutput. Raises InvalidField for an input that has no trajectory ids or a row that makes no task,
-        ServiceError when the service is gone, and the first trajectory's error when all have failed."""
+        ServiceError when the service is gone, and the first trajectory's error when all have failed: all of a batch, of
+        an evaluation, or of FAILED_IN_A_ROW instances that were asked for one by one."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
@@ -81,7 +85,10 @@ class OutriderGenerator:
         for at, group in zip(places.values(), done, strict=True):
             found |= zip(at, trajectories_of(group, self._settings, logprobs=logprobs), strict=True)
         errors = [each.error for each in found.values() if each.error is not None]
-        if len(errors) == len(ids):
+        self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
+        # The asynchronous trainer asks for one instance at a time, and ends its process with any error.
+        bearable = len(places) == 1 and not evaluating and self._failed_in_a_row < FAILED_IN_A_ROW
+        if len(errors) == len(ids) and not bearable:
             raise errors[0]
         failed = {ids[place].instance_id for place, each in found.items() if each.error is not None}
         output = _Output(self._step_wise, logprobs, self._masks_overlong, self._zeroes_overlong)
@@ -189,12 +196,13 @@ class _Output:
             self._columns["response_ids"], self._columns["rewards"], loss_masks=self._columns["loss_masks"]
         )
         rows: list[Row] = [row for each in self._trained for row in each.rows]
-        own = {  # SkyRL joins the metrics of parts of a batch by "mean", "min" and "max" in their names
-            "outrider/turns_mean": sum(each.result.turns for each in self._trained) / max(1, len(self._trained)),
-            "outrider/version_min": min((row.sample.min_version for row in rows), default=-1),
-            "outrider/version_max": max((row.sample.max_version for row in rows), default=-1),
-            "outrider/cut_tokens": sum(row.cut for row in rows),
-        }
+        own: dict[str, float] = {"outrider/cut_tokens": sum(row.cut for row in rows)}
+        if rows:  # SkyRL joins the metrics of parts of a batch by "mean", "min" and "max" in their names
+            own |= {
+                "outrider/turns_mean": sum(each.result.turns for each in self._trained) / len(self._trained),
+                "outrider/version_min": min(row.sample.min_version for row in rows),
+                "outrider/version_max": max(row.sample.max_version for row in rows),
+            }
         return {
             "rollout_logprobs": None,
             "is_last_step": None,

@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import copy
 import importlib
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import NonNegativeInt
 
-from outrider.bridges.shared_client import SharedClient, shared_client
+from outrider.bridges.shared_client import FIRST_PATIENCE, shared_client
 from outrider.bridges.trajectories import (
     BridgeSettings,
     Row,
@@ -36,10 +37,12 @@ from outrider.bridges.trajectories import (
     task_for,
     trajectories_of,
 )
-from outrider.client import Client
+from outrider.client import Client, patiently
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.sampling import Batch, DynamicSampler, rewards_of
 from outrider.schemas import GroupView
+
+log = logging.getLogger("outrider.slime")
 
 VARIABLE = "OUTRIDER_SLIME"
 POST_PROCESS = "outrider.bridges.slime.post_process_rewards"
@@ -54,9 +57,12 @@ UNSUPPORTED: Mapping[str, str] = {
     "use_rollout_routing_replay": "the routed experts of tokens are not recorded",
     "apply_chat_template": "the agents get the prompt, not a rendered text: unset --apply-chat-template",
     "group_rm": "the reward is that of the task's evaluator: unset --group-rm",
+}
+"""Options of slime that no function here can follow."""
+OWN_LOOP_ONLY: Mapping[str, str] = {
     "rollout_all_samples_process_path": "samples of groups that were filtered out are not fetched",
 }
-"""Options of slime that these rollout functions cannot follow."""
+"""Options that only slime's own loop can follow."""
 
 SlimeSample = Any
 """slime's own `Sample`. (Ours is a row.)"""
@@ -129,9 +135,16 @@ async def custom_generate(
 ) -> SlimeSample | list[SlimeSample]:
     """One session for one sample: the sample with its tokens and reward, or a list of them where the session gives
     several rows. For an evaluation there is one, that of the main conversation."""
-    settings = _settings(args)
+    settings = _settings(args, UNSUPPORTED)
     if not evaluation:
         _check_normalisation(args, settings)
+        fans_out, hint = settings.rows != "main", "set rows to main, or use outrider.bridges.slime.generate_rollout"
+        if fans_out and settings.on_failure == "abort":
+            why = "on_failure is abort, and slime cannot repeat a group with a session of several rows"
+            raise InvalidField(why, field="on_failure", hint=hint)
+        if fans_out and getattr(args, "partial_rollout", False):
+            why = "--partial-rollout is set, and slime cannot hold a group with a session of several rows"
+            raise InvalidField(why, field="partial_rollout", hint=hint)
     task = _task_of(settings, sample, sampling_params, {})
     async with shared_client(settings.url, settings.token) as client:
         group = await client.run(
@@ -143,9 +156,10 @@ async def custom_generate(
         )
     [trajectory] = trajectories_of(group, settings, logprobs=settings.logprobs)
     if trajectory.error is not None:
-        if settings.on_failure == "raise":
+        # In an evaluation slime has no use for a sample without a reward.
+        if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
             raise trajectory.error
-        failed = _removed(args, settings, sample, trajectory.error)
+        failed = _removed(args, settings, sample, trajectory)
         if settings.on_failure == "abort":
             failed = copy.deepcopy(sample)
             failed.status = type(sample).Status.ABORTED
@@ -209,12 +223,15 @@ class _Bridge:
     def of(cls, args: Any, data_source: Any) -> _Bridge:
         bridge = cls.open_bridges.get(data_source)
         if bridge is None:
-            settings = _settings(args)
-            for option, why in UNSUPPORTED.items():
-                if getattr(args, option, None):
-                    raise InvalidField(f"--{option.replace('_', '-')} is set: {why}", field=option)
+            settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
             _check_normalisation(args, settings)
-            bridge = cls.open_bridges[data_source] = cls(settings)
+            bridge = cls(settings)
+            try:  # a wrong address or token is told now, not when slime has waited for minutes
+                bridge.client.run(patiently(bridge.client.asynchronous.status, FIRST_PATIENCE))
+            except OutriderError:
+                bridge.opened.close()
+                raise
+            cls.open_bridges[data_source] = bridge
         return bridge
 
     @contextmanager
@@ -287,13 +304,15 @@ class _Prompts:
         shown = []
         for sample, session in zip(self.groups[int(group.labels[NUMBER])], group.sessions, strict=True):
             if session.result is not None and session.result.verdict is not None:
-                seen = copy.copy(sample)
+                seen = copy.deepcopy(sample)
                 trajectory = Trajectory(session, [], None)
                 seen.reward = _reward(args, self._settings, trajectory, _reward_key(args, evaluation=False))
                 seen.status = _status(sample, trajectory)
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
+        if getattr(verdict, "keep_when_insufficient", False):  # slime drops no more groups than it has to spare
+            keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
         if not keep:
             self.dropped[getattr(verdict, "reason", None) or "filter"] += 1
         return keep
@@ -311,12 +330,17 @@ def _sampler(
         prompts.task,
         n=args.n_samples_per_prompt,
         target=args.rollout_batch_size,
-        inflight=max(args.over_sampling_batch_size or 0, args.rollout_batch_size),
+        inflight=_inflight(args),
         informative=prompts.is_informative,
         surplus=surplus,
         max_age=max_age,
         priority=bridge.settings.priority,
     )
+
+
+def _inflight(args: Any) -> int:
+    """How many groups run at once."""
+    return int(max(args.over_sampling_batch_size or 0, args.rollout_batch_size))
 
 
 def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: Batch | None) -> Any:
@@ -327,7 +351,8 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
             hint="set --rollout-global-dataset, which begins anew at the end of the data",
         )
     data: list[list[list[SlimeSample]]] = []
-    versions = []
+    versions: list[int] = []
+    errors: list[OutriderError] = []
     for number, group in zip(batch.prompts, batch.groups, strict=True):
         of_group = []
         trajectories = trajectories_of(group, settings, logprobs=settings.logprobs)
@@ -335,11 +360,13 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
             if trajectory.error is None:
                 of_group.append(_filled(args, settings, sample, trajectory))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
-            elif settings.complete == "any":
-                of_group.append([_removed(args, settings, sample, trajectory.error)])
-            else:  # graded, but without a token to train on: the filter could not see that
-                raise trajectory.error
+            else:  # if it was graded, it has no token to train on, which the filter could not see
+                log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
+                errors.append(trajectory.error)
+                of_group.append([_removed(args, settings, sample, trajectory)])
         data.append(of_group)
+    if len(errors) == sum(len(of_group) for of_group in data):
+        raise errors[0]
     data.sort(key=lambda of_group: of_group[0][0].index)
     fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
     # slime tells rollouts that give several samples by a third level, which then all rollouts must have.
@@ -353,6 +380,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
         f"rollout/outrider/{name}": getattr(counts, name) for name in ("submitted", "failed", "stale", "stopped")
     }
     metrics["rollout/outrider/waited_seconds"] = batch.waited
+    metrics["rollout/outrider/removed"] = len(errors)
     metrics["rollout/outrider/rows"] = sum(len(rows) for of_group in data for rows in of_group)
     if versions:
         metrics |= {"rollout/outrider/version_min": min(versions), "rollout/outrider/version_max": max(versions)}
@@ -365,30 +393,45 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
     main = settings.model_copy(update={"rows": "main"})
     data: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
+    sets = getattr(args, "eval_datasets", None) or []
+    asked = [_evaluation_set(args, main, config) for config in sets]
     async with shared_client(settings.url, settings.token) as client:
-        for config in getattr(args, "eval_datasets", None) or []:
-            pairs = await _evaluate_set(args, main, client, config)
-            errors = [trajectory.error for _, trajectory in pairs if trajectory.error is not None]
-            if errors and len(errors) == len(pairs):
-                raise errors[0]
-            samples = [
-                _filled(args, main, sample, trajectory, evaluation=True)[0]
-                for sample, trajectory in pairs
-                if trajectory.error is None
-            ]
-            key = _reward_key(args, evaluation=True)
-            data[config.name] = {
-                "rewards": [sample.reward[key] if key else sample.reward for sample in samples],
-                "truncated": [sample.status == type(sample).Status.TRUNCATED for sample in samples],
-                "samples": samples,
-            }
-            metrics[f"eval/{config.name}/outrider_failed"] = len(errors)
+        done = iter(await client.run_all(group for of_set in asked for _, group in of_set))
+    key = _reward_key(args, evaluation=True)
+    for config, of_set in zip(sets, asked, strict=True):
+        samples: list[SlimeSample] = []
+        errors: list[OutriderError] = []
+        index = 0
+        for (prompt, _), group in zip(of_set, done, strict=False):
+            filled: list[SlimeSample] = []
+            for trajectory in trajectories_of(group, main, logprobs=False):
+                sample = copy.deepcopy(prompt)
+                sample.index, index = index, index + 1
+                if trajectory.error is None:
+                    filled += _filled(args, main, sample, trajectory, evaluation=True)
+                else:
+                    errors.append(trajectory.error)
+            # For pass rates slime takes n samples after n for a prompt's.
+            samples += filled if len(filled) == group.n or not getattr(args, "log_passrate", False) else []
+        if not samples:
+            raise errors[0]
+        data[config.name] = {
+            "rewards": [sample.reward[key] if key else sample.reward for sample in samples],
+            "truncated": [sample.status == type(sample).Status.TRUNCATED for sample in samples],
+            "samples": samples,
+        }
+        metrics[f"eval/{config.name}/outrider_failed"] = len(errors)
     return importlib.import_module("slime.rollout.base_types").RolloutFnEvalOutput(data=data, metrics=metrics)
 
 
-async def _evaluate_set(
-    args: Any, settings: SlimeSettings, client: SharedClient, config: Any
-) -> list[tuple[SlimeSample, Trajectory]]:
+def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
+    """Copies of the prompts of an evaluation set, and the group of each. Raises InvalidField for a set without prompts
+    or with images, and for sampling parameters that cannot be followed."""
+    if getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None):
+        raise InvalidField(
+            f"the evaluation set {config.name!r} has images, which this bridge does not hand over",
+            field="multimodal_keys",
+        )
     dataset = importlib.import_module("slime.utils.data").Dataset(
         path=config.path,
         tokenizer=None,
@@ -401,34 +444,29 @@ async def _evaluate_set(
         tool_key=config.tool_key,
         apply_chat_template=False,
     )
-    sampling = {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "max_new_tokens": config.max_response_len,
-        "repetition_penalty": getattr(config, "repetition_penalty", None),
-        "seed": args.rollout_seed,
-    }
-    prompts = []
-    groups = []
-    for prompt in copy.deepcopy(dataset.samples):
+    sampling = {"max_new_tokens": config.max_response_len, "seed": args.rollout_seed}
+    for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+        sampling[name] = getattr(config, name, None)
+    for name, otherwise in {
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "min_new_tokens": getattr(args, "eval_min_new_tokens", None),
+    }.items():
+        own = getattr(config, name, None)
+        sampling[name] = otherwise if own is None else own
+    made = []
+    for prompt in copy.deepcopy(list(dataset.samples)):
         prompt.metadata = config.inject_metadata(prompt.metadata)
-        prompts.append(prompt)
-        groups.append(
-            {
-                "task": _task_of(settings, prompt, sampling, {"slime.evaluation": config.name}),
-                "n": config.n_samples_per_eval_prompt,
-                "priority": settings.evaluation_priority,
-                "idempotency_key": secrets.token_hex(16),
-            }
-        )
-    pairs: list[tuple[SlimeSample, Trajectory]] = []
-    for prompt, group in zip(prompts, await client.run_all(groups), strict=True):
-        for trajectory in trajectories_of(group, settings, logprobs=False):
-            sample = copy.deepcopy(prompt)
-            sample.index = len(pairs)
-            pairs.append((sample, trajectory))
-    return pairs
+        group = {
+            "task": _task_of(settings, prompt, sampling, {"slime.evaluation": config.name}),
+            "n": config.n_samples_per_eval_prompt,
+            "priority": settings.evaluation_priority,
+            "idempotency_key": secrets.token_hex(16),
+        }
+        made.append((prompt, group))
+    if not made:
+        raise InvalidField(f"the evaluation set {config.name!r} ({config.path}) has no rows", field="eval_config")
+    return made
 
 
 def _task_of(
@@ -476,8 +514,8 @@ def _filled_row(
     return filled
 
 
-def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, error: OutriderError) -> SlimeSample:
-    """A stand-in that does not train, in the place of a session without a result."""
+def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
+    """A stand-in that does not train, in the place of a session without a row. Its reward is 0 unless it was graded."""
     removed = copy.deepcopy(sample)
     removed.tokens = [0, 0]
     removed.response_length = 1
@@ -485,11 +523,13 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, error: Out
     removed.rollout_log_probs = [0.0] if settings.logprobs else None
     removed.weight_versions = []
     key = _reward_key(args, evaluation=False)
-    removed.reward = {key: 0.0} if key else 0.0
+    graded = trajectory.session.result is not None and trajectory.session.result.verdict is not None
+    removed.reward = _reward(args, settings, trajectory, key) if graded else {key: 0.0} if key else 0.0
     removed.status = type(sample).Status.FAILED
     removed.remove_sample = True
     removed.rollout_id = _rollout_id(sample)
-    removed.metadata = dict(removed.metadata or {}) | {"outrider": {"error": error.message}}
+    assert trajectory.error is not None
+    removed.metadata = dict(removed.metadata or {}) | {"outrider": {"error": trajectory.error.message}}
     return removed
 
 
@@ -525,17 +565,20 @@ def _rollout_id(sample: SlimeSample) -> Any:
     return sample.index if given is None else given
 
 
-def _settings(args: Any) -> SlimeSettings:
-    settings = read_settings(
-        SlimeSettings, getattr(args, "outrider", None), source="outrider in --custom-config-path", variable=VARIABLE
-    )
-    if settings.logprobs and getattr(args, "rollout_top_p", 1.0) != 1.0:
+def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
+    """Raises InvalidField for wrong settings, and for an option of slime that is set and cannot be followed."""
+    for option, why in unsupported.items():
+        if getattr(args, option, None):
+            raise InvalidField(f"--{option.replace('_', '-')} is set: {why}", field=option)
+    if getattr(args, "rollout_top_p", 1.0) != 1.0:
         raise InvalidField(
             "slime replays the ids that top-p sampling kept, and these are not recorded",
             field="rollout_top_p",
             hint="set --rollout-top-p 1.0",
         )
-    return settings
+    return read_settings(
+        SlimeSettings, getattr(args, "outrider", None), source="outrider in --custom-config-path", variable=VARIABLE
+    )
 
 
 def _check_normalisation(args: Any, settings: SlimeSettings) -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 from pydantic import Field, ValidationError
 
 from outrider.bridges.shared_client import checked_url
 from outrider.client import DEFAULT_URL
-from outrider.datasets import filled
+from outrider.datasets import filled, known_columns
 from outrider.environment import environment
 from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, OutriderError, ServiceError
 from outrider.errors import error_from as raised_by
@@ -166,7 +167,9 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Mappings and sequences of any kind, such as OmegaConf's, as dicts and lists."""
+    """Mappings and sequences of any kind, such as OmegaConf's and numpy's, as dicts and lists."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {name: plain(inner) for name, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -187,6 +190,12 @@ def task_for(
     The trainer's sampling wins: it computes importance weights with it. A task without an instruction gets the text of
     `prompt`, a text or messages of which the last one of the user counts. Raises InvalidField.
     """
+    if settings.task_column not in row and "task_column" in settings.model_fields_set:
+        raise InvalidField(
+            f"the dataset row has no column {settings.task_column!r}, which the setting task_column names",
+            field="task_column",
+            hint=known_columns(row),
+        )
     own = row.get(settings.task_column)
     if isinstance(own, str):
         own = _json_object(own, f"column {settings.task_column!r}")
@@ -196,9 +205,12 @@ def task_for(
             field=settings.task_column,
         )
     # Arrow gives every row the fields of all rows, None where a row had none.
-    task = merged(filled(settings.task, row, "the dataset row"), _without_none(plain(own or {})))
+    task = merged(plain(filled(settings.task, row, "the dataset row")), _without_none(plain(own or {})))
     if "instruction" not in task:
-        task["instruction"] = _text_of(prompt)
+        task["instruction"] = _text_of(plain(prompt))
+    for part in ("sampling", "labels", "limits"):
+        if not isinstance(task.get(part), Mapping | None):
+            raise InvalidField(f"task.{part} is {task[part]!r}; it must be an object", field=f"task.{part}")
     task["sampling"] = merged(task.get("sampling") or {}, sampling_of(sampling))
     known = {name: str(value) for name, value in labels.items() if value is not None}
     task["labels"] = known | dict(task.get("labels") or {})
@@ -210,12 +222,17 @@ def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     for one that would change what is sampled and that a task cannot have."""
     found: dict[str, Any] = {}
     for name, value in parameters.items():
-        ours = OTHER_NAMES.get(name, name)
+        ours, value = OTHER_NAMES.get(name, name), plain(value)
         if value is None or value in ([], {}) or ours in WITHOUT_EFFECT_ON_IDS:
             continue
         if ours in Sampling.model_fields:
             # A trainer's configuration may say 1 where a task has 1.0.
-            found[ours] = float(value) if ours not in ("top_k", "max_tokens", "seed", "thinking") else value
+            try:
+                found[ours] = float(value) if ours not in ("top_k", "max_tokens", "seed", "thinking") else value
+            except (TypeError, ValueError) as error:
+                raise InvalidField(
+                    f"the sampling parameter {name}={value!r} is no number", field=f"sampling.{name}"
+                ) from error
         elif value not in NEUTRAL.get(ours, ()):
             raise InvalidField(
                 f"the sampling parameter {name}={value!r} cannot be passed to the agents' model calls",
@@ -333,16 +350,25 @@ def _without_none(value: Any) -> Any:
 
 
 def _text_of(prompt: Any) -> str:
+    hint = "give every row a prompt, or `instruction` in its task or in the setting `task`"
+    wrong = "no instruction: neither its task nor a prompt with a user message"
     if isinstance(prompt, str) and prompt:
         return prompt
-    messages = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
-    for message in reversed(messages):
-        if message.get("role") == "user":
-            content = message["content"]
-            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-            return "\n".join(parts)
-    raise InvalidField(
-        "the dataset row has no instruction: neither its task nor a prompt with a user message",
-        field="instruction",
-        hint="give every row a prompt, or `instruction` in its task or in the setting `task`",
-    )
+    for message in reversed(prompt) if isinstance(prompt, list) else ():
+        if not isinstance(message, dict):
+            wrong = f"a prompt with a {type(message).__name__} where a message must be an object"
+            break
+        if message.get("role") != "user":
+            continue
+        content = message.get("content")
+        if not isinstance(content, str | list):
+            wrong = f"a user message whose content is a {type(content).__name__}"
+            break
+        parts = [{"text": content}] if isinstance(content, str) else content
+        if odd := [part for part in parts if not isinstance(part, dict)]:
+            wrong = f"a user message with a part that is a {type(odd[0]).__name__}"
+            break
+        if text := "\n".join(str(part.get("text") or "") for part in parts):
+            return text
+        break
+    raise InvalidField(f"the dataset row has {wrong}", field="instruction", hint=hint)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import queue
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -147,7 +148,8 @@ class Rollouts:
     whose arguments these are. `max_age` bounds how many versions old a token may be; the groups that run while the
     trainer trains are at least one version old when they are used.
 
-    `eval_tasks` are rolled out, without a filter, when the trainer evaluates. `measure` compares the recorded
+    `eval_tasks` are rolled out, without a filter, when the trainer evaluates: the first ones for the first batch of an
+    evaluation, and so on. `measure` compares the recorded
     log-probabilities with the trainer's own, at the weights that each token was sampled from (`StepStats.logprob_gap`):
     one more forward pass for each version in a batch. `weights.keep` should then be at least `max_age` + 1.
     `state`: from `sampler_state(checkpoint)`, to go on where a checkpoint was written.
@@ -189,6 +191,9 @@ class Rollouts:
             "priority": priority,
             "state": state,
         }
+        if state is not None:
+            weights.begin_above(state.version)
+        self._evaluated = (-1, 0)  # the step of the last evaluation, and how many tasks it has gone through
         self._graded: list[list[float]] = []
         self._sampler: DynamicSampler | None = None
         self._shape = (0, 0)
@@ -230,11 +235,7 @@ class Rollouts:
         if training:
             batch = self._next_batch(n, target)
         elif self._eval_tasks is not None:
-            sampler = DynamicSampler(
-                self._client.asynchronous, self._eval_tasks, n=n, target=target, refill="static", priority=1
-            )
-            with self._client.open(sampler) as opened:
-                batch = self._client.run(opened.batch())
+            batch = self._evaluation_batch(self._eval_tasks, n, target, trainer.state.global_step)
         else:
             raise InvalidField("the trainer evaluates, and there are no tasks for it", field="eval_tasks")
         if batch is None or len(batch.groups) < target:
@@ -283,6 +284,18 @@ class Rollouts:
         elif self._shape != (n, target):
             raise InvalidField(f"batches of {target} groups of {n} after such of {self._shape}", field="prompts")
         return self._client.run(self._sampler.batch())
+
+    def _evaluation_batch(self, tasks: Source, n: int, target: int, step: int) -> Batch | None:
+        """The next groups of the evaluation at this step: each batch goes on behind the tasks of the one before."""
+        begin = self._evaluated[1] if self._evaluated[0] == step else 0
+        state = SamplerState(run=secrets.token_hex(8), next=begin, pending=(), version=0, batches=0)
+        sampler = DynamicSampler(
+            self._client.asynchronous, tasks, n=n, target=target, refill="static", priority=1, state=state
+        )
+        with self._client.open(sampler) as opened:
+            batch = self._client.run(opened.batch())
+            self._evaluated = (step, self._client.run(_state_of(opened)).next)
+        return batch
 
     def _noted(self, group: GroupView) -> bool:
         """The filter, which sees every group that was graded; only so are the rewards of dropped groups known."""
@@ -398,6 +411,8 @@ class RolloutWorker:
     ) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(buffered)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        if state is not None:
+            weights.begin_above(state.version)
         self._client = client
         self._weights = weights
         self._advantages = advantages

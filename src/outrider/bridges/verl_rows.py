@@ -79,7 +79,9 @@ def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> d
     labels = {f"verl.{name}": row[name] for name in LABELS if name in row}
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
     limits = dict(task.get("limits") or {})
-    limits["response_tokens"] = min(limits.get("response_tokens", terms.response_length), terms.response_length)
+    own = limits.get("response_tokens")
+    if own is None or (isinstance(own, int) and own > terms.response_length):  # what is no number, the service refuses
+        limits["response_tokens"] = terms.response_length
     return task | {"limits": limits}
 
 

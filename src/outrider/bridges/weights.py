@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from outrider.schemas import PolicyStatus
 
 WEIGHTS = "model.safetensors"
+PREFIX = "version-"
+NOT_OPEN = "open it first: `with PolicyWeights(client) as weights:`"
 
 
 class PolicyControl(Protocol):
@@ -54,7 +56,7 @@ class PolicyWeights:
         if keep < 1:
             raise InvalidField(f"keep is {keep}; it must be at least 1", field="keep")
         self.version = -1
-        """The version that was published last; -1 before the first."""
+        """The version that was published last, or that `begin_above` was told; -1 before."""
         self._client = client
         self._folder = Path(folder) if folder is not None else None
         self._model = Path(model) if model is not None else None
@@ -73,6 +75,11 @@ class PolicyWeights:
     ) -> None:
         self._stack.close()
 
+    def begin_above(self, version: int) -> None:
+        """Publish higher versions than this one from now on, whatever the service says: a trainer that goes on from a
+        checkpoint has tokens of it, and the service may have begun anew."""
+        self.version = max(self.version, version)
+
     def publish(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
         """Write the parameters, have every engine load them, and return their version. Generations wait meanwhile.
 
@@ -88,13 +95,21 @@ class PolicyWeights:
                 field="parameters",
                 hint="merge the adapter, and publish the merged model's parameters",
             )
-        version = 1 + max(self.version, self._client.policy().version)
+        assert self._folder is not None, NOT_OPEN
+        # Folders of an earlier run may be there, or of a publication that failed: none is written twice.
+        there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
+        numbers = [int(number) for number in there if number.isdecimal()]
+        version = 1 + max(self.version, self._client.policy().version, *numbers)
         folder = self.folder(version)
         folder.mkdir(parents=True)
-        for file in self._model.iterdir() if self._model else ():
-            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
-                shutil.copyfile(file, folder / file.name)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        try:
+            for file in self._model.iterdir() if self._model else ():
+                if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
+                    shutil.copyfile(file, folder / file.name)
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        except BaseException:  # a full disk, say: half a model must neither stay nor be taken for one
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         self._client.update_policy(version, mode=self._mode, weights=str(folder))
         self.version = version
         self._written.append(version)
@@ -112,5 +127,5 @@ class PolicyWeights:
         return tensors
 
     def folder(self, version: int) -> Path:
-        assert self._folder is not None, "open it first: `with PolicyWeights(client) as weights:`"
-        return self._folder.absolute() / f"version-{version}"
+        assert self._folder is not None, NOT_OPEN
+        return self._folder.absolute() / f"{PREFIX}{version}"

@@ -135,11 +135,13 @@ async def test_parts_of_a_batch_are_joined_as_the_asynchronous_trainer_does(tmp_
         first, _ = await generated(url, cfg, [scribe_task("skyrl real part", rewards=[0, 1])])
         tasks = [scribe_task("skyrl real failing", fails=[0]), scribe_task("skyrl real part b", rewards=[1, 0])]
         second, _ = await generated(url, cfg, tasks)
-    joined = concatenate_generator_outputs([first, second])
-    assert len(joined["response_ids"]) == 6
+        alone, _ = await generated(url, cfg, [scribe_task("skyrl real alone", fails=range(2))])
+    joined = concatenate_generator_outputs([first, second, alone])
+    assert len(joined["response_ids"]) == 8
     metrics = joined["rollout_metrics"]
-    assert metrics["outrider/failed_trajectories"] == 1
-    assert metrics["outrider/masked_instances"] == 1
+    assert metrics["outrider/failed_trajectories"] == 3
+    assert metrics["outrider/masked_instances"] == 2
+    assert metrics["outrider/version_min"] == 0
     assert metrics["outrider/turns_mean"] == 2.0
     assert metrics["outrider/version_max"] == 0
 

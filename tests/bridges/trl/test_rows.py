@@ -13,6 +13,7 @@ from outrider.bridges.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state
 from outrider.bridges.weights import PolicyWeights
 from outrider.errors import EngineError, InvalidField, ServiceError
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.sampling import SamplerState
 from outrider.schemas import GroupView, SessionView
 from outrider.testing.simulated_service import Played
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
@@ -247,6 +248,58 @@ def test_an_evaluation_has_tasks_of_its_own_and_no_filter(tmp_path: Path) -> Non
             made = rollouts([""] * 4, trainer)
             assert rollouts.history == []
     assert made[REWARD_COLUMN] == [0.0] * 4
+
+
+def test_an_evaluation_of_several_batches_goes_through_the_tasks(tmp_path: Path) -> None:
+    trainer = Trainer(PARAMETERS)
+    trainer.model.training = False
+    asked: list[int] = []
+
+    def noted(number: int) -> dict[str, Any]:
+        asked.append(number)
+        return task(number)
+
+    with (
+        simulated(even) as client,
+        PolicyWeights(client, tmp_path) as weights,
+        Rollouts(client, task, weights, eval_tasks=noted) as rollouts,
+    ):
+        for _ in range(3):
+            rollouts([""] * 8, trainer)
+        assert sorted(asked) == list(range(6))
+        trainer.state.global_step = 7  # the next evaluation begins again
+        rollouts([""] * 8, trainer)
+    assert sorted(asked[6:]) == [0, 1]
+
+
+def test_a_trainer_goes_on_with_a_service_that_begins_anew(tmp_path: Path) -> None:
+    """Its data is gone, so it counts versions from 0 again; the checkpoint's groups have versions up to 57."""
+    state = SamplerState(run="r", next=40, pending=(), version=57, batches=20)
+    with (
+        simulated(even) as client,
+        PolicyWeights(client, tmp_path) as weights,
+        Rollouts(client, task, weights, state=state) as rollouts,
+    ):
+        rollouts([""] * 8, Trainer(PARAMETERS))
+        assert weights.version == 58
+        assert rollouts.history[0].staleness_max == 0
+
+
+def test_folders_of_an_earlier_run_are_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "version-1").mkdir()
+    (tmp_path / "version-4").mkdir()
+    (tmp_path / "version-x").mkdir()
+    with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
+        assert [weights.publish(PARAMETERS.items()) for _ in range(2)] == [5, 6]
+
+
+def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
+        with pytest.raises(RuntimeError, match="share memory"):
+            weights.publish([("one", shared), ("two", shared)])
+        assert (weights.version, list(tmp_path.iterdir()), client.policy().version) == (-1, [], 0)
+        assert weights.publish(PARAMETERS.items()) == 1
 
 
 def test_versions_never_go_back_and_configuration_goes_along(tmp_path: Path) -> None:
