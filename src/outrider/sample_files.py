@@ -187,5 +187,7 @@ def _schema(arrow: Any) -> Any:
         "labels": arrow.string(),
         "images": arrow.list_(arrow.struct(list(image.items()))),
         "altered": arrow.list_(arrow.int32()),
+        "turn_spans": arrow.list_(arrow.list_(arrow.int32())),
+        "turn_rewards": arrow.list_(arrow.float64()),
     }
     return arrow.schema(list(columns.items()))

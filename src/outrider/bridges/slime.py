@@ -167,7 +167,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            counted.setdefault(sample.group_index, {})[_rollout_id(sample)] = reward
+            # A rollout's first sample is that of its main conversation; its others may have rewards of their own.
+            counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):
         group = list(counted.get(sample.group_index, {}).values())
@@ -289,7 +290,9 @@ class _Prompts:
             if session.result is not None and session.result.verdict is not None:
                 seen = copy.copy(sample)
                 trajectory = Trajectory(session, [], None)
-                seen.reward = _reward(args, self._settings, trajectory, _reward_key(args, evaluation=False))
+                seen.reward = _reward(
+                    args, self._settings, trajectory, trajectory.reward, _reward_key(args, evaluation=False)
+                )
                 seen.status = _status(sample, trajectory)
                 shown.append(seen)
         verdict = self._filter(args, shown)
@@ -458,7 +461,7 @@ def _filled_row(
     filled.loss_mask = row.mask[row.start :]
     filled.rollout_log_probs = row.logprobs[row.start :] if settings.logprobs else None
     filled.weight_versions = [str(version) for version in row.trained_versions()]
-    filled.reward = _reward(args, settings, trajectory, _reward_key(args, evaluation=evaluation))
+    filled.reward = _reward(args, settings, trajectory, row.reward, _reward_key(args, evaluation=evaluation))
     filled.status = _status(sample, trajectory)
     filled.remove_sample = False
     filled.session_id = trajectory.session.id
@@ -493,12 +496,14 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, error: Out
     return removed
 
 
-def _reward(args: Any, settings: SlimeSettings, trajectory: Trajectory, key: str | None) -> float | dict[str, float]:
+def _reward(
+    args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, key: str | None
+) -> float | dict[str, float]:
     """The reward, or with a reward key all that it may name."""
     if not key:
-        return trajectory.reward
+        return reward
     assert trajectory.result.verdict is not None
-    named = {"reward": trajectory.reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}
+    named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}
     if key not in named:
         raise InvalidField(
             f"slime's reward key is {key!r}, and the verdict of session {trajectory.session.id} has only"

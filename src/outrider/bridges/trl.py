@@ -555,7 +555,7 @@ def _batch_row(trajectory: Trajectory, other: Row) -> BatchRow:
             mask=row.mask[row.start :],
             logprobs=row.logprobs[row.start :],
             versions=row.versions[row.start :],
-            reward=trajectory.reward,
+            reward=row.reward,
         )
     return BatchRow(
         prompt_ids=other.ids[: other.start],

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+import torch
 from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -81,6 +82,18 @@ SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 class Address(NamedTuple):
     url: str
     token: str | None
+
+
+class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
+    """An output with a reward for each of its response ids. The V1 trainer would give the score of a session's last
+    output to all of them, at their last ids; the V0 trainer still does."""
+
+    token_rewards: list[float]
+
+    def as_dict(self) -> dict[str, Any]:
+        output: dict[str, Any] = super().as_dict()
+        output["rm_scores"] = torch.tensor(output.pop("token_rewards"), dtype=torch.float32)
+        return output
 
 
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
@@ -214,12 +227,13 @@ async def address_of(settings: VerlSettings) -> Address:
 def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[AgentLoopOutput]:
     """verl's outputs of one session. Raises as `columns_of`."""
     return [
-        AgentLoopOutput(
+        RowOutput(
             prompt_ids=row.prompt_ids,
             response_ids=row.response_ids,
             response_mask=row.response_mask,
             response_logprobs=row.response_logprobs,
             reward_score=row.reward,
+            token_rewards=row.token_rewards,
             num_turns=row.num_turns,
             metrics=AgentLoopMetrics(
                 generate_sequences=trajectory.seconds, compute_score=trajectory.result.seconds.eval
@@ -228,7 +242,7 @@ def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
                 "reward_extra_info": row.reward_extra_info,
                 "min_global_steps": row.min_version,
                 "max_global_steps": row.max_version,
-                "turn_scores": [],
+                "turn_scores": row.turn_rewards,
                 "tool_rewards": [],
                 "outrider": row.about,
             },
