@@ -80,6 +80,26 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
     parts: tuple[Part, ...] = ()
 
 
+IMAGE_EXTENSIONS = {
+    "image/png": "png",
+    "image/jpeg": "jpg",
+    "image/gif": "gif",
+    "image/webp": "webp",
+    "image/bmp": "bmp",
+    "image/tiff": "tiff",
+    "image/avif": "avif",
+    "image/heic": "heic",
+    "image/heif": "heif",
+    "image/svg+xml": "svg",
+}
+"""File extensions by media type; an image of any other type is a `.bin`."""
+
+
+def image_file(image: Image) -> str:
+    """The name of its file in an export."""
+    return f"{image.digest}.{IMAGE_EXTENSIONS.get(image.media_type, 'bin')}"
+
+
 def images_in(message: Message) -> list[Image]:
     """The images of a message, in order."""
     return [part for part in message.parts if isinstance(part, Image)]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import StopReason
-from outrider.messages import Message
+from outrider.messages import Message, ToolSpec
 
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float64]
@@ -141,6 +141,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     ignored: names of what the client asked for without effect.
     messages: those that the request added to its parent's conversation, all of them without a parent.
     reply: the message that the client was given; None if it had hung up.
+    tool_specs: the tools of a turn without a parent; others have those of the turn that their conversation begins with.
     """
 
     index: int
@@ -171,6 +172,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     drift_tokens: int = 0
     messages: tuple[Message, ...] = ()
     reply: Message | None = None
+    tool_specs: tuple[ToolSpec, ...] = ()
     malformed_calls: int = 0
     timings: TurnTimings
 
@@ -283,6 +285,31 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
                 placed[end - 1] += reward
         placed[len(mask) - 1 - mask[::-1].index(1)] += self.reward
         return placed
+
+
+class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A training row as a conversation, in the form of Chat Completions that chat templates take.
+
+    messages: each reply that the model sampled has a `weight`, 1 where the row trains it, else 0. Arguments of tool
+        calls are objects where they are JSON objects. In a row with images, each `content` is a list of parts, and an
+        image's part has its `path` in an export, or its `url`.
+    tools: None if the service did not store them, as before it had chat rows.
+    The other fields are those of the Sample.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[ToolSpec] | None
+    group_id: str
+    session_id: str
+    sample_index: int
+    row: int
+    kind: BranchKind
+    label: str
+    reward: float | None
+    metrics: dict[str, float]
+    stop_reason: StopReason
+    labels: dict[str, str]
+    images: tuple[SampleImage, ...]
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
