@@ -14,6 +14,7 @@ from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.export import PAGE
 from outrider.cli.task_file import load_group
 from outrider.client import AsyncClient
+from outrider.evaluation import evaluate
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
         "samples": PAGE + 2,
         "left_out": 0,
         "groups": PAGE + 2,
+        "evaluations": 0,
         "cursor": written.document["cursor"],
         "output": str(tmp_path / "rows"),
         "sha256": hashlib.sha256((tmp_path / "rows").read_bytes()).hexdigest(),
@@ -68,6 +70,20 @@ async def test_only_what_was_good_enough(cli: Cli, tmp_path: Path) -> None:
         ran = await cli("export", "--min-reward", "0.5", "--url", url)
     assert sorted(json.loads(line)["reward"] for line in ran.out.splitlines()) == [0.5, 0.5, 1.0, 1.0]
     assert "2 samples with a reward below 0.5, or none, were left out" in ran.err
+
+
+async def test_evaluations_are_left_out_unless_they_are_asked_for(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
+        await client.wait([(await client.submit({"task": coin_task(0, reward=1.0)})).id])
+        found = await evaluate(client, [coin_task(1, reward=1.0)])
+        train = await cli("export", "--url", url)
+        chats = await cli("export", "--format", "chat", "-o", tmp_path / "chats", "--json", "--url", url)
+        asked = await cli("export", "--group", found.groups[0].id, "--url", url)
+    [line] = map(json.loads, train.out.splitlines())
+    assert line["group_id"] != found.groups[0].id
+    assert "1 groups of evaluations were left out" in train.err
+    assert (chats.document["groups"], chats.document["evaluations"], chats.document["cursor"]) == (1, 1, 2)
+    assert [json.loads(line)["group_id"] for line in asked.out.splitlines()] == [found.groups[0].id]
 
 
 async def test_chat_rows_render_to_the_ids_of_the_samples(cli: Cli, tmp_path: Path) -> None:

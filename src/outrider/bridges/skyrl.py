@@ -28,6 +28,7 @@ from outrider.bridges.trajectories import (
 )
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
+from outrider.spec import EVALUATION_LABEL
 
 VARIABLE = "OUTRIDER_SKYRL"
 
@@ -118,7 +119,11 @@ class OutriderGenerator:
             {"prompt": prompt, "uid": uid, **(extras[places[0]] if extras else {})},
             prompt=prompt,
             sampling=input_batch.get("sampling_params") or {},
-            labels={"skyrl.uid": uid, "skyrl.global_step": getattr(metadata, "global_step", None)},
+            labels={
+                "skyrl.uid": uid,
+                "skyrl.global_step": getattr(metadata, "global_step", None),
+                EVALUATION_LABEL: "skyrl" if evaluating else None,
+            },
         )
         return {
             "task": task,

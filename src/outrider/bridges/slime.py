@@ -40,6 +40,7 @@ from outrider.client import Client
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.sampling import Batch, DynamicSampler, rewards_of
 from outrider.schemas import GroupView
+from outrider.spec import EVALUATION_LABEL
 
 VARIABLE = "OUTRIDER_SLIME"
 POST_PROCESS = "outrider.bridges.slime.post_process_rewards"
@@ -132,7 +133,7 @@ async def custom_generate(
     settings = _settings(args)
     if not evaluation:
         _check_normalisation(args, settings)
-    task = _task_of(settings, sample, sampling_params, {})
+    task = _task_of(settings, sample, sampling_params, {EVALUATION_LABEL: "slime" if evaluation else None})
     async with shared_client(settings.url, settings.token) as client:
         group = await client.run(
             {
@@ -419,7 +420,7 @@ async def _evaluate_set(
         prompts.append(prompt)
         groups.append(
             {
-                "task": _task_of(settings, prompt, sampling, {"slime.evaluation": config.name}),
+                "task": _task_of(settings, prompt, sampling, {EVALUATION_LABEL: config.name}),
                 "n": config.n_samples_per_eval_prompt,
                 "priority": settings.evaluation_priority,
                 "idempotency_key": secrets.token_hex(16),

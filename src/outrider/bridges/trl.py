@@ -36,6 +36,7 @@ from outrider.bridges.trajectories import BridgeSettings, Row, Trajectory, traje
 from outrider.bridges.weights import PolicyWeights
 from outrider.client import Client
 from outrider.errors import InvalidField, ServiceError
+from outrider.evaluation import evaluation_task
 from outrider.sampling import (
     Batch,
     Counts,
@@ -230,8 +231,14 @@ class Rollouts:
         if training:
             batch = self._next_batch(n, target)
         elif self._eval_tasks is not None:
+            source = self._eval_tasks
             sampler = DynamicSampler(
-                self._client.asynchronous, self._eval_tasks, n=n, target=target, refill="static", priority=1
+                self._client.asynchronous,
+                lambda number: evaluation_task(source(number) if callable(source) else source[number % len(source)]),
+                n=n,
+                target=target,
+                refill="static",
+                priority=1,
             )
             with self._client.open(sampler) as opened:
                 batch = self._client.run(opened.batch())

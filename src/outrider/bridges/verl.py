@@ -63,6 +63,7 @@ from outrider.errors import (
     OutriderError,
     ServiceError,
 )
+from outrider.evaluation import evaluation_task
 from outrider.relay import Worker
 from outrider.schemas import GroupView
 from outrider.trajectory import FinishReason, VersionSpan
@@ -154,8 +155,9 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         if not prompt.pop("__do_sample__", True) and not validate:
             apply_greedy_sampling_params(sampling)
         terms = terms_of(self.config, sampling)
+        task = verl_task(settings, prompt, terms)
         body = {
-            "task": verl_task(settings, prompt, terms),
+            "task": evaluation_task(task, "verl") if validate else task,
             "n": n,
             "priority": settings.evaluation_priority if validate else settings.priority,
         }

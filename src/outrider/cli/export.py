@@ -20,19 +20,22 @@ from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
 from outrider.sample_files import ImageFolder, JsonLines, Row, SampleFormat, SampleWriter, sample_file, stored_images
 from outrider.schemas import GroupView
+from outrider.spec import EVALUATION_LABEL
 
 PAGE = 20
 """Groups asked for at once."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What `outrider export --json` writes. `left_out` samples were below `--min-reward`. `cursor` is where the next
-    export begins (`--after`). `sha256` is the digest of the file. `images` is the number of images in the samples that
+    """What `outrider export --json` writes. `left_out` samples were below `--min-reward`, and `evaluations` groups
+    were left out whole, because they evaluate a policy. `cursor` is where the next export begins (`--after`). `sha256`
+    is the digest of the file. `images` is the number of images in the samples that
     the service keeps; `image_files` is the folder that they were written to."""
 
     samples: int
     left_out: int
     groups: int
+    evaluations: int
     cursor: int
     output: str | None
     sha256: str | None
@@ -67,6 +70,7 @@ def export(
     """Write the training samples of done groups.
 
     One row for each sample, in the order in which the groups finished.
+    Groups of evaluations are left out, unless --group names one.
     Their images are written to a folder `images` beside the file.
 
     Examples:
@@ -83,10 +87,14 @@ def export(
     if output is None and (json or format is SampleFormat.PARQUET):
         asked = "--json" if json else "parquet"
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
-    samples, left_out, groups, cursor = 0, 0, 0, after
+    samples, left_out, groups, evaluations, cursor = 0, 0, 0, 0, after
     images = _Images(output.parent / "images" if output else None)
     with client(url, token) as service, _writer(output, format) as writer:
         for done in _groups(service, group, after, samples=format is not SampleFormat.CHAT):
+            cursor = max(cursor, done.cursor or 0)
+            if group is None and EVALUATION_LABEL in done.labels:
+                evaluations += 1
+                continue
             all_rows: Sequence[Row] = done.samples or ()
             if format is SampleFormat.CHAT:
                 all_rows = [row for session in done.sessions for row in service.chat_rows(session.id)]
@@ -98,7 +106,6 @@ def export(
             samples += len(rows)
             left_out += len(all_rows) - len(rows)
             groups += 1
-            cursor = max(cursor, done.cursor or 0)
     digest = None
     if output is not None:
         with output.open("rb") as file:
@@ -107,6 +114,7 @@ def export(
         samples=samples,
         left_out=left_out,
         groups=groups,
+        evaluations=evaluations,
         cursor=cursor,
         output=str(output) if output else None,
         sha256=digest,
@@ -119,6 +127,8 @@ def export(
     terminal.note(f"{samples} samples of {groups} groups; for later groups: --after {cursor}")
     if left_out:
         terminal.note(f"{left_out} samples with a reward below {min_reward:g}, or none, were left out")
+    if evaluations:
+        terminal.note(f"{evaluations} groups of evaluations were left out; --group writes one")
     if digest:
         terminal.note(f"sha256 {digest}")
     if images.shown:

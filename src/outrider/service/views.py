@@ -5,9 +5,6 @@ It writes nothing. Invariant: the cursor of a page is that of its last group, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
-
 import msgspec
 
 from outrider.concurrency.offload import OffloadThread, Steps
@@ -20,8 +17,6 @@ from outrider.tokens.chat_rows import chat_rows
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples
 from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, unpack_ids
-
-T = TypeVar("T")
 
 BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
@@ -43,9 +38,7 @@ class ViewReader:
 
     async def view(self, row: GroupRow, *, samples: bool = False) -> GroupView:
         sessions = await self._store.sessions(row.id)
-        rows = (
-            [sample for session in sessions for sample in await self._rows(session, build_samples)] if samples else None
-        )
+        rows = [sample for session in sessions for sample in await self._samples(session.result)] if samples else None
         return GroupView(
             id=row.id,
             state=row.state,
@@ -74,29 +67,28 @@ class ViewReader:
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         """The training rows of a session. Raises NotFound while it is not done."""
-        return await self._rows(await self._done(session_id), build_samples)
+        return await self._samples(await self._result(session_id))
 
     async def chat_rows(self, session_id: str) -> tuple[ChatRow, ...]:
         """The same as conversations."""
-        return await self._rows(await self._done(session_id), chat_rows)
+        result = await self._result(session_id)
+        turns = await self._store.turns(session_id, result.attempt)
+        return await self._offload.run(lambda: tuple(chat_rows(turns, result)))
 
-    async def _done(self, session_id: str) -> SessionRow:
+    async def _result(self, session_id: str) -> SessionResult:
         session = await self._store.session(session_id)
         if session.result is None:
             raise NotFound(
                 f"session {session_id} is {session.state.value}: it has no samples yet",
                 hint="wait for its group in the results",
             )
-        return session
+        return session.result
 
-    async def _rows(
-        self, session: SessionRow, build: Callable[[Sequence[Turn], SessionResult], list[T]]
-    ) -> tuple[T, ...]:
-        result = session.result
+    async def _samples(self, result: SessionResult | None) -> tuple[Sample, ...]:
         if result is None or result.turns == 0:
             return ()
-        turns = await self._store.turns(session.id, result.attempt)
-        return await self._offload.run(lambda: tuple(build(turns, result)))
+        turns = await self._store.turns(result.session_id, result.attempt)
+        return await self._offload.run(lambda: tuple(build_samples(turns, result)))
 
     def _turn_view(self, turn: Turn, lineage: Lineage) -> TurnView:
         return TurnView(
