@@ -73,7 +73,7 @@ class ViewReader:
         """The same as conversations."""
         result = await self._result(session_id)
         turns = await self._store.turns(session_id, result.attempt)
-        return await self._offload.run(lambda: tuple(chat_rows(turns, result)))
+        return await self._offload.run(lambda: tuple(chat_rows(build_samples(turns, result), turns)))
 
     async def _result(self, session_id: str) -> SessionResult:
         session = await self._store.session(session_id)
