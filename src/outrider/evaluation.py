@@ -123,7 +123,9 @@ async def evaluate(
             ids.append((await patiently(partial(client.submit, body))).id)
         groups = await patiently(partial(client.wait, ids))
     except BaseException:  # cancelled, too
-        await shielded(partial(_cancel, client, ids))
+        for group_id in ids:
+            with suppress(OutriderError):  # the error that ended the evaluation is the one to see
+                await shielded(partial(client.cancel, group_id))
         raise
     after = (await patiently(client.policy)).version
     if policy_version not in (None, after):
@@ -202,9 +204,3 @@ def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Sc
         tasks=len(graded),
         samples=sum(map(len, graded)),
     )
-
-
-async def _cancel(client: AsyncClient, ids: Sequence[str]) -> None:
-    for group_id in ids:
-        with suppress(OutriderError):  # the error that ended the evaluation is the one to see
-            await client.cancel(group_id)

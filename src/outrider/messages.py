@@ -8,7 +8,7 @@ because templates print them verbatim.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -103,6 +103,14 @@ def image_file(image: Image) -> str:
 def images_in(message: Message) -> list[Image]:
     """The images of a message, in order."""
     return [part for part in message.parts if isinstance(part, Image)]
+
+
+def with_images(message: Message, change: Callable[[Image], Image]) -> Message:
+    """The message with each of its images changed."""
+    if not message.parts:
+        return message
+    parts = (change(part) if isinstance(part, Image) else part for part in message.parts)
+    return msgspec.structs.replace(message, parts=tuple(parts))
 
 
 class WireMessages(Protocol):

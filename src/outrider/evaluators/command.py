@@ -9,7 +9,6 @@ there mean that nobody tried to write.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
 from contextlib import suppress
 
 import msgspec
@@ -18,10 +17,10 @@ from msgspec.structs import replace
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import parse_verdict
-from outrider.messages import Image, Message
+from outrider.messages import with_images
 from outrider.runtimes.base import ExecResult, Runtime
 from outrider.spec import EvaluatorSpec
-from outrider.trajectory import ModelCall, Verdict
+from outrider.trajectory import Verdict
 
 MAX_VERDICT = 1 << 20
 """Bytes."""
@@ -53,7 +52,11 @@ class CommandEvaluator:
         variables = {VERDICT_VARIABLE: path}
         if TURNS_VARIABLE in self._run:
             variables[TURNS_VARIABLE] = f"{path}-turns"
-            files[f"{path}-turns"] = _json_lines(outcome.calls)
+            lines = []
+            for call in outcome.calls:  # the bytes of images are left out: their digests name them
+                bare = (with_images(message, lambda image: replace(image, data=b"")) for message in call.messages)
+                lines.append(msgspec.json.encode(replace(call, messages=tuple(bare))) + b"\n")
+            files[variables[TURNS_VARIABLE]] = b"".join(lines)
         try:
             try:
                 for name, content in files.items():
@@ -86,19 +89,6 @@ class CommandEvaluator:
             return parse_verdict(written)
         except ValueError as error:
             raise _failure(f"the evaluator wrote no verdict: {error}", result) from error
-
-
-def _json_lines(calls: Iterable[ModelCall]) -> bytes:
-    """Images are named by their digests; their bytes are left out."""
-
-    def without_bytes(message: Message) -> Message:
-        if not message.parts:
-            return message
-        parts = (replace(part, data=b"") if isinstance(part, Image) else part for part in message.parts)
-        return replace(message, parts=tuple(parts))
-
-    shown = (replace(call, messages=tuple(map(without_bytes, call.messages))) for call in calls)
-    return b"".join(msgspec.json.encode(call) + b"\n" for call in shown)
 
 
 def _failure(message: str, result: ExecResult, *, inside: bool = True) -> EvaluatorError:
