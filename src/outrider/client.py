@@ -31,6 +31,7 @@ from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.schemas import (
     ArtifactList,
+    ChatList,
     EngineList,
     EngineStatus,
     EventView,
@@ -47,7 +48,7 @@ from outrider.schemas import (
     TurnView,
 )
 from outrider.spec import EngineSpec, GroupSpec
-from outrider.trajectory import Sample
+from outrider.trajectory import ChatRow, Sample
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -169,6 +170,10 @@ class AsyncClient:
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         return (await self._call("GET", f"/v1/sessions/{session_id}/samples", SampleList)).samples
+
+    async def chat_rows(self, session_id: str) -> tuple[ChatRow, ...]:
+        """Its samples as conversations."""
+        return (await self._call("GET", f"/v1/sessions/{session_id}/chat", ChatList)).rows
 
     async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
         """The artifacts of an attempt: by default the newest that has any."""
@@ -382,6 +387,7 @@ class Client:
     session = _blocking(AsyncClient.session)
     turns = _blocking(AsyncClient.turns)
     samples = _blocking(AsyncClient.samples)
+    chat_rows = _blocking(AsyncClient.chat_rows)
     artifacts = _blocking(AsyncClient.artifacts)
     artifact = _blocking(AsyncClient.artifact)
     image = _blocking(AsyncClient.image)

@@ -8,7 +8,7 @@ because templates print them verbatim.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -80,9 +80,37 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=
     parts: tuple[Part, ...] = ()
 
 
+IMAGE_EXTENSIONS = {
+    "image/png": "png",
+    "image/jpeg": "jpg",
+    "image/gif": "gif",
+    "image/webp": "webp",
+    "image/bmp": "bmp",
+    "image/tiff": "tiff",
+    "image/avif": "avif",
+    "image/heic": "heic",
+    "image/heif": "heif",
+    "image/svg+xml": "svg",
+}
+"""File extensions by media type; an image of any other type is a `.bin`."""
+
+
+def image_file(image: Image) -> str:
+    """The name of its file in an export."""
+    return f"{image.digest}.{IMAGE_EXTENSIONS.get(image.media_type, 'bin')}"
+
+
 def images_in(message: Message) -> list[Image]:
     """The images of a message, in order."""
     return [part for part in message.parts if isinstance(part, Image)]
+
+
+def with_images(message: Message, change: Callable[[Image], Image]) -> Message:
+    """The message with each of its images changed."""
+    if not message.parts:
+        return message
+    parts = (change(part) if isinstance(part, Image) else part for part in message.parts)
+    return msgspec.structs.replace(message, parts=tuple(parts))
 
 
 class WireMessages(Protocol):

@@ -1,7 +1,7 @@
-"""Writes training samples to files, as JSON lines or (with pyarrow) as Parquet, and their images to a folder.
+"""Writes training rows to files, as JSON lines or (with pyarrow) as Parquet, and their images to a folder.
 
-It knows no service. Invariants: both formats have the same rows, one for each sample, with the fields of
-`trajectory.Sample`; a file appears complete or not at all.
+It knows no service. Invariants: both formats of samples have the same rows, with the fields of `trajectory.Sample`; a
+file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -16,31 +16,22 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from outrider.errors import InvalidField
-from outrider.messages import Image
-from outrider.trajectory import Sample
+from outrider.messages import Image, image_file
+from outrider.trajectory import ChatRow, Sample
 
-EXTENSIONS = {
-    "image/png": "png",
-    "image/jpeg": "jpg",
-    "image/gif": "gif",
-    "image/webp": "webp",
-    "image/bmp": "bmp",
-    "image/tiff": "tiff",
-    "image/avif": "avif",
-    "image/heic": "heic",
-    "image/heif": "heif",
-    "image/svg+xml": "svg",
-}
-"""File extensions by media type; an image of any other type is a `.bin`."""
+Row = Sample | ChatRow
 
 
 class SampleFormat(StrEnum):
+    """`jsonl` and `parquet` are for samples, `chat` is JSON lines of chat rows."""
+
     JSONL = "jsonl"
     PARQUET = "parquet"
+    CHAT = "chat"
 
 
 class SampleWriter(Protocol):
-    def write(self, samples: Sequence[Sample]) -> None: ...
+    def write(self, samples: Sequence[Row]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -51,7 +42,7 @@ class JsonLines:
         self._file = file
         self._encoder = msgspec.json.Encoder()
 
-    def write(self, samples: Sequence[Sample]) -> None:
+    def write(self, samples: Sequence[Row]) -> None:
         for sample in samples:
             self._file.write(self._encoder.encode(sample) + b"\n")
 
@@ -79,7 +70,7 @@ class Parquet:
         self._schema = _schema(self._arrow)
         self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")
 
-    def write(self, samples: Sequence[Sample]) -> None:
+    def write(self, samples: Sequence[Row]) -> None:
         if not samples:
             return
         rows = [msgspec.to_builtins(sample) for sample in samples]
@@ -95,6 +86,7 @@ class Parquet:
 WRITERS: dict[SampleFormat, type[JsonLines] | type[Parquet]] = {
     SampleFormat.JSONL: JsonLines,
     SampleFormat.PARQUET: Parquet,
+    SampleFormat.CHAT: JsonLines,
 }
 
 
@@ -120,12 +112,11 @@ class ImageFolder:
 
     def add(self, image: Image) -> None:
         """Write an image. Raises InvalidField if the file cannot be created."""
-        name = f"{image.digest}.{EXTENSIONS.get(image.media_type, 'bin')}"
-        with _whole_file(self.path / name) as file:
+        with _whole_file(self.path / image_file(image)) as file:
             file.write(image.data)
 
 
-def stored_images(samples: Iterable[Sample]) -> list[str]:
+def stored_images(samples: Iterable[Row]) -> list[str]:
     """The digests of the images in samples whose bytes the service has, each once. (It does not fetch image URLs.)"""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
@@ -187,5 +178,7 @@ def _schema(arrow: Any) -> Any:
         "labels": arrow.string(),
         "images": arrow.list_(arrow.struct(list(image.items()))),
         "altered": arrow.list_(arrow.int32()),
+        "turn_spans": arrow.list_(arrow.list_(arrow.int32())),
+        "turn_rewards": arrow.list_(arrow.float64()),
     }
     return arrow.schema(list(columns.items()))

@@ -11,7 +11,7 @@ import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState
-from outrider.trajectory import Sample, SessionResult, TokenMode, TurnTimings, VersionSpan
+from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, VersionSpan
 
 PolicyPause = Literal["finish", "abort"]
 """What a pause of the policy does with generations in flight: let them end, or cut them off and continue them later."""
@@ -223,6 +223,12 @@ class SampleList(msgspec.Struct, frozen=True, kw_only=True):
     """A session's training rows."""
 
     samples: tuple[Sample, ...]
+
+
+class ChatList(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's training rows as conversations."""
+
+    rows: tuple[ChatRow, ...]
 
 
 class Artifact(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,8 @@ from pydantic import (
 from outrider.concurrency.base64_pieces import decode_base64
 
 MAX_TEXT = 1 << 20
+EVALUATION_LABEL = "outrider.evaluation"
+"""The label of groups that evaluate a policy, with the evaluation's name: exports for training leave them out."""
 MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
 MAX_INLINE_FILE = 16 << 20

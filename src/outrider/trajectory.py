@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import StopReason
-from outrider.messages import Message
+from outrider.messages import Message, ToolSpec
 
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float64]
@@ -141,6 +141,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     ignored: names of what the client asked for without effect.
     messages: those that the request added to its parent's conversation, all of them without a parent.
     reply: the message that the client was given; None if it had hung up.
+    tool_specs: the tools of a turn without a parent; others have those of the turn that their conversation begins with.
     """
 
     index: int
@@ -171,16 +172,39 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     drift_tokens: int = 0
     messages: tuple[Message, ...] = ()
     reply: Message | None = None
+    tool_specs: tuple[ToolSpec, ...] = ()
     malformed_calls: int = 0
     timings: TurnTimings
 
 
+class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are those of `Turn`; `kind`, `label` and
+    `depth` describe its branch. `row` is the number of the training row that trains its tokens, None where none does.
+    """
+
+    index: int
+    parent: int | None
+    kind: BranchKind
+    label: str
+    depth: int
+    row: int | None
+    messages: tuple[Message, ...]
+    reply: Message | None
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluator's result. `reward` and the named `metrics` are finite."""
+    """An evaluator's result. All its numbers are finite.
+
+    reward, metrics: of the session as a whole.
+    turns: rewards of single turns by their index (process rewards), in addition to `reward`.
+    rows: rewards of single training rows by their number (`Sample.row`), in place of `reward`.
+    """
 
     reward: float
     metrics: dict[str, float] = {}
     reason: str | None = None
+    turns: dict[int, float] = {}
+    rows: dict[int, float] = {}
 
 
 class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,8 +229,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     Positions with mask 0 (context, and sampled tokens that another row trains) have log-probability 0.0 and version -1.
 
     prompt_length: ids before the first sampled one.
-    reward: None when the session has no verdict, or the policy of the row's kind is not to train: such a row must not
-        be trained on.
+    reward: the verdict's for this row, or else for the session. None when the session has no verdict, or the policy of
+        the row's kind is not to train: such a row must not be trained on.
+    turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
+    turn_rewards: for each of `turns`, the verdict's reward of the turn. None where it gave none, and where this row
+        does not train the turn's tokens: so each turn's reward is in one row at most.
     parent: the turn that the branch forked from or was started by, None without one.
     depth: 0 in the main conversation, one more for each sub-agent, side call or replaced history on the way.
     label: says more than `kind`, as in "title".
@@ -240,6 +267,49 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     images: tuple[SampleImage, ...] = ()
     altered: tuple[int, ...] = ()
+    turn_spans: tuple[tuple[int, int], ...] = ()
+    turn_rewards: tuple[float | None, ...] = ()
+
+    def token_rewards(self, length: int | None = None) -> list[float]:
+        """The rewards in the places where they are due, a number for each of the first `length` ids (by default all): a
+        turn's at the last of its sampled tokens, the row's own at the last token that trains.
+
+        The rewards of turns that end behind `length` are left out. A row without a reward has zeros.
+        """
+        mask = self.loss_mask[:length]
+        placed = [0.0] * len(mask)
+        if self.reward is None or 1 not in mask:
+            return placed
+        for (_, end), reward in zip(self.turn_spans, self.turn_rewards, strict=True):
+            if reward is not None and end <= len(mask):
+                placed[end - 1] += reward
+        placed[len(mask) - 1 - mask[::-1].index(1)] += self.reward
+        return placed
+
+
+class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A training row as a conversation, in the form of Chat Completions that chat templates take.
+
+    messages: each reply that the model sampled has a `weight`, 1 where the row trains it, else 0. Arguments of tool
+        calls are objects where they are JSON objects. In a row with images, each `content` is a list of parts, and an
+        image's part has its `path` in an export, or its `url`.
+    tools: None if the service did not store them, as before it had chat rows.
+    The other fields are those of the Sample.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[ToolSpec] | None
+    group_id: str
+    session_id: str
+    sample_index: int
+    row: int
+    kind: BranchKind
+    label: str
+    reward: float | None
+    metrics: dict[str, float]
+    stop_reason: StopReason
+    labels: dict[str, str]
+    images: tuple[SampleImage, ...]
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):

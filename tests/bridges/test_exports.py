@@ -68,6 +68,17 @@ def test_a_prime_rl_sample_has_columns_of_one_length(sample: Sample) -> None:
     assert made["advantages"] == [-1.5 if one else 0.0 for one in sample.loss_mask]
 
 
+def test_advantages_may_be_given_for_each_id() -> None:
+    sample = row(turn_spans=((3, 5), (7, 10)), turn_rewards=(0.5, None))
+    due = sample.token_rewards()
+    assert due == [0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0.75]
+    given = [1.0, *due[1:]]
+    assert prime_rl_sample(sample, env_name="coin", temperature=1.0, advantage=given)["advantages"] == due
+    assert tinker_datum(sample, advantage=given)["loss_fn_inputs"]["advantages"] == due[1:]
+    with pytest.raises(InvalidField, match="9 advantages for 10 ids"):
+        prime_rl_sample(sample, env_name="coin", temperature=1.0, advantage=due[1:])
+
+
 @given(rows())
 def test_a_tinker_datum_predicts_the_next_id(sample: Sample) -> None:
     made = tinker_datum(sample, advantage=2.0)

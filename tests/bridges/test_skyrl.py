@@ -96,6 +96,21 @@ async def test_step_wise_rows_are_the_branches_of_a_trajectory(tmp_path: Path) -
     assert sum(trained) == sum(sum(sample.loss_mask) for sample in group.samples or ())
 
 
+async def test_rewards_of_turns_are_per_token_where_the_setting_says_so(tmp_path: Path) -> None:
+    task = scribe_task("skyrl turns", rewards=[0.5], rewrites=[0], turns={"0": 2.0, "2": -1.0}, rows={"1": 7.0})
+    tasks = [task, scribe_task("skyrl turns ill", fails=[0])]
+    settings = {"rewards": "token"}
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two"), say("three")]) as (_, url):
+        output = await generator_for(url, settings, step_wise_trajectories=True).generate(generator_input(tasks, 1))
+    other, main, ill = output["rewards"]
+    for rewards, mask in zip(output["rewards"], output["loss_masks"], strict=True):
+        assert len(rewards) == len(mask)
+        assert all(trained or not reward for reward, trained in zip(rewards, mask, strict=True))
+    assert [reward for reward in other if reward] == [7.0 - 1.0]  # row 1 trains turn 2 only
+    assert [reward for reward in main if reward] == [2.0, 0.5]  # row 0 trains turns 0 and 1
+    assert ill == [0.0]
+
+
 async def test_otherwise_a_trajectory_is_its_main_row_and_the_rest_is_counted(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
         output = await generator_for(url).generate(generator_input([scribe_task("skyrl main", rewrites=[0])], 1))

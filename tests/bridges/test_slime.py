@@ -166,6 +166,16 @@ async def test_with_main_rows_slimes_own_normalisation_is_right(tmp_path: Path) 
     assert side.rewards_by_default() == pytest.approx(slime.post_process_rewards(args, side.samples)[1])
 
 
+def test_rows_with_rewards_of_their_own_do_not_move_the_groups_mean() -> None:
+    args = slime_args("", advantage_estimator="grpo", grpo_std_normalization=False)
+    samples = [
+        Sample(group_index=0, index=0, rollout_id=0, reward=1.0, tokens=[1, 2], response_length=1, loss_mask=[1]),
+        Sample(group_index=0, index=0, rollout_id=0, reward=5.0, tokens=[1, 2], response_length=1, loss_mask=[1]),
+        Sample(group_index=0, index=1, rollout_id=1, reward=0.0, tokens=[1, 2], response_length=1, loss_mask=[1]),
+    ]
+    assert slime.post_process_rewards(args, samples)[1] == [0.5, 4.5, -0.5]
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo", "ppo"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_plain_rollouts_are_normalised_as_slime_does(estimator: str, scaled: bool) -> None:

@@ -103,6 +103,27 @@ def test_rows_that_must_not_train_are_left_out_and_the_main_one_is_last() -> Non
     assert [one.about["kind"] for one in only] == ["main"]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, [0, 0.5, 0, 0, 0, 0, 0.25 + 0.75]),
+        ({"response_length": 6}, [0, 0.5, 0, 0, 0, 0.75]),  # the last turn is cut, and its reward with it
+        ({"prompt_length": 2, "response_length": 4}, [0, 0, 0.5 + 0.75, 0]),
+    ],
+)
+def test_rewards_of_turns_are_at_their_ends(given: dict[str, int], expected: list[float]) -> None:
+    sample = row(turn_spans=((3, 5), (7, 10)), turn_rewards=(0.5, 0.25))
+    [one] = columns(sample, given=terms(sampling={"temperature": 1.0}, **given))
+    assert one.token_rewards == expected
+    assert one.turn_rewards == [0.5, 0.25]
+
+
+def test_a_row_keeps_its_own_reward() -> None:
+    helper = row(row=1, kind=BranchKind.SUBAGENT, reward=-1.0)
+    assert [(one.reward, one.token_rewards[-1]) for one in columns(row(), helper)] == [(-1.0, -1.0), (0.75, 0.75)]
+    assert [one.reward_extra_info["score"] for one in columns(row(), helper)] == [0.75, 0.75]
+
+
 def test_metrics_are_kept_and_those_that_verl_shall_see_must_be_there() -> None:
     [one] = columns(row(), settings=VerlSettings(metrics=["tests"]))
     assert one.reward_extra_info == {"score": 0.75, "acc": 0.75, "tests": 3.0}

@@ -5,15 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from cli.test_sample_files import read_parquet
 from cli.world import REPLIES, STALLED, Cli, write_task
 from outrider.cli.export import PAGE
 from outrider.cli.task_file import load_group
 from outrider.client import AsyncClient
+from outrider.evaluation import evaluate
+from outrider.messages import Message, Role, ToolCall
+from outrider.tokens.rendering.renderer import make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import ChatRow
 from support.coin import coin_task
 from support.pictures import ADDRESS, PNG, picture_service, task
-from support.service import running_service, scripted_engine
+from support.service import RENDERER, running_service, scripted_engine
 
 
 async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: Path) -> None:
@@ -33,6 +41,7 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
         "samples": PAGE + 2,
         "left_out": 0,
         "groups": PAGE + 2,
+        "evaluations": 0,
         "cursor": written.document["cursor"],
         "output": str(tmp_path / "rows"),
         "sha256": hashlib.sha256((tmp_path / "rows").read_bytes()).hexdigest(),
@@ -63,6 +72,68 @@ async def test_only_what_was_good_enough(cli: Cli, tmp_path: Path) -> None:
     assert "2 samples with a reward below 0.5, or none, were left out" in ran.err
 
 
+async def test_evaluations_are_left_out_unless_they_are_asked_for(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
+        await client.wait([(await client.submit({"task": coin_task(0, reward=1.0)})).id])
+        found = await evaluate(client, [coin_task(1, reward=1.0)])
+        train = await cli("export", "--url", url)
+        chats = await cli("export", "--format", "chat", "-o", tmp_path / "chats", "--json", "--url", url)
+        asked = await cli("export", "--group", found.groups[0].id, "--url", url)
+    [line] = map(json.loads, train.out.splitlines())
+    assert line["group_id"] != found.groups[0].id
+    assert "1 groups of evaluations were left out" in train.err
+    assert (chats.document["groups"], chats.document["evaluations"], chats.document["cursor"]) == (1, 1, 2)
+    assert [json.loads(line)["group_id"] for line in asked.out.splitlines()] == [found.groups[0].id]
+
+
+async def test_chat_rows_render_to_the_ids_of_the_samples(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
+        good = await client.submit(load_group(write_task(tmp_path), n=1, priority=0))
+        bad = await client.submit({"task": coin_task(0, reward=0.0)})
+        [done, _] = await client.wait([good.id, bad.id])
+        path = tmp_path / "chats.jsonl"
+        ran = await cli("export", "--format", "chat", "--min-reward", "1", "-o", path, "--json", "--url", url)
+        [sample] = await client.samples(done.sessions[0].id)
+        [row] = await client.chat_rows(done.sessions[0].id)
+    assert (ran.document["samples"], ran.document["left_out"]) == (1, 1)
+    assert ran.document["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    [line] = map(json.loads, path.read_text().splitlines())
+    assert msgspec.convert(line, type=ChatRow) == row
+    assert (row.reward, row.labels, row.session_id) == (1.0, {"name": "hi"}, sample.session_id)
+    assert row.tools is not None
+    assert [tool["function"]["name"] for tool in row.tools] == ["bash"]
+    assert [(message["role"], message.get("weight")) for message in row.messages][-4:] == [
+        ("user", None),
+        ("assistant", 1),
+        ("tool", None),
+        ("assistant", 1),
+    ]
+    renderer = make_renderer(Tokenizer.load(tmp_path / "tokenizer"), RENDERER)
+    said = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
+    for place, (start, end) in zip(said, sample.turn_spans, strict=True):
+        assert renderer.render(read_messages(row.messages[:place]), row.tools) == sample.ids[:start]
+        more = [*read_messages(row.messages[: place + 1]), Message(role=Role.USER, content="more")]
+        assert renderer.render(more, row.tools)[:end] == sample.ids[:end]
+
+
+def read_messages(rows: list[dict[str, Any]]) -> list[Message]:
+    messages = []
+    for row in rows:
+        calls = tuple(
+            ToolCall(call["id"], call["function"]["name"], json.dumps(call["function"]["arguments"]))
+            for call in row.get("tool_calls", ())
+        )
+        messages.append(
+            Message(
+                role=Role(row["role"]),
+                content=row["content"],
+                tool_calls=calls,
+                tool_call_id=row.get("tool_call_id"),
+            )
+        )
+    return messages
+
+
 async def test_one_group_alone(cli: Cli, tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
         await cli("run", write_task(tmp_path), "--url", url)
@@ -87,10 +158,16 @@ async def test_images_are_written_beside_the_samples_each_once(cli: Cli, tmp_pat
         printed = await cli("export", "--url", url)
         written = await cli("export", "-o", out / "rows", "--url", url, "--json")
         again = await cli("export", "--format", "parquet", "-o", out / "table", "--url", url)
+        await cli("export", "--format", "chat", "-o", out / "chats", "--url", url)
     image = out / "images" / f"{hashlib.sha256(PNG).hexdigest()}.png"
     assert [(path, path.read_bytes()) for path in (out / "images").iterdir()] == [(image, PNG)]
     assert (written.document["images"], written.document["image_files"]) == (1, str(out / "images"))
     assert f"1 images in {out / 'images'}" in again.err
+    chats = [json.loads(line) for line in (out / "chats").read_text().splitlines()]
+    contents = [message["content"] for message in chats[0]["messages"] if message["role"] == "user"]
+    assert contents[0] == [{"type": "text", "text": "look"}, {"type": "image", "path": f"images/{image.name}"}]
+    assert {"type": "image", "url": ADDRESS} in contents[-1]
+    assert all(isinstance(message["content"], list) for chat in chats for message in chat["messages"])
     lines = [json.loads(line) for line in (out / "rows").read_text().splitlines()]
     assert {shown["digest"] for line in lines for shown in line["images"] if not shown["url"]} == {image.stem}
     assert [shown["url"] for shown in lines[0]["images"]] == [None, None, ADDRESS]

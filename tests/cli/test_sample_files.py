@@ -39,6 +39,8 @@ SAMPLE = Sample(
     min_version=7,
     max_version=8,
     labels={"item": "rye"},
+    turn_spans=((1, 2), (2, 3)),
+    turn_rewards=(0.25, None),
     images=(
         SampleImage(turn=0, message=0, digest="ab", media_type="image/png", size=3, url=None),
         SampleImage(turn=1, message=2, digest="cd", media_type="", size=0, url="https://example.org/x.png"),

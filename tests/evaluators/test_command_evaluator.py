@@ -3,12 +3,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from outrider.errors import EvaluatorError, RuntimeFailure
 from outrider.evaluators.factory import make_evaluator
+from outrider.messages import Message, Role, Text, image_from_bytes
 from outrider.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec
-from outrider.trajectory import Verdict
+from outrider.trajectory import BranchKind, ModelCall, Verdict
 
 
 @pytest.fixture
@@ -39,6 +41,33 @@ def grade(outcome: Any) -> Any:
 async def test_exit_codes_and_written_numbers(grade: Any, sandbox: Runtime, run: str, reward: float) -> None:
     await sandbox.write("out.txt", b"")
     assert await grade(run) == Verdict(reward=reward)
+
+
+async def test_turns_are_listed_in_a_file_for_a_command_that_names_it(outcome: Any, sandbox: Runtime) -> None:
+    picture = image_from_bytes("image/png", b"bytes")
+    asked = Message(role=Role.USER, content="look", parts=(Text("look"), picture))
+    first = ModelCall(
+        index=0,
+        parent=None,
+        kind=BranchKind.MAIN,
+        label="",
+        depth=0,
+        row=0,
+        messages=(asked,),
+        reply=Message(role=Role.ASSISTANT, content="a cat"),
+    )
+    title = replace(first, index=1, kind=BranchKind.AUXILIARY, label="title", row=None, messages=(), reply=None)
+    run = """
+        cp "$OUTRIDER_TURNS" copy; test "$(wc -l < copy)" = 2 || exit 2
+        echo '{"reward": 1, "turns": {"0": 0.5}, "rows": {"0": 2}}' > "$OUTRIDER_VERDICT"
+    """
+    spec = EvaluatorSpec(run=run, seconds=20)
+    graded = await make_evaluator(spec).evaluate(replace(outcome(spec), calls=(first, title)))
+    assert graded == Verdict(reward=1.0, turns={0: 0.5}, rows={0: 2.0})
+    lines = (await sandbox.read("copy")).splitlines()
+    shown = replace(first, messages=(replace(asked, parts=(Text("look"), replace(picture, data=b""))),))
+    assert [msgspec.json.decode(line, type=ModelCall) for line in lines] == [shown, title]
+    assert (await sandbox.exec(f"ls {sandbox.scratch}", seconds=5)).stdout == b""
 
 
 async def test_a_json_verdict(grade: Any) -> None:

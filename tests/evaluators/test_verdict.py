@@ -1,6 +1,7 @@
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,17 @@ def test_a_whole_verdict() -> None:
     assert verdict == Verdict(reward=1.0, metrics={"passed": 3.0}, reason="3 of 4")
     assert type(verdict.reward) is float
     assert parse_verdict(b' {"reward": -2e3, "metrics": null, "reason": null}\n') == Verdict(reward=-2000.0)
+
+
+def test_rewards_of_turns_and_rows() -> None:
+    verdict = parse_verdict(b'{"reward": 1, "turns": {"0": 0.5, "12": -1}, "rows": {"1": 0}}')
+    assert verdict == Verdict(reward=1.0, turns={0: 0.5, 12: -1.0}, rows={1: 0.0})
+    assert read_verdict(verdict) == verdict
+    # As a store packs it; what was stored before there were any opens, too.
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict) == verdict
+    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
+    old = {"reward": 0.5, "metrics": {}, "reason": None}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=Verdict) == Verdict(reward=0.5)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +53,16 @@ def test_a_whole_verdict() -> None:
         {"reward": 1, "metrics": [1]},
         {"reward": 1, "metrics": {1: 1}},
         {"reward": 1, "reason": 3},
+        {"reward": 1, "turns": [0.5]},
+        {"reward": 1, "turns": {"first": 0.5}},
+        {"reward": 1, "turns": {"01": 0.5}},
+        {"reward": 1, "turns": {-1: 0.5}},
+        {"reward": 1, "turns": {True: 0.5}},
+        {"reward": 1, "turns": {0.0: 0.5}},
+        {"reward": 1, "turns": {0: float("nan")}},
+        {"reward": 1, "rows": {"9" * 5000: 0.5}},
+        {"reward": 1, "rows": {0: None}},
+        Verdict(reward=1.0, turns={0: float("inf")}),
         Verdict(reward=float("inf")),
         Verdict(reward=True),
         Verdict(reward=0.0, metrics={"a": float("inf")}),

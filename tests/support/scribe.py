@@ -45,10 +45,16 @@ class Scribe:
 
 
 def grade(outcome: Outcome) -> dict[str, Any]:
-    """The reward of its number, the last one again and again."""
+    """The reward of its number, the last one again and again; those of turns and rows are the same for all."""
     number = int(outcome.harness.answer or 0)
-    rewards = outcome.task.evaluator.options["rewards"]
-    return {"reward": rewards[min(number, len(rewards) - 1)], "metrics": {"number": float(number)}}
+    options = outcome.task.evaluator.options
+    rewards = options["rewards"]
+    return {
+        "reward": rewards[min(number, len(rewards) - 1)],
+        "metrics": {"number": float(number)},
+        "turns": options["turns"],
+        "rows": options["rows"],
+    }
 
 
 def scribe_task(
@@ -58,6 +64,8 @@ def scribe_task(
     fails: Sequence[int] = (),
     rewrites: Sequence[int] = (),
     seconds: Sequence[float] = (),
+    turns: Mapping[str, float] | None = None,
+    rows: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The name must be the test's own. A session that fails is not tried again."""
     options = {"name": name, "fails": list(fails), "rewrites": list(rewrites), "seconds": list(seconds)}
@@ -67,7 +75,11 @@ def scribe_task(
         "evaluator": {
             "kind": "callable",
             "path": "support.scribe:grade",
-            "options": {"rewards": [float(reward) for reward in rewards]},
+            "options": {
+                "rewards": [float(reward) for reward in rewards],
+                "turns": dict(turns or {}),
+                "rows": dict(rows or {}),
+            },
         },
         "max_attempts": 1,
     }

@@ -19,7 +19,7 @@ from outrider.messages import Message, ParsedMessages, Role, ToolSpec
 from outrider.tokens.branches.classify import lineages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
-from outrider.tokens.samples import POLICY, Policy, build_samples, count_session
+from outrider.tokens.samples import POLICY, Policy, build_samples, count_session, model_calls
 from outrider.tokens.tree.nodes import PromptNode
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import (
@@ -242,19 +242,29 @@ class Rollout:
         assert len(own) == spoken + results + 1, "a message is missing or there is one too many"
 
     def check_samples(self, policy: Policy = POLICY) -> list[Sample]:
-        result = msgspec.structs.replace(RESULT, policy=dict(policy))
+        due = {turn.index: turn.index + 0.5 for turn in self.turns}
+        result = msgspec.structs.replace(RESULT, policy=dict(policy), verdict=Verdict(reward=1.0, turns=due))
         samples = build_samples(self.turns, result)
         assert len(samples) == count_session(self.turns, policy).samples
         self._check_lineages()
         kinds = [lineage.kind for lineage in lineages(self.turns)]
+        calls = model_calls(self.turns, policy)
         trained: Counter[int] = Counter()
         for sample in samples:
-            trained.update(self._checked_sample(sample))
+            in_row = self._checked_sample(sample)
+            trained.update(in_row)
+            assert sample.turn_rewards == tuple(due[index] if index in in_row else None for index in sample.turns)
+            ends = {index: end for index, (_, end) in zip(sample.turns, sample.turn_spans, strict=True)}
+            rewards = sample.token_rewards()
+            assert {at for at, reward in enumerate(rewards) if reward} == {ends[index] - 1 for index in in_row}
+            assert sum(rewards) == sum(due[index] for index in in_row) + (sample.reward or 0.0)
+            assert all(calls[index].row == sample.row for index in in_row)
             assert policy[sample.kind] is not BranchPolicy.DROP
             assert (sample.reward is None) == (policy[sample.kind] is BranchPolicy.MASK) == (not any(sample.loss_mask))
         for turn in self.turns:
-            trains = turn.output_ids and policy[kinds[turn.index]] is BranchPolicy.TRAIN
+            trains = bool(turn.output_ids) and policy[kinds[turn.index]] is BranchPolicy.TRAIN
             assert trained[turn.index] == (1 if trains else 0), "a turn is not trained on, or twice"
+            assert not turn.output_ids or (calls[turn.index].row is not None) == trains
         counts = count_session(self.turns, policy).tokens
         assert counts.sampled == sum(map(len, self.gave)) == counts.trained + counts.masked + counts.dropped
         assert counts.trained == sum(sum(sample.loss_mask) for sample in samples)
@@ -284,6 +294,7 @@ class Rollout:
         trained, at = [], 0
         for index in sample.turns:
             start, end = len(self.given[index]), len(self.given[index]) + len(self.gave[index])
+            assert (start, end) in sample.turn_spans
             assert not any(sample.loss_mask[at:start])
             assert sample.ids[start:end] == self.gave[index]
             masks = sample.loss_mask[start:end]

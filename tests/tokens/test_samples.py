@@ -13,6 +13,7 @@ from outrider.trajectory import (
     LogprobKind,
     Sample,
     TokenMode,
+    Verdict,
     VersionSpan,
     pack_ids,
 )
@@ -79,6 +80,28 @@ def test_shared_turns_train_once() -> None:
     first, second = rollout.check_samples()
     assert sum(first.loss_mask) == len(rollout.gave[0]) + len(rollout.gave[2])
     assert sum(second.loss_mask) == len(rollout.gave[1])
+
+
+def test_a_row_may_have_a_reward_of_its_own() -> None:
+    rollout = begin()
+    reply = rollout.answer(rollout.join([FIRST]), ids("Yes."))
+    for question in (NEXT, OTHER):
+        rollout.answer(rollout.join([FIRST, reply, question]), ids("No."))
+    verdict = Verdict(reward=1.0, turns={0: 0.25, 1: -2.0}, rows={1: 0.5})
+    first, second = build_samples(rollout.turns, msgspec.structs.replace(RESULT, verdict=verdict))
+    assert (first.turns, first.reward, first.turn_rewards) == ((0, 2), 1.0, (0.25, None))
+    assert (second.turns, second.reward, second.turn_rewards) == ((0, 1), 0.5, (None, -2.0))
+    placed = first.token_rewards()
+    assert (placed[first.turn_spans[0][1] - 1], placed[-1], sum(placed)) == (0.25, 1.0, 1.25)
+    # Cut in the middle of a turn: its reward is gone, that of the row is at the last token that still trains.
+    cut = first.turn_spans[0][1] - 1
+    assert first.token_rewards(cut) == [0.0] * (cut - 1) + [1.0]
+    assert second.token_rewards()[-1] == -1.5
+    masked = msgspec.structs.replace(RESULT, verdict=verdict, policy={BranchKind.MAIN: BranchPolicy.MASK})
+    for sample in build_samples(rollout.turns, masked):
+        assert sample.reward is None
+        assert not any(sample.token_rewards())
+        assert set(sample.turn_rewards) == {None}
 
 
 def test_the_answer_that_was_not_used_is_a_retry() -> None:

@@ -14,7 +14,7 @@ from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, long_reply, whole_body
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.schemas import GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
+from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 from outrider.service.service import Service
 from outrider.service.views import group_summary
 from outrider.spec import GroupSpec
@@ -100,6 +100,12 @@ def group_routes(service: Service) -> APIRouter:
     async def samples(session_id: str) -> Response:
         """The session's training rows, once it is done."""
         view = SampleList(samples=await service.reader.samples(session_id))
+        return long_reply(await service.reader.encoded(view))
+
+    @routes.get("/sessions/{session_id}/chat", **answers(ChatList))
+    async def chat_rows(session_id: str) -> Response:
+        """The same rows as conversations."""
+        view = ChatList(rows=await service.reader.chat_rows(session_id))
         return long_reply(await service.reader.encoded(view))
 
     return routes

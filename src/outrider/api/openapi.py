@@ -24,6 +24,7 @@ REPLIES = (
     schemas.GroupView,
     schemas.PolicyStatus,
     schemas.ResultsPage,
+    schemas.ChatList,
     schemas.SampleList,
     schemas.ServiceStatus,
     schemas.SessionView,

@@ -66,15 +66,18 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
     }
 
 
-def prime_rl_sample(sample: Sample, *, env_name: str, temperature: float, advantage: float) -> dict[str, Any]:
-    """The fields of prime-rl's TrainingSample; its lists have equal length. The advantage is 0.0 on context. Raises
-    InvalidField for a sample without a reward."""
+def prime_rl_sample(
+    sample: Sample, *, env_name: str, temperature: float, advantage: float | Sequence[float]
+) -> dict[str, Any]:
+    """The fields of prime-rl's TrainingSample; its lists have equal length. The advantage is one number for the row, or
+    one for each id, as made of `Sample.token_rewards()`; it is 0.0 on context. Raises InvalidField for a sample without
+    a reward."""
     return {
         "token_ids": list(sample.ids),
         "mask": [bool(trained) for trained in sample.loss_mask],
         "logprobs": list(sample.logprobs),
         "temperatures": [temperature] * len(sample.ids),
-        "advantages": [advantage if trained else 0.0 for trained in sample.loss_mask],
+        "advantages": _advantages(sample, advantage),
         "env_name": env_name,
         "reward": _reward(sample),
     }
@@ -106,9 +109,10 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
     return nodes
 
 
-def tinker_datum(sample: Sample, *, advantage: float) -> dict[str, Any]:
+def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[str, Any]:
     """A datum of a Tinker-style client, for its losses importance_sampling, ppo and cispo: `model_input` are the ids
-    without the last, and in `loss_fn_inputs` position i belongs to the id i + 1 of the row.
+    without the last, and in `loss_fn_inputs` position i belongs to the id i + 1 of the row. The advantage is one number
+    for the row, or one for each of its ids.
 
     `weights` are 1.0 where an id trains: cross_entropy takes them in place of the other two. tinker's own class is
     `Datum(model_input=ModelInput.from_ints(made["model_input"]), loss_fn_inputs=made["loss_fn_inputs"])`.
@@ -123,10 +127,17 @@ def tinker_datum(sample: Sample, *, advantage: float) -> dict[str, Any]:
         "loss_fn_inputs": {
             "target_tokens": sample.ids[1:],
             "logprobs": sample.logprobs[1:],
-            "advantages": [advantage if trained else 0.0 for trained in mask],
+            "advantages": _advantages(sample, advantage)[1:],
         },
         "weights": [float(trained) for trained in mask],
     }
+
+
+def _advantages(sample: Sample, advantage: float | Sequence[float]) -> list[float]:
+    given = [advantage] * len(sample.ids) if isinstance(advantage, float | int) else advantage
+    if len(given) != len(sample.ids):
+        raise InvalidField(f"{len(given)} advantages for {len(sample.ids)} ids", field="advantage")
+    return [value if trained else 0.0 for value, trained in zip(given, sample.loss_mask, strict=True)]
 
 
 def _reward(sample: Sample) -> float:

@@ -97,8 +97,8 @@ class Executor:
             "observation_tokens": row.ids,
             "action_ranges": list(_ranges(row.mask)),
             "rollout_log_probs": row.logprobs if wants_logprobs else None,
-            "reward": trajectory.reward,
-            "scores": trajectory.reward,
+            "reward": row.reward,
+            "scores": row.reward,
             "truncated": trajectory.truncated,
             # OpenRLHF makes columns of these: every row must have the same ones, and numbers only.
             "extra_logs": {

@@ -28,6 +28,7 @@ from outrider.bridges.trajectories import (
 )
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
+from outrider.spec import EVALUATION_LABEL
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
@@ -36,9 +37,14 @@ FAILED_IN_A_ROW = 16
 
 class SkyRLSettings(BridgeSettings):
     """versions: whether policy versions are those that the engines report, or SkyRL's steps: then the service is told
-    the number of finished steps before the first batch of each."""
+    the number of finished steps before the first batch of each.
+
+    rewards: "row" gives one number for each row; "token" one for each of its response ids, with the rewards of turns at
+    their ends. SkyRL joins batches and takes one kind for all, so the rewards of one batch cannot decide.
+    """
 
     versions: Literal["engine", "step"] = "engine"
+    rewards: Literal["row", "token"] = "row"
 
 
 class OutriderGenerator:
@@ -91,7 +97,13 @@ class OutriderGenerator:
         if len(errors) == len(ids) and not bearable:
             raise errors[0]
         failed = {ids[place].instance_id for place, each in found.items() if each.error is not None}
-        output = _Output(self._step_wise, logprobs, self._masks_overlong, self._zeroes_overlong)
+        output = _Output(
+            self._step_wise,
+            logprobs,
+            self._masks_overlong,
+            self._zeroes_overlong,
+            by_token=self._settings.rewards == "token",
+        )
         for place, trajectory_id in enumerate(ids):
             each = found[place]
             if each.error is not None or (trajectory_id.instance_id in failed and not evaluating):
@@ -114,7 +126,11 @@ class OutriderGenerator:
             {"prompt": prompt, "uid": uid, **(extras[places[0]] if extras else {})},
             prompt=prompt,
             sampling=input_batch.get("sampling_params") or {},
-            labels={"skyrl.uid": uid, "skyrl.global_step": getattr(metadata, "global_step", None)},
+            labels={
+                "skyrl.uid": uid,
+                "skyrl.global_step": getattr(metadata, "global_step", None),
+                EVALUATION_LABEL: "skyrl" if evaluating else None,
+            },
         )
         return {
             "task": task,
@@ -127,7 +143,10 @@ class OutriderGenerator:
 class _Output:
     """The columns of a GeneratorOutput while they grow."""
 
-    def __init__(self, step_wise: bool, logprobs: bool, masks_overlong: bool, zeroes_overlong: bool) -> None:
+    def __init__(
+        self, step_wise: bool, logprobs: bool, masks_overlong: bool, zeroes_overlong: bool, *, by_token: bool
+    ) -> None:
+        self._by_token = by_token
         self._masks_overlong = masks_overlong
         self._zeroes_overlong = zeroes_overlong
         self._columns: dict[str, list[Any]] = {
@@ -159,12 +178,15 @@ class _Output:
         about = {"session_id": trajectory.session.id, "stop_reason": trajectory.result.stop_reason.value, **metrics}
         for left, row in zip(reversed(range(len(trajectory.rows))), reversed(trajectory.rows), strict=True):
             masked = self._masks_overlong and reason != "stop"
+            rewards = row.sample.token_rewards(len(row.ids))[row.start :] if self._by_token else row.reward
+            if self._zeroes_overlong and reason != "stop":
+                rewards = [0.0] * len(rewards) if isinstance(rewards, list) else 0.0
             self._add(
                 prompt_token_ids=row.ids[: row.start],
                 response_ids=row.ids[row.start :],
                 loss_masks=[0] * (len(row.ids) - row.start) if masked else row.mask[row.start :],
                 rollout_logprobs=row.logprobs[row.start :],
-                rewards=0.0 if self._zeroes_overlong and reason != "stop" else float(trajectory.reward),
+                rewards=rewards,
                 stop_reasons=reason,
                 trajectory_ids=trajectory_id,
                 trajectory_generation_times=trajectory.seconds,
@@ -179,7 +201,7 @@ class _Output:
             response_ids=[0],
             loss_masks=[0],
             rollout_logprobs=[0.0],
-            rewards=0.0,
+            rewards=[0.0] if self._by_token else 0.0,
             stop_reasons="error",
             trajectory_ids=trajectory_id,
             trajectory_generation_times=trajectory.seconds,

@@ -41,6 +41,7 @@ from outrider.client import Client, patiently
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.sampling import Batch, DynamicSampler, rewards_of
 from outrider.schemas import GroupView
+from outrider.spec import EVALUATION_LABEL
 
 log = logging.getLogger("outrider.slime")
 
@@ -145,7 +146,7 @@ async def custom_generate(
         if fans_out and getattr(args, "partial_rollout", False):
             why = "--partial-rollout is set, and slime cannot hold a group with a session of several rows"
             raise InvalidField(why, field="partial_rollout", hint=hint)
-    task = _task_of(settings, sample, sampling_params, {})
+    task = _task_of(settings, sample, sampling_params, {EVALUATION_LABEL: "slime" if evaluation else None})
     async with shared_client(settings.url, settings.token) as client:
         group = await client.run(
             {
@@ -181,7 +182,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            counted.setdefault(sample.group_index, {})[_rollout_id(sample)] = reward
+            # A rollout's first sample is that of its main conversation; its others may have rewards of their own.
+            counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):
         group = list(counted.get(sample.group_index, {}).values())
@@ -306,7 +308,9 @@ class _Prompts:
             if session.result is not None and session.result.verdict is not None:
                 seen = copy.deepcopy(sample)
                 trajectory = Trajectory(session, [], None)
-                seen.reward = _reward(args, self._settings, trajectory, _reward_key(args, evaluation=False))
+                seen.reward = _reward(
+                    args, self._settings, trajectory, trajectory.reward, _reward_key(args, evaluation=False)
+                )
                 seen.status = _status(sample, trajectory)
                 shown.append(seen)
         verdict = self._filter(args, shown)
@@ -458,7 +462,7 @@ def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tup
     for prompt in copy.deepcopy(list(dataset.samples)):
         prompt.metadata = config.inject_metadata(prompt.metadata)
         group = {
-            "task": _task_of(settings, prompt, sampling, {"slime.evaluation": config.name}),
+            "task": _task_of(settings, prompt, sampling, {EVALUATION_LABEL: config.name}),
             "n": config.n_samples_per_eval_prompt,
             "priority": settings.evaluation_priority,
             "idempotency_key": secrets.token_hex(16),
@@ -496,7 +500,7 @@ def _filled_row(
     filled.loss_mask = row.mask[row.start :]
     filled.rollout_log_probs = row.logprobs[row.start :] if settings.logprobs else None
     filled.weight_versions = [str(version) for version in row.trained_versions()]
-    filled.reward = _reward(args, settings, trajectory, _reward_key(args, evaluation=evaluation))
+    filled.reward = _reward(args, settings, trajectory, row.reward, _reward_key(args, evaluation=evaluation))
     filled.status = _status(sample, trajectory)
     filled.remove_sample = False
     filled.session_id = trajectory.session.id
@@ -524,7 +528,9 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
     removed.weight_versions = []
     key = _reward_key(args, evaluation=False)
     graded = trajectory.session.result is not None and trajectory.session.result.verdict is not None
-    removed.reward = _reward(args, settings, trajectory, key) if graded else {key: 0.0} if key else 0.0
+    removed.reward = (
+        _reward(args, settings, trajectory, trajectory.reward, key) if graded else {key: 0.0} if key else 0.0
+    )
     removed.status = type(sample).Status.FAILED
     removed.remove_sample = True
     removed.rollout_id = _rollout_id(sample)
@@ -533,12 +539,14 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
     return removed
 
 
-def _reward(args: Any, settings: SlimeSettings, trajectory: Trajectory, key: str | None) -> float | dict[str, float]:
+def _reward(
+    args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, key: str | None
+) -> float | dict[str, float]:
     """The reward, or with a reward key all that it may name."""
     if not key:
-        return trajectory.reward
+        return reward
     assert trajectory.result.verdict is not None
-    named = {"reward": trajectory.reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}
+    named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}
     if key not in named:
         raise InvalidField(
             f"slime's reward key is {key!r}, and the verdict of session {trajectory.session.id} has only"

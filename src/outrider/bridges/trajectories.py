@@ -79,7 +79,7 @@ class BridgeSettings(Spec):
 
 @dataclass(frozen=True)
 class Row:
-    """A training row. The four columns have equal length, and at least one token has mask 1.
+    """A training row with a reward. The four columns have equal length, and at least one token has mask 1.
 
     `start` is the number of ids before the first sampled one. `cut` trained tokens were behind `max_row_tokens`.
     """
@@ -91,6 +91,11 @@ class Row:
     start: int
     cut: int
     sample: Sample
+
+    @property
+    def reward(self) -> float:
+        assert self.sample.reward is not None
+        return self.sample.reward
 
     def trained_versions(self) -> list[int]:
         """The policy versions of trained tokens, each once, in their order in the row."""

@@ -37,6 +37,7 @@ from outrider.bridges.trajectories import BridgeSettings, Row, Trajectory, traje
 from outrider.bridges.weights import PolicyWeights
 from outrider.client import Client
 from outrider.errors import InvalidField, ServiceError
+from outrider.evaluation import evaluation_task
 from outrider.sampling import (
     Batch,
     Counts,
@@ -289,8 +290,12 @@ class Rollouts:
         """The next groups of the evaluation at this step: each batch goes on behind the tasks of the one before."""
         begin = self._evaluated[1] if self._evaluated[0] == step else 0
         state = SamplerState(run=secrets.token_hex(8), next=begin, pending=(), version=0, batches=0)
+
+        def marked(number: int) -> dict[str, Any]:
+            return evaluation_task(tasks(number) if callable(tasks) else tasks[number % len(tasks)])
+
         sampler = DynamicSampler(
-            self._client.asynchronous, tasks, n=n, target=target, refill="static", priority=1, state=state
+            self._client.asynchronous, marked, n=n, target=target, refill="static", priority=1, state=state
         )
         with self._client.open(sampler) as opened:
             batch = self._client.run(opened.batch())
@@ -570,7 +575,7 @@ def _batch_row(trajectory: Trajectory, other: Row) -> BatchRow:
             mask=row.mask[row.start :],
             logprobs=row.logprobs[row.start :],
             versions=row.versions[row.start :],
-            reward=trajectory.reward,
+            reward=row.reward,
         )
     return BatchRow(
         prompt_ids=other.ids[: other.start],

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+import torch
 from omegaconf import OmegaConf
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -62,6 +63,7 @@ from outrider.errors import (
     OutriderError,
     ServiceError,
 )
+from outrider.evaluation import evaluation_task
 from outrider.relay import Worker
 from outrider.schemas import GroupView
 from outrider.trajectory import FinishReason, VersionSpan
@@ -81,6 +83,18 @@ SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 class Address(NamedTuple):
     url: str
     token: str | None
+
+
+class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
+    """An output with a reward for each of its response ids. The V1 trainer would give the score of a session's last
+    output to all of them, at their last ids; the V0 trainer still does."""
+
+    token_rewards: list[float]
+
+    def as_dict(self) -> dict[str, Any]:
+        output: dict[str, Any] = super().as_dict()
+        output["rm_scores"] = torch.tensor(output.pop("token_rewards"), dtype=torch.float32)
+        return output
 
 
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
@@ -141,8 +155,9 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         if not prompt.pop("__do_sample__", True) and not validate:
             apply_greedy_sampling_params(sampling)
         terms = terms_of(self.config, sampling)
+        task = verl_task(settings, prompt, terms)
         body = {
-            "task": verl_task(settings, prompt, terms),
+            "task": evaluation_task(task, "verl") if validate else task,
             "n": n,
             "priority": settings.evaluation_priority if validate else settings.priority,
         }
@@ -214,12 +229,13 @@ async def address_of(settings: VerlSettings) -> Address:
 def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[AgentLoopOutput]:
     """verl's outputs of one session. Raises as `columns_of`."""
     return [
-        AgentLoopOutput(
+        RowOutput(
             prompt_ids=row.prompt_ids,
             response_ids=row.response_ids,
             response_mask=row.response_mask,
             response_logprobs=row.response_logprobs,
             reward_score=row.reward,
+            token_rewards=row.token_rewards,
             num_turns=row.num_turns,
             metrics=AgentLoopMetrics(
                 generate_sequences=trajectory.seconds, compute_score=trajectory.result.seconds.eval
@@ -228,7 +244,7 @@ def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
                 "reward_extra_info": row.reward_extra_info,
                 "min_global_steps": row.min_version,
                 "max_global_steps": row.max_version,
-                "turn_scores": [],
+                "turn_scores": row.turn_rewards,
                 "tool_rewards": [],
                 "outrider": row.about,
             },

@@ -51,6 +51,7 @@ class Terms:
 class Columns:
     """One AgentLoopOutput. The response columns have equal length, and at least one token has mask 1.
 
+    `reward` is the row's; `token_rewards` has it at the last response id that trains, and those of turns at their ends.
     `about` is for `extra_fields`; its `cut_tokens` would have trained, but lie behind what verl takes.
     """
 
@@ -59,6 +60,8 @@ class Columns:
     response_mask: list[int]
     response_logprobs: list[float] | None
     reward: float
+    token_rewards: list[float]
+    turn_rewards: list[float]
     num_turns: int
     min_version: int
     max_version: int
@@ -140,7 +143,9 @@ def _columns(row: Row, info: dict[str, float], terms: Terms, step: int) -> Colum
         response_ids=row.ids[start:end],
         response_mask=mask,
         response_logprobs=row.logprobs[start:end] if terms.logprobs else None,
-        reward=info["score"],
+        reward=row.reward,
+        turn_rewards=[given for given in sample.turn_rewards if given is not None],
+        token_rewards=row.sample.token_rewards(min(end, len(row.ids)))[start:],
         num_turns=2 * len(sample.turns),
         min_version=min(known),
         max_version=max(known),

@@ -1,5 +1,5 @@
-"""`outrider export`: writes the samples of done groups to a file with their images beside it, or as JSON lines to
-standard output."""
+"""`outrider export`: writes the samples of done groups, or the same as conversations, to a file with their images
+beside it, or as JSON lines to standard output."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from outrider.cli.terminal import terminal_of
 from outrider.client import Client
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.sample_files import ImageFolder, JsonLines, SampleFormat, SampleWriter, sample_file, stored_images
+from outrider.sample_files import ImageFolder, JsonLines, Row, SampleFormat, SampleWriter, sample_file, stored_images
 from outrider.schemas import GroupView
-from outrider.trajectory import Sample
+from outrider.spec import EVALUATION_LABEL
 
 PAGE = 20
 """Groups asked for at once."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What `outrider export --json` writes. `left_out` samples were below `--min-reward`. `cursor` is where the next
-    export begins (`--after`). `sha256` is the digest of the file. `images` is the number of images in the samples that
+    """What `outrider export --json` writes. `left_out` samples were below `--min-reward`, and `evaluations` groups
+    were left out whole, because they evaluate a policy. `cursor` is where the next export begins (`--after`). `sha256`
+    is the digest of the file. `images` is the number of images in the samples that
     the service keeps; `image_files` is the folder that they were written to."""
 
     samples: int
     left_out: int
     groups: int
+    evaluations: int
     cursor: int
     output: str | None
     sha256: str | None
@@ -43,7 +45,10 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 
 def export(
     ctx: typer.Context,
-    format: Annotated[SampleFormat, typer.Option("--format", help="Format of the file.")] = SampleFormat.JSONL,
+    format: Annotated[
+        SampleFormat,
+        typer.Option("--format", help="Format of the file; chat has messages and tools instead of token ids."),
+    ] = SampleFormat.JSONL,
     after: Annotated[
         int, typer.Option(min=0, metavar="CURSOR", help="Only groups that finished after this cursor.")
     ] = 0,
@@ -65,6 +70,7 @@ def export(
     """Write the training samples of done groups.
 
     One row for each sample, in the order in which the groups finished.
+    Groups of evaluations are left out, unless --group names one.
     Their images are written to a folder `images` beside the file.
 
     Examples:
@@ -73,25 +79,33 @@ def export(
 
         outrider export --min-reward 1 -o accepted.jsonl
 
+        outrider export --format chat --min-reward 1 -o accepted-chats.jsonl
+
         outrider export --after 120 | head -1 | jq '.ids | length'
     """
     terminal = terminal_of(ctx)
     if output is None and (json or format is SampleFormat.PARQUET):
         asked = "--json" if json else "parquet"
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
-    samples, left_out, groups, cursor = 0, 0, 0, after
+    samples, left_out, groups, evaluations, cursor = 0, 0, 0, 0, after
     images = _Images(output.parent / "images" if output else None)
     with client(url, token) as service, _writer(output, format) as writer:
-        for done in _groups(service, group, after):
-            rows = done.samples or ()
-            if min_reward is not None:
-                rows = tuple(row for row in rows if row.reward is not None and row.reward >= min_reward)
+        for done in _groups(service, group, after, samples=format is not SampleFormat.CHAT):
+            cursor = max(cursor, done.cursor or 0)
+            if group is None and EVALUATION_LABEL in done.labels:
+                evaluations += 1
+                continue
+            all_rows: Sequence[Row] = done.samples or ()
+            if format is SampleFormat.CHAT:
+                all_rows = [row for session in done.sessions for row in service.chat_rows(session.id)]
+            rows = [
+                row for row in all_rows if min_reward is None or (row.reward is not None and row.reward >= min_reward)
+            ]
             writer.write(rows)
             images.take(rows, service)
             samples += len(rows)
-            left_out += len(done.samples or ()) - len(rows)
+            left_out += len(all_rows) - len(rows)
             groups += 1
-            cursor = max(cursor, done.cursor or 0)
     digest = None
     if output is not None:
         with output.open("rb") as file:
@@ -100,6 +114,7 @@ def export(
         samples=samples,
         left_out=left_out,
         groups=groups,
+        evaluations=evaluations,
         cursor=cursor,
         output=str(output) if output else None,
         sha256=digest,
@@ -112,6 +127,8 @@ def export(
     terminal.note(f"{samples} samples of {groups} groups; for later groups: --after {cursor}")
     if left_out:
         terminal.note(f"{left_out} samples with a reward below {min_reward:g}, or none, were left out")
+    if evaluations:
+        terminal.note(f"{evaluations} groups of evaluations were left out; --group writes one")
     if digest:
         terminal.note(f"sha256 {digest}")
     if images.shown:
@@ -131,7 +148,7 @@ class _Images:
         """The folder, None while it has no image."""
         return str(self._folder.path) if self._folder and self.shown else None
 
-    def take(self, samples: Sequence[Sample], service: Client) -> None:
+    def take(self, samples: Sequence[Row], service: Client) -> None:
         digests = stored_images(samples)
         self.shown.update(digests)
         if self._folder is not None:
@@ -139,15 +156,15 @@ class _Images:
                 self._folder.add(service.image(digest))
 
 
-def _groups(service: Client, only: str | None, after: int) -> Iterator[GroupView]:
+def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> Iterator[GroupView]:
     """The one group that is asked for, or every group after the cursor."""
     if only is not None:
-        group = service.group(only, samples=True)
+        group = service.group(only, samples=samples)
         if group.state is not GroupState.DONE:
             raise InvalidField(f"group {only} is not done", field="group", hint=f"see: outrider status {only}")
         yield group
         return
-    while (page := service.results(after=after, limit=PAGE, samples=True)).groups:
+    while (page := service.results(after=after, limit=PAGE, samples=samples)).groups:
         yield from page.groups
         after = page.cursor
 

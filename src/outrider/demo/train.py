@@ -29,7 +29,8 @@ from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.demo.dialogue import RENDERER, Script, encode
 from outrider.demo.service_process import service_process
 from outrider.demo.task import ZONES, group_spec, make_task
-from outrider.errors import InvalidField, ServiceError
+from outrider.errors import InvalidField
+from outrider.evaluation import evaluate
 from outrider.lifecycle import StopReason
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -151,9 +152,11 @@ def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> See
         ):
             model = _undertrained(policy, seed)
             weights.publish(model.named_parameters())
-            first = client.run(mean_reward(client.asynchronous, seed, runtime))
+            episodes = [make_task(random.Random(f"fresh {seed} {number}")) for number in range(EPISODES)]
+            fresh = [group_spec(episode, 1, runtime=runtime)["task"] for episode in episodes]
+            first = client.run(evaluate(client.asynchronous, fresh, seed=seed))
             steps = _train(client, weights, model, seed, policy, runtime, folder, watch)
-            last = client.run(mean_reward(client.asynchronous, seed, runtime))
+            last = client.run(evaluate(client.asynchronous, fresh, seed=seed))
             totals = {"sessions": 0, "errors": 0, "drift": 0}
             after = 0
             while (page := client.results(after=after, limit=PAGE)).groups:
@@ -168,8 +171,8 @@ def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> See
     gaps = [step.stats.logprob_gap for step in steps if step.stats.logprob_gap is not None]
     return SeedRun(
         seed=seed,
-        first_reward=first,
-        last_reward=last,
+        first_reward=first.reward.mean,
+        last_reward=last.reward.mean,
         seconds=time.monotonic() - began,
         steps=tuple(steps),
         sessions=totals["sessions"],
@@ -197,19 +200,6 @@ def summary(runs: Sequence[SeedRun], curve: Path | None) -> TrainSummary:
         errors=sum(run.errors for run in runs),
         curve=str(curve) if curve else None,
     )
-
-
-async def mean_reward(client: AsyncClient, seed: int, runtime: str) -> float:
-    """The policy's mean reward over fresh episodes, none of them left out."""
-    episodes = (make_task(random.Random(f"fresh {seed} {number}")) for number in range(EPISODES))
-    groups = [await client.submit(group_spec(episode, 1, runtime=runtime)) for episode in episodes]
-    done = await client.wait([group.id for group in groups])
-    results = [session.result for group in done for session in group.sessions if session.result]
-    rewards = [result.verdict.reward for result in results if result.verdict]
-    if not rewards:
-        why = next((result.error.message for result in results if result.error), "no session was graded")
-        raise ServiceError(f"none of {EPISODES} sessions has a reward: {why}")
-    return fmean(rewards)
 
 
 def _undertrained(policy: Path, seed: int) -> Any:

@@ -15,12 +15,12 @@ from outrider.lifecycle import StopReason
 from outrider.messages import Message
 from outrider.runtimes.base import Runtime
 from outrider.spec import TaskSpec
-from outrider.trajectory import Verdict
+from outrider.trajectory import ModelCall, Verdict
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is graded. `transcript` is the main branch as messages, with the last reply; `turns` the number of model
-    calls."""
+    calls, and `calls` these, in the order in which they ended."""
 
     task: TaskSpec
     runtime: Runtime
@@ -28,6 +28,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     harness: HarnessOutcome
     transcript: tuple[Message, ...]
     turns: int
+    calls: tuple[ModelCall, ...] = ()
 
 
 class Evaluator(Protocol):

@@ -11,9 +11,13 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 
+import msgspec
+from msgspec.structs import replace
+
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import parse_verdict
+from outrider.messages import with_images
 from outrider.runtimes.base import ExecResult, Runtime
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
@@ -22,14 +26,15 @@ MAX_VERDICT = 1 << 20
 """Bytes."""
 FULL = "the sandbox's disk may be full: see disk_mb of task.runtime.resources"
 CLEANUP_SECONDS = 30.0
-VERDICT_VARIABLE = "OUTRIDER_VERDICT"
+VERDICT_VARIABLE, TURNS_VARIABLE = "OUTRIDER_VERDICT", "OUTRIDER_TURNS"
 UNWRITTEN = b" " * 31 + b"\n"
 """First content of the file for the verdict. JSON ignores blanks, also around what a grader appends."""
 
 
 class CommandEvaluator:
     """Runs `run` with `bash -c` in the working directory. $OUTRIDER_VERDICT names a new file outside of it, in which
-    the command may write a number, or a JSON object with reward, metrics and reason."""
+    the command may write a number, or a JSON object with the fields of a Verdict. A command that names $OUTRIDER_TURNS
+    finds in that file a JSON object for each model call, with the fields of a ModelCall."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         if spec.path is not None or spec.options:
@@ -43,18 +48,28 @@ class CommandEvaluator:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         runtime = outcome.runtime
         path = f"{runtime.scratch}/outrider-verdict-{secrets.token_hex(16)}"
+        files = {path: UNWRITTEN}
+        variables = {VERDICT_VARIABLE: path}
+        if TURNS_VARIABLE in self._run:
+            variables[TURNS_VARIABLE] = f"{path}-turns"
+            lines = []
+            for call in outcome.calls:  # the bytes of images are left out: their digests name them
+                bare = (with_images(message, lambda image: replace(image, data=b"")) for message in call.messages)
+                lines.append(msgspec.json.encode(replace(call, messages=tuple(bare))) + b"\n")
+            files[variables[TURNS_VARIABLE]] = b"".join(lines)
         try:
             try:
-                await runtime.write(path, UNWRITTEN)
+                for name, content in files.items():
+                    await runtime.write(name, content)
             except RuntimeFailure as error:
                 await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises where the whole sandbox is broken
                 message = f"the file for the verdict cannot be created: {error}"
                 raise EvaluatorError(message, hint=FULL, inside=error.inside) from error
-            result = await runtime.exec(self._run, env={VERDICT_VARIABLE: path}, seconds=self._seconds)
+            result = await runtime.exec(self._run, env=variables, seconds=self._seconds)
             return await self._verdict(runtime, path, result)
         finally:
             with suppress(RuntimeFailure):  # the sandbox broke: its files are gone, and the verdict stands
-                await runtime.exec(["rm", "-f", path], seconds=CLEANUP_SECONDS)
+                await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 
     async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
         """What the command wrote, or else its exit code says. Raises EvaluatorError for anything that is no verdict."""

@@ -7,31 +7,54 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any, NoReturn
 
-from outrider.errors import storable
-from outrider.trajectory import Verdict
+import msgspec
 
-FIELDS = frozenset({"reward", "metrics", "reason"})
+from outrider.errors import storable
+from outrider.trajectory import ModelCall, Verdict
+
+FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
 """Characters of a reason that are kept."""
 
 
 def read_verdict(value: Any) -> Verdict:
-    """The verdict in a number, in a mapping with `reward` and optionally `metrics` (numbers by name) and `reason`, or
-    in a Verdict. Raises ValueError that says what is wrong.
+    """The verdict in a number, in a mapping with `reward` and any other fields of a Verdict, or in a Verdict. The
+    indexes of `turns` and `rows` may be text, as JSON has them. Raises ValueError that says what is wrong.
     """
     if isinstance(value, Verdict):
-        return _verdict(value.reward, value.metrics, value.reason)
+        value = msgspec.structs.asdict(value)
     if not isinstance(value, Mapping):
-        return _verdict(value, {}, None)
+        value = {"reward": value}
     if unknown := {str(name) for name in value} - FIELDS:
         raise ValueError(f"unknown fields in the verdict: {', '.join(sorted(unknown))}")
     if "reward" not in value:
         raise ValueError("the verdict has no reward")
-    return _verdict(value["reward"], value.get("metrics") or {}, value.get("reason"))
+    metrics, reason = value.get("metrics") or {}, value.get("reason")
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise ValueError("metrics must be numbers by name")
+    if reason is not None and not isinstance(reason, str):
+        raise ValueError(f"reason must be a text, not {type(reason).__name__}")
+    return Verdict(
+        reward=_finite(value["reward"], "reward"),
+        metrics={storable(name): _finite(number, f"metric {name!r}") for name, number in metrics.items()},
+        reason=storable(reason[:MAX_REASON]) if reason is not None else None,
+        turns=_by_index(value.get("turns") or {}, "turns"),
+        rows=_by_index(value.get("rows") or {}, "rows"),
+    )
+
+
+def check_indexes(verdict: Verdict, calls: Collection[ModelCall]) -> None:
+    """Raise ValueError for a reward of a turn that is not among `calls`, or of a row that does not train."""
+    turns, rows = {call.index for call in calls}, {call.row for call in calls if call.row is not None}
+    for index in verdict.turns.keys() - turns:
+        raise ValueError(f"it rewards turn {index}, and the session has {len(turns)} turns, from 0")
+    for index in verdict.rows.keys() - rows:
+        known = ", ".join(map(str, sorted(rows))) or "none"
+        raise ValueError(f"it rewards row {index}, and the rows that train are: {known}")
 
 
 def parse_verdict(text: bytes) -> Verdict:
@@ -47,16 +70,16 @@ def parse_verdict(text: bytes) -> Verdict:
     return read_verdict(value)
 
 
-def _verdict(reward: Any, metrics: Any, reason: Any) -> Verdict:
-    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-        raise ValueError("metrics must be numbers by name")
-    if reason is not None and not isinstance(reason, str):
-        raise ValueError(f"reason must be a text, not {type(reason).__name__}")
-    return Verdict(
-        reward=_finite(reward, "reward"),
-        metrics={storable(name): _finite(value, f"metric {name!r}") for name, value in metrics.items()},
-        reason=storable(reason[:MAX_REASON]) if reason is not None else None,
-    )
+def _by_index(rewards: Any, name: str) -> dict[int, float]:
+    if not isinstance(rewards, Mapping):
+        raise ValueError(f"{name} must be rewards by index")
+    found = {}
+    for index, reward in rewards.items():
+        number = int(index) if isinstance(index, str) and index.isdecimal() and len(index) < 10 else index
+        if isinstance(number, bool) or not isinstance(number, int) or str(number) != str(index) or number < 0:
+            raise ValueError(f"{name} must be rewards by index, and {index!r} is no index")
+        found[number] = _finite(reward, f"the reward of {name}[{number}]")
+    return found
 
 
 def _finite(value: Any, what: str) -> float:

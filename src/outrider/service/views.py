@@ -12,13 +12,14 @@ import msgspec
 
 from outrider.concurrency.offload import OffloadThread, Steps
 from outrider.errors import NotFound
-from outrider.schemas import GroupSummary, GroupView, SampleList, SessionView, TurnList, TurnView
+from outrider.schemas import ChatList, GroupSummary, GroupView, SampleList, SessionView, TurnList, TurnView
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.store.store import Store
 from outrider.tokens.branches.classify import lineages
+from outrider.tokens.chat_rows import chat_rows
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples
-from outrider.trajectory import Sample, Turn, unpack_ids
+from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, unpack_ids
 
 BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
@@ -52,7 +53,7 @@ class ViewReader:
 
     async def view(self, row: GroupRow, *, samples: bool = False) -> GroupView:
         sessions = await self._store.sessions(row.id)
-        rows = [sample for session in sessions for sample in await self._samples(session)] if samples else None
+        rows = [sample for session in sessions for sample in await self._samples(session.result)] if samples else None
         return GroupView(
             id=row.id,
             state=row.state,
@@ -67,7 +68,7 @@ class ViewReader:
             samples=None if rows is None else tuple(rows),
         )
 
-    async def encoded(self, view: GroupView | SampleList | TurnList) -> bytes:
+    async def encoded(self, view: GroupView | SampleList | ChatList | TurnList) -> bytes:
         """The view as JSON; a large one is encoded in a thread."""
         return await self._offload.run_steps(encoding(view))
 
@@ -94,19 +95,27 @@ class ViewReader:
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         """The training rows of a session. Raises NotFound while it is not done."""
+        return await self._samples(await self._result(session_id))
+
+    async def chat_rows(self, session_id: str) -> tuple[ChatRow, ...]:
+        """The same as conversations."""
+        result = await self._result(session_id)
+        turns = await self._store.turns(session_id, result.attempt)
+        return await self._offload.run(lambda: tuple(chat_rows(build_samples(turns, result), turns)))
+
+    async def _result(self, session_id: str) -> SessionResult:
         session = await self._store.session(session_id)
         if session.result is None:
             raise NotFound(
                 f"session {session_id} is {session.state.value}: it has no samples yet",
                 hint="wait for its group in the results",
             )
-        return await self._samples(session)
+        return session.result
 
-    async def _samples(self, session: SessionRow) -> tuple[Sample, ...]:
-        result = session.result
+    async def _samples(self, result: SessionResult | None) -> tuple[Sample, ...]:
         if result is None or result.turns == 0:
             return ()
-        turns = await self._store.turns(session.id, result.attempt)
+        turns = await self._store.turns(result.session_id, result.attempt)
         return await self._offload.run(lambda: tuple(build_samples(turns, result)))
 
 
@@ -149,12 +158,18 @@ def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
     return tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words
 
 
-def encoding(view: GroupView | SampleList | TurnList) -> Steps[bytes]:
+def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]:
     """Encode a view row by row, as steps: all rows of a large group at once would block the event loop for seconds."""
-    field = "turns" if isinstance(view, TurnList) else "samples"
+    field = {TurnList: "turns", ChatList: "rows"}.get(type(view), "samples")
     rows: list[msgspec.Raw] = []
     for row in getattr(view, field) or ():
-        yield len(row.ids) * BYTES_OF_A_POSITION if isinstance(row, Sample) else len(row.context)
+        match row:
+            case Sample():
+                yield len(row.ids) * BYTES_OF_A_POSITION
+            case ChatRow():
+                yield sum(len(message["content"]) for message in row.messages)
+            case _:
+                yield len(row.context)
         rows.append(msgspec.Raw(msgspec.json.encode(row)))
     if not rows:
         return msgspec.json.encode(view)

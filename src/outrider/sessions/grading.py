@@ -25,7 +25,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
 from outrider.evaluators.base import Evaluator, Outcome
-from outrider.evaluators.verdict import read_verdict
+from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, TellsCause
 from outrider.sandboxes.node_folder import remove_tree
@@ -268,9 +268,11 @@ class Grading:
             log_tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
             raise EvaluatorError(f"the evaluator raised {type(error).__name__}: {error}", log_tail=log_tail) from error
         try:
-            return read_verdict(verdict)
+            verdict = read_verdict(verdict)
+            check_indexes(verdict, outcome.calls)
         except ValueError as error:
             raise EvaluatorError(f"the evaluator returned no verdict: {error}") from error
+        return verdict
 
 
 class GraderSandbox:

@@ -39,6 +39,7 @@ from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.transcript import transcript
 from outrider.spec import Sampling
 from outrider.store.store import Store
+from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
@@ -337,6 +338,7 @@ class Rollout:
 
     async def _grade(self, grading: Grading, sandbox: Sandbox, ended: AgentRun) -> Ending:
         turns = await self._turns(images=True)
+        policy = policy_of(self._task.branches)
         outcome = Outcome(
             task=self._task,
             runtime=sandbox.runtime,
@@ -344,6 +346,7 @@ class Rollout:
             harness=ended.outcome,
             transcript=await self._node.model.offload.run(lambda: transcript(turns)),
             turns=self.conversation.turns,
+            calls=await self._node.model.offload.run(lambda: model_calls(turns, policy)),
         )
         grade = await grading.grade(
             sandbox, outcome, failure=ended.failure, model_replied=self.conversation.replies > 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from outrider.errors import NotFound
-from outrider.messages import Image, Message, images_in
+from outrider.messages import Image, images_in, with_images
 from outrider.store.database import Connection
 from outrider.trajectory import Turn
 
@@ -66,9 +66,4 @@ def restore(tx: Connection, turns: Sequence[Turn]) -> list[Turn]:
 
 def _changed(turn: Turn, change: Callable[[Image], Image]) -> Turn:
     """The turn with each of its images changed."""
-
-    def changed(message: Message) -> Message:
-        parts = (change(part) if isinstance(part, Image) else part for part in message.parts)
-        return msgspec.structs.replace(message, parts=tuple(parts)) if message.parts else message
-
-    return msgspec.structs.replace(turn, messages=tuple(map(changed, turn.messages)))
+    return msgspec.structs.replace(turn, messages=tuple(with_images(message, change) for message in turn.messages))

@@ -13,7 +13,8 @@ asked for. The rules, in order:
    earlier row of its kind: nothing in it would train.
 5. In a row those sampled tokens train (mask 1) whose turns are of the row's kind, if that kind trains, and in no
    earlier row of it. All others are context (mask 0). So each trained token has mask 1 in exactly one row.
-6. A row has the verdict's reward only if its kind trains: the reward says nothing about the others.
+6. A row has the verdict's reward only if its kind trains: the reward says nothing about the others. The reward of a
+   turn is in the row that trains its tokens.
 
 It knows no tokenizer and no store. Invariant: sampled = trained + masked + dropped tokens, over the session.
 """
@@ -34,6 +35,7 @@ from outrider.trajectory import (
     BranchKind,
     BranchPolicy,
     LogprobKind,
+    ModelCall,
     Sample,
     SampleImage,
     SessionResult,
@@ -108,20 +110,50 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
     lines = lineages(turns)
     policy = {**POLICY, **result.policy}
     rows = _row_leaves(turns, lines, policy)
-    trained: set[int] = set()
+    trained_in = _trained_in(turns, lines, policy, rows)
     samples = []
     for row, leaf in enumerate(rows):
-        kind = lines[leaf.index].kind
         path = [leaf]
         while (parent := path[-1].parent) is not None:
             path.append(turns[parent])
         path.reverse()
-        trains: frozenset[int] = frozenset()
-        if policy[kind] is BranchPolicy.TRAIN:
-            trains = frozenset(turn.index for turn in path if lines[turn.index].kind is kind) - trained
+        trains = frozenset(turn.index for turn in path if trained_in.get(turn.index) == row)
         samples.append(_sample(lines[leaf.index], path, trains, row, len(rows), result))
-        trained |= trains
     return samples
+
+
+def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[ModelCall, ...]:
+    """The turns as evaluators see them. `turns[i].index` must be `i`."""
+    lines = lineages(turns)
+    trained_in = _trained_in(turns, lines, policy, _row_leaves(turns, lines, policy))
+    return tuple(
+        ModelCall(
+            index=turn.index,
+            parent=turn.parent,
+            kind=line.kind,
+            label=line.label,
+            depth=line.depth,
+            row=trained_in.get(turn.index),
+            messages=turn.messages,
+            reply=turn.reply,
+        )
+        for turn, line in zip(turns, lines, strict=True)
+    )
+
+
+def _trained_in(
+    turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[Turn]
+) -> dict[int, int]:
+    """The number of the row that trains a turn's tokens, by the turn's index: rule 5."""
+    seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
+    found = {}
+    for row, leaf in enumerate(leaves):
+        kind = lines[leaf.index].kind
+        if policy[kind] is BranchPolicy.TRAIN:
+            for index in _add_path(seen[kind], leaf, turns):
+                if lines[index].kind is kind:
+                    found[index] = row
+    return found
 
 
 def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
@@ -150,26 +182,33 @@ def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy)
     return rows
 
 
-def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> None:
-    """Add the turns up to the leaf. It stops at the first that is there, so that many branches of one trunk take time
-    in proportion to their turns."""
+def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> list[int]:
+    """Add the turns up to the leaf, and return those that were not there. It stops at the first that is, so that many
+    branches of one trunk take time in proportion to their turns."""
+    added = []
     index: int | None = leaf.index
     while index is not None and index not in indexes:
         indexes.add(index)
+        added.append(index)
         index = turns[index].parent
+    return added
 
 
 def _sample(
     lineage: Lineage, path: Sequence[Turn], trains: frozenset[int], row: int, rows: int, result: SessionResult
 ) -> Sample:
     columns = _Columns()
+    spans = []
     for turn in path:
         columns.add_context(unpack_ids(turn.prompt_delta).tolist())
+        start = len(columns.ids)
         if turn.index in trains:
             columns.add_trained(turn)
         else:
             columns.add_context(unpack_ids(turn.output_ids).tolist())
+        spans.append((start, len(columns.ids)))
     policy = {**POLICY, **result.policy}[lineage.kind]
+    verdict = result.verdict
     versions = [version for version, mask in zip(columns.versions, columns.mask, strict=True) if mask]
     return Sample(
         group_id=result.group_id,
@@ -188,8 +227,8 @@ def _sample(
         logprobs=columns.logprobs,
         versions=columns.versions,
         prompt_length=path[0].prompt_length,
-        reward=result.verdict.reward if result.verdict and policy is BranchPolicy.TRAIN else None,
-        metrics=result.verdict.metrics if result.verdict else {},
+        reward=verdict.rows.get(row, verdict.reward) if verdict and policy is BranchPolicy.TRAIN else None,
+        metrics=verdict.metrics if verdict else {},
         mode=TokenMode.TOKENS if all(turn.mode is TokenMode.TOKENS for turn in path) else TokenMode.CAPTURE,
         # Log-probabilities of two kinds cannot be told apart in one column, so such a row claims none.
         logprob_kind=path[-1].logprob_kind if len({turn.logprob_kind for turn in path}) == 1 else LogprobKind.NONE,
@@ -199,6 +238,11 @@ def _sample(
         labels=result.labels,
         images=_images(path),
         altered=tuple(turn.index for turn in path if turn.altered),
+        turn_spans=tuple(spans),
+        turn_rewards=tuple(
+            verdict.turns.get(turn.index) if verdict and turn.index in trains and turn.output_ids else None
+            for turn in path
+        ),
     )
 
 

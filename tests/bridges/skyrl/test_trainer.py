@@ -62,8 +62,8 @@ def rows_of(tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-async def generated(url: str, cfg: Any, tasks: Sequence[dict[str, Any]], phase: Any = "train") -> Any:
-    generator = Generator(cfg.generator, {"url": url})
+async def generated(url: str, cfg: Any, tasks: Sequence[dict[str, Any]], phase: Any = "train", **settings: Any) -> Any:
+    generator = Generator(cfg.generator, {"url": url, **settings})
     batch, uids = prepare_generator_input(rows_of(tasks), 2, dict(VLLM_PARAMS), "outrider", phase, 1)
     output = await generator.generate(batch)
     validate_generator_output(len(uids), output, step_wise=cfg.generator.step_wise_trajectories)
@@ -116,6 +116,21 @@ async def test_steps_of_a_trajectory_share_its_advantage(tmp_path: Path) -> None
     signs = [set(advantages[row][trained[row]].sign().tolist()) for row in range(4)]
     rewards = [reward[-1] for reward in output["rewards"]]
     assert signs == [{1.0} if reward else {-1.0} for reward in rewards]
+
+
+async def test_rewards_of_turns_reach_the_training_batch(tmp_path: Path) -> None:
+    cfg = config()
+    cfg.trainer.policy_mini_batch_size = cfg.trainer.train_batch_size = 1
+    task = scribe_task("skyrl real turns", rewards=[0, 1], turns={"0": 0.5})
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (_, url):
+        output, uids = await generated(url, cfg, [task], rewards="token")
+    batch, advantages = advantages_of(cfg, output, uids)
+    given = [[reward for reward in row.tolist() if reward] for row in batch["rewards"]]
+    assert sorted(given) == [[0.5], [0.5, 1.0]]
+    assert not batch["rewards"][batch["loss_mask"] == 0].any()
+    trained = batch["loss_mask"].bool()
+    for row, rewards in enumerate(given):
+        assert (advantages[row][trained[row]] > 0).all() == (sum(rewards) > 1.0)
 
 
 async def test_an_instance_with_a_failure_does_not_train(tmp_path: Path) -> None:

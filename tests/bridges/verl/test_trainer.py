@@ -263,6 +263,29 @@ async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
     tq.kv_clear(keys=meta.keys, partition_id="train")
 
 
+async def test_v1_has_the_rewards_of_turns_at_their_ends_and_those_of_rows(
+    url: str, model: Path, tmp_path: Path, queue: None
+) -> None:
+    config = world.verl_config(tmp_path, model, {"url": url}, TWO_WORKERS)
+    manager = await asyncio.to_thread(OutriderAgentLoopManager.create, config=config, llm_client=None)
+    tasks = {"process": world.task("Toss a coin.", rewrite=True, process=True, side="heads")}
+    await asyncio.to_thread(manager.generate_sequences, prompts_v1(tasks))
+    replay = buffer([], manager, iter(()), train_batch_size=1, filter_groups_metric=None)
+    meta, _ = await asyncio.to_thread(replay.sample, STEP, "train", 1)
+    data = tq.kv_batch_get(
+        keys=meta.keys, partition_id="train", select_fields=["response_mask", "rm_scores", "extra_fields"]
+    )
+    columns = (data["response_mask"].unbind(), data["rm_scores"].unbind(), data["extra_fields"])
+    rows = []
+    for mask, scores, extra in zip(*columns, strict=True):
+        about = getattr(extra, "data", extra)
+        assert scores[mask == 0].tolist() == [0.0] * int((mask == 0).sum())
+        assert about["turn_scores"] == [0.25]  # each of the two rows trains one of the two turns
+        rows.append((about["outrider"]["row"], float(scores.sum())))
+    assert sorted(rows) == [(0, 1.25)] * 4 + [(1, -0.75)] * 4
+    tq.kv_clear(keys=meta.keys, partition_id="train")
+
+
 async def test_flat_groups_are_replaced_by_a_metric_of_the_verdict(
     url: str, model: Path, tmp_path: Path, queue: None
 ) -> None:

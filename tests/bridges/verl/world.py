@@ -42,7 +42,7 @@ _SIDES = itertools.cycle(("heads", "tails"))
 class Caller:
     """An agent that calls the model twice, hoping for heads and tails by turns. Options: `side` to hope for always;
     `rewrite` has the second call rewrite the history, which makes a second row; `broken` makes it fail, always or with
-    one side."""
+    one side. `process` has the evaluator reward turns and rows."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -65,7 +65,11 @@ class Caller:
 
 def grade(outcome: Outcome) -> Verdict:
     right = float("heads it is" in (outcome.harness.answer or ""))
-    return Verdict(reward=right, metrics={"heads": right})
+    if not outcome.task.harness.options.get("process"):
+        return Verdict(reward=right, metrics={"heads": right})
+    turns = {call.index: 0.25 for call in outcome.calls}
+    rows = {call.row: -1.0 for call in outcome.calls if call.row}
+    return Verdict(reward=right, metrics={"heads": right}, turns=turns, rows=rows)
 
 
 def task(instruction: str, **options: Any) -> str:

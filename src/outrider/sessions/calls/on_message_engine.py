@@ -147,6 +147,7 @@ class MessageCall:
             drift_tokens=placed.drift,
             messages=self._messages[placed.known_messages :],
             reply=last.reply,
+            tool_specs=self._request.tools if placed.parent is None else (),
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )
 

@@ -197,6 +197,7 @@ class TokenCall:
             drift_tokens=self._drift,
             messages=self._joined.added,
             reply=reply,
+            tool_specs=() if prompt.parent else self._request.tools,
             malformed_calls=self._malformed,
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
         )

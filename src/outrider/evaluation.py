@@ -1,0 +1,206 @@
+"""Evaluations of a policy: the same tasks with the same seeds each time, beside the groups that train.
+
+    if step % 20 == 0:
+        found = await evaluate(client, held_out, samples=4, seed=0)
+        print(found.reward.mean, found.reward.pass_at[4], found.failures)
+
+It speaks the control API and knows no trainer. Invariant: a session that was not graded is counted under its failure
+and in no mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+
+from outrider.client import AsyncClient, patiently
+from outrider.concurrency.cancellation import shielded
+from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.schemas import GroupView
+from outrider.spec import EVALUATION_LABEL, TaskSpec
+
+PRIORITY = 100
+"""Above that of training groups, unless these have one: a trainer that waits for the figures is not kept waiting."""
+LARGEST_SEED = (1 << 63) - 1
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of the reward or of a metric.
+
+    mean: the mean over tasks of the mean over a task's graded samples, so every task weighs the same.
+    standard_error: of that mean, from the spread between tasks; None with fewer than two.
+    pass_at: by k, the chance that at least one of k samples of a task passes, without bias (Chen et al. 2021, section
+        2.1), as a mean over the tasks with k graded samples or more.
+    tasks, samples: how many have a value.
+    """
+
+    mean: float
+    standard_error: float | None
+    pass_at: dict[int, float]
+    tasks: int
+    samples: int
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of an evaluation.
+
+    `failures` counts the sessions that were not graded, by their error's code, or their stop reason where they have no
+    error. `versions` are the policy's before and after. `groups` are in the order of the tasks, without their samples.
+    """
+
+    name: str
+    reward: Score
+    metrics: dict[str, Score]
+    graded: int
+    failures: dict[str, int]
+    versions: tuple[int, int]
+    seconds: float
+    groups: tuple[GroupView, ...]
+
+    def figures(self) -> dict[str, float]:
+        """All of them by name, as loggers take them, such as `evaluation/reward/pass@4`."""
+        found: dict[str, float] = {}
+        for name, score in {"reward": self.reward, **self.metrics}.items():
+            found[f"{name}/mean"] = score.mean
+            if score.standard_error is not None:
+                found[f"{name}/standard_error"] = score.standard_error
+            found |= {f"{name}/pass@{k}": value for k, value in score.pass_at.items()}
+        found |= {"graded": float(self.graded), "failed": float(sum(self.failures.values()))}
+        return {f"{self.name}/{key}": value for key, value in found.items()}
+
+
+async def evaluate(
+    client: AsyncClient,
+    tasks: Sequence[TaskSpec | Mapping[str, Any]],
+    *,
+    samples: int = 1,
+    seed: int | None = 0,
+    priority: int = PRIORITY,
+    policy_version: int | None = None,
+    passed: float = 1.0,
+    name: str = "evaluation",
+) -> Evaluation:
+    """Run `samples` sessions of each task, and wait for all of them.
+
+    Task i has the seed `seed` + i, in place of its own, so that each call of each sample draws the same every time on
+    an engine that repeats itself; None leaves the tasks' seeds alone. A sample passes with `passed` or more, of the
+    reward and of each metric. The groups have the label `outrider.evaluation`, with `name` as its value.
+
+    With `policy_version`, that version must be the policy's from the beginning to the end.
+
+    Raises InvalidField for tasks that the service refuses and where the policy has another version, ServiceError when
+    the service is gone, the version changed meanwhile, or no session was graded. What still runs then is cancelled.
+    """
+    if not tasks or samples < 1:
+        raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
+    began = asyncio.get_running_loop().time()
+    before = (await patiently(client.policy)).version
+    if policy_version not in (None, before):
+        raise InvalidField(
+            f"the policy has version {before}, not {policy_version}",
+            field="policy_version",
+            hint="evaluate when update_policy has returned",
+        )
+    run = secrets.token_hex(8)
+    ids: list[str] = []
+    try:
+        for number, task in enumerate(tasks):
+            body = {
+                "task": evaluation_task(task, name, seed=None if seed is None else (seed + number) % LARGEST_SEED),
+                "n": samples,
+                "priority": priority,
+                "idempotency_key": f"evaluation/{run}/{number}",
+            }
+            ids.append((await patiently(partial(client.submit, body))).id)
+        groups = await patiently(partial(client.wait, ids))
+    except BaseException:  # cancelled, too
+        for group_id in ids:
+            with suppress(OutriderError):  # the error that ended the evaluation is the one to see
+                await shielded(partial(client.cancel, group_id))
+        raise
+    after = (await patiently(client.policy)).version
+    if policy_version not in (None, after):
+        raise ServiceError(
+            f"the policy changed from version {before} to {after} while it was evaluated",
+            hint="hold the trainer's updates back until the evaluation is done, or leave policy_version out",
+        )
+    seconds = asyncio.get_running_loop().time() - began
+    return _evaluation(name, groups, samples, passed, (before, after), seconds)
+
+
+def evaluation_task(
+    task: TaskSpec | Mapping[str, Any], name: str = "evaluation", *, seed: int | None = None
+) -> dict[str, Any]:
+    """A copy of the task whose groups are labelled as an evaluation's: exports for training leave them out."""
+    body = task.model_dump(mode="json") if isinstance(task, TaskSpec) else dict(task)
+    body["labels"] = {**(body.get("labels") or {}), EVALUATION_LABEL: name}
+    if seed is not None:
+        body["sampling"] = {**(body.get("sampling") or {}), "seed": seed}
+    return body
+
+
+def pass_at(k: int, passes: int, samples: int) -> float:
+    """The chance that k of `samples` samples, `passes` of which pass, hold one that does."""
+    return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
+
+
+def _evaluation(
+    name: str,
+    groups: Sequence[GroupView],
+    samples: int,
+    passed: float,
+    versions: tuple[int, int],
+    seconds: float,
+) -> Evaluation:
+    results = [[session.result for session in group.sessions if session.result] for group in groups]
+    verdicts = [[result.verdict for result in of_task if result.verdict] for of_task in results]
+    ungraded = [result for of_task in results for result in of_task if result.verdict is None]
+    failures = Counter(result.error.code if result.error else result.stop_reason.value for result in ungraded)
+    if not any(verdicts):
+        why = next((result.error.message for result in ungraded if result.error), "see the failures' stop reasons")
+        counts = ", ".join(f"{count} {reason}" for reason, count in failures.items())
+        raise ServiceError(f"none of the {len(ungraded)} sessions of the evaluation was graded ({counts}): {why}")
+    names = sorted({metric for of_task in verdicts for verdict in of_task for metric in verdict.metrics})
+    return Evaluation(
+        name=name,
+        reward=_score([[verdict.reward for verdict in of_task] for of_task in verdicts], samples, passed),
+        metrics={
+            metric: _score(
+                [[verdict.metrics[metric] for verdict in of_task if metric in verdict.metrics] for of_task in verdicts],
+                samples,
+                passed,
+            )
+            for metric in names
+        },
+        graded=sum(map(len, verdicts)),
+        failures=dict(failures),
+        versions=versions,
+        seconds=seconds,
+        groups=tuple(groups),
+    )
+
+
+def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Score:
+    """Of the values of each task, at least one of which has one."""
+    graded = [of_task for of_task in values if of_task]
+    means = [fmean(of_task) for of_task in graded]
+    chances: dict[int, float] = {}
+    for k in sorted({samples, *(1 << power for power in range(samples.bit_length()))}):
+        if full := [of_task for of_task in graded if len(of_task) >= k]:
+            chances[k] = fmean(pass_at(k, sum(value >= passed for value in of_task), len(of_task)) for of_task in full)
+    return Score(
+        mean=fmean(means),
+        standard_error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        pass_at=chances,
+        tasks=len(graded),
+        samples=sum(map(len, graded)),
+    )

@@ -1,0 +1,154 @@
+"""Evaluations: their figures, what failed, and that they and the groups that train keep apart."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.client import AsyncClient
+from outrider.config import ModelConfig
+from outrider.demo.dialogue import POLICY, RENDERER
+from outrider.demo.task import group_spec, make_task
+from outrider.errors import InvalidField, ServiceError
+from outrider.evaluation import PRIORITY, evaluate, pass_at
+from outrider.sampling import DynamicSampler
+from outrider.spec import EVALUATION_LABEL, EngineSpec, TaskSpec
+from support.coin import coin_task
+from support.scribe import scribe_task
+from support.service import running_service, scripted_engine
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_pass(passes: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(passes)))
+    draws = [any(draw) for draw in combinations(passes, k)]
+    assert pass_at(k, sum(passes), len(passes)) == pytest.approx(fmean(draws))
+
+
+def told(task: dict[str, Any]) -> dict[str, Any]:
+    return task | {"instruction": "go"}
+
+
+async def have_begun(client: AsyncClient, sessions: int) -> None:
+    """Wait until so many sessions have run, or run, since the service began."""
+    async for event in client.events():
+        sessions -= event.kind == "session.state" and event.data["state"] == "running"
+        if not sessions:
+            return
+
+
+async def test_failures_are_counted_apart_and_are_no_zeros(tmp_path: Path) -> None:
+    tasks = [
+        told(scribe_task("eval a", rewards=[1.0, 0.0, 0.0, 0.0])),
+        told(scribe_task("eval b", rewards=[1.0], fails=[1, 2])),
+        told(scribe_task("eval c", fails=[0, 1, 2, 3])),
+    ]
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        found = await evaluate(client, tasks, samples=4, seed=7, name="held out")
+    assert (found.graded, found.failures) == (6, {"harness_error": 6})
+    reward = found.reward
+    assert (reward.mean, reward.tasks, reward.samples) == ((0.25 + 1.0) / 2, 2, 6)
+    assert reward.standard_error == pytest.approx(0.375)  # the spread of 0.25 and 1.0 is 0.53, over the root of 2
+    # Of the second task two samples are left: it says nothing about four.
+    assert reward.pass_at == pytest.approx({1: (0.25 + 1.0) / 2, 2: (0.5 + 1.0) / 2, 4: 1.0})
+    assert found.metrics["number"].mean == pytest.approx(((0 + 1 + 2 + 3) / 4 + (0 + 3) / 2) / 2)
+    assert found.versions == (0, 0)
+    assert [group.labels[EVALUATION_LABEL] for group in found.groups] == ["held out"] * 3
+    assert [(group.n, group.priority) for group in found.groups] == [(4, PRIORITY)] * 3
+    figures = found.figures()
+    assert (figures["held out/reward/mean"], figures["held out/failed"]) == (0.625, 6.0)
+    assert figures["held out/number/pass@1"] == found.metrics["number"].pass_at[1]
+
+
+async def test_nothing_graded_is_an_error_that_says_why(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        with pytest.raises(ServiceError, match=r"none of the 2 sessions .* \(2 harness_error\): .* fell ill"):
+            await evaluate(client, [told(scribe_task("eval ill", fails=[0, 1]))], samples=2)
+        with pytest.raises(InvalidField, match="a task and a sample"):
+            await evaluate(client, [])
+
+
+async def test_the_version_is_held_to_what_was_asked_for(tmp_path: Path) -> None:
+    engine = scripted_engine(tmp_path, ["hello<|im_end|>"])
+    task = TaskSpec.model_validate(coin_task(0, reward=1.0))
+    async with running_service(tmp_path=tmp_path, engine=engine) as (_, url), AsyncClient(url) as client:
+        with pytest.raises(InvalidField, match="has version 0, not 3"):
+            await evaluate(client, [task], policy_version=3)
+        await client.update_policy(3)
+        found = await evaluate(client, [task], policy_version=3)
+        assert (found.versions, found.reward.mean, found.reward.standard_error) == ((3, 3), 1.0, None)
+
+        slow = coin_task(0, reward=1.0, seconds=0.3)
+        async with asyncio.TaskGroup() as tasks:
+            changed = tasks.create_task(failing(client, [slow]))
+            await have_begun(client, 2)
+            await client.update_policy(4)
+        assert "changed from version 3 to 4" in changed.result()
+
+
+async def failing(client: AsyncClient, tasks: list[Any]) -> str:
+    with pytest.raises(ServiceError) as raised:
+        await evaluate(client, tasks, policy_version=3)
+    return raised.value.message
+
+
+async def test_an_evaluation_that_is_given_up_leaves_nothing_running(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        work = asyncio.ensure_future(evaluate(client, [coin_task(0, seconds=60.0)], samples=2))
+        await have_begun(client, 2)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        [summary] = await client.groups()
+        assert summary.cancelled
+
+
+def episode(name: str) -> dict[str, Any]:
+    task: dict[str, Any] = group_spec(make_task(random.Random(name)), 1, runtime="memory")["task"]
+    return task
+
+
+async def test_the_same_seeds_give_the_same_sessions_while_other_groups_train(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "model": ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name="demo-policy"),
+        "engines": (EngineSpec(kind="embedded", model=str(POLICY), options={"slots": 16}),),
+    }
+    held_out = [episode(f"held out {number}") for number in range(4)]
+    async with running_service(tmp_path=tmp_path, **settings) as (_, url), AsyncClient(url) as client:
+        alone = await evaluate(client, held_out, samples=2, seed=11)
+        other = await evaluate(client, held_out, samples=2, seed=12)
+        training = [episode(f"train {number}") for number in range(64)]
+        async with DynamicSampler(
+            client, training, n=2, target=8, inflight=8, informative=lambda group: True
+        ) as sampler:
+            batch = asyncio.ensure_future(sampler.batch())
+            await have_begun(client, 16 + 8)
+            beside = await evaluate(client, held_out, samples=2, seed=11)
+            trained = await batch
+            await sampler.stop()
+        assert trained is not None
+        said = [await tokens(client, found) for found in (alone, other, beside)]
+        training_ids = {group.id for group in trained.groups}
+    assert said[0] == said[2] != said[1]
+    assert alone.reward == beside.reward
+    assert len(training_ids) == 8
+    assert not training_ids & {group.id for group in (*alone.groups, *other.groups, *beside.groups)}
+    assert all(EVALUATION_LABEL not in group.labels for group in trained.groups)
+
+
+async def tokens(client: AsyncClient, found: Any) -> list[list[int]]:
+    """What was sampled in each session, in the order of the tasks."""
+    return [
+        sample.ids
+        for group in found.groups
+        for session in group.sessions
+        for sample in await client.samples(session.id)
+    ]
