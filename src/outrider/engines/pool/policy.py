@@ -140,6 +140,10 @@ class Policy:
         )
         return PolicyStatus(version=self.version, paused=self.gate.mode, engines=tuple(engines))
 
+    def version_of(self, engine: Engine | ChatEngine, health: EngineHealth) -> int:
+        """The version of an engine that has just reported its health. One that cannot be told serves the policy's."""
+        return health.version if isinstance(engine, SetsVersion) else max(health.version, self._told or 0)
+
     def outdated(self, engine: Engine | ChatEngine, health: EngineHealth) -> EngineUnavailable | None:
         """Why an engine that has just reported its health may not serve: its weights are older than the policy."""
         if self._told is None or health.version >= self._told or not isinstance(engine, SetsVersion):
@@ -198,13 +202,12 @@ class Policy:
         async with self._closed(mode):
             self._check_forward(version)
             await self._halt()
-            if weights is not None:
-                await self._load(_Weights(weights, version))
+            loaded = None if weights is None else await self._load(_Weights(weights, version))
             try:
                 if meanwhile is not None:
                     await meanwhile()
             finally:  # the engines have the weights, whatever fails now
-                await shielded(lambda: self._go_on(version))
+                await shielded(lambda: self._go_on(version, loaded))
 
     async def catch_up(self, member: Member, health: EngineHealth) -> int:
         """Bring an engine that is back to where the policy is; its version. Raises EngineError where it is not."""
@@ -212,16 +215,19 @@ class Policy:
         async with self._lock:
             if member.ok:  # an operation that came first has found it
                 return member.version
-            version = health.version
+            version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
                 weights = self._weights
-                if weights is None or weights.version != self._told or not isinstance(engine, LoadsWeights):
+                if (
+                    weights is None
+                    or weights.version != self._told
+                    or not isinstance(engine, LoadsWeights)
+                    or member.in_flight  # begun before it was given up, and out of reach of the pause
+                ):
                     member.behind = True
                     raise outdated
                 await _said(engine, engine.update_weights(weights.path, weights.version))
                 version = weights.version
-            elif not isinstance(engine, SetsVersion):
-                version = max(version, self._told or 0)
             if member.paused and self.gate.mode is None:
                 await _said(engine, cast(Engine, engine).resume())
                 member.paused = False
@@ -264,7 +270,10 @@ class Policy:
             member.paused = True  # before the answer: one that is lost may be paused when it is back
             await cast(Engine, member.engine).pause(mode)
 
-        failures = await self._tell([member for member in self._reached() if member.takes_tokens], stop)
+        # Also where no request goes any more: what was begun there may still run.
+        running = [member for member in self._members.values() if member.in_flight]
+        members = dict.fromkeys([*self._reached(), *running])
+        failures = await self._tell([member for member in members if member.takes_tokens], stop)
         for failure in failures:
             if isinstance(failure.error, EngineRejected):
                 failure.member.paused = False
@@ -274,8 +283,8 @@ class Policy:
             else:
                 self._lost(failure.member, failure.error)
 
-    async def _load(self, weights: _Weights) -> None:
-        """Have the engines load the weights. Raises what they raise if none of them did."""
+    async def _load(self, weights: _Weights) -> list[Member]:
+        """Have the engines load the weights; those that did. Raises what they raise if none of them did."""
 
         async def load(member: Member) -> None:
             await cast(LoadsWeights, member.engine).update_weights(weights.path, weights.version)
@@ -290,13 +299,18 @@ class Policy:
         for failure in failures:
             failure.member.behind = False
             self._lost(failure.member, failure.error)
+        failed = {failure.member for failure in failures}
+        return [member for member in reached if member not in failed]
 
-    async def _go_on(self, version: int | None) -> None:
-        """Set the version, where one is given, and have all engines generate again. An engine that fails is lost."""
+    async def _go_on(self, version: int | None, loaded: Sequence[Member] | None = None) -> None:
+        """Set the version, where one is given, and have all engines generate again. An engine that fails is lost, and
+        so is one that is not among those that have `loaded` the version's weights: it has joined meanwhile."""
         if version is not None:
             self._told = version
 
         async def go_on(member: Member) -> None:
+            if loaded is not None and member not in loaded:
+                raise EngineUnavailable(f"engine {member.name!r} has not loaded version {version}")
             if version is not None and isinstance(member.engine, SetsVersion):
                 await member.engine.set_version(version)
             if member.takes_tokens:
@@ -319,8 +333,9 @@ class Policy:
 
     @asynccontextmanager
     async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:
-        """One operation with the gate closed. Whatever fails in the block, or before its turn has come, cancellation
-        included, leaves the policy paused only if it was before."""
+        """One operation with the gate closed, at once: the operations before it may open it once more until its turn
+        has come. Whatever fails in the block, or before, cancellation included, leaves the policy paused only if it
+        was before."""
         was_open = self.gate.mode is None
         self.gate.close(mode)
         try:
@@ -329,6 +344,9 @@ class Policy:
             if was_open:
                 self.gate.open()
             raise
+        if self.gate.mode is None:
+            was_open = True
+            self.gate.close(mode)
         try:
             yield
         except BaseException:

@@ -401,6 +401,7 @@ class EnginePool:
         self, engine: AnyEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
     ) -> EngineStatus:
         member = Member(engine, health, kind=kind, url=url, owned=owned)
+        member.version = self.policy.version_of(engine, health)
         self._members[member.name] = member
         if not health.ok:
             member.detail = health.detail
