@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
-from outrider.engines.base import ChatEngine, Engine, EngineHealth, LoadsWeights, SetsVersion
+from outrider.engines.base import ChatEngine, Engine, EngineHealth, LoadsWeights, SetsVersion, weights_loader
 from outrider.errors import (
     Conflict,
     EngineError,
@@ -189,7 +189,7 @@ class Policy:
         """
         self._check_forward(version)
         if weights is not None:
-            unable = [member.name for member in self._reached() if not isinstance(member.engine, LoadsWeights)]
+            unable = [member.name for member in self._reached() if weights_loader(member.engine) is None]
             if unable:
                 raise InvalidField(
                     f"weights cannot be loaded from here by {', '.join(unable)}",
@@ -217,16 +217,16 @@ class Policy:
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
-                weights = self._weights
+                weights, load = self._weights, weights_loader(engine)
                 if (
                     weights is None
                     or weights.version != self._told
-                    or not isinstance(engine, LoadsWeights)
+                    or load is None
                     or member.in_flight  # begun before it was given up, and out of reach of the pause
                 ):
                     member.behind = True
                     raise outdated
-                await _said(engine, engine.update_weights(weights.path, weights.version))
+                await _said(engine, load(weights.path, weights.version))
                 version = weights.version
             if member.paused and self.gate.mode is None:
                 await _said(engine, cast(Engine, engine).resume())
