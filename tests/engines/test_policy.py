@@ -14,6 +14,7 @@ import pytest
 from outrider.concurrency.backoff import Backoff
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
+from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Conflict, EngineRejected, EngineUnavailable, InvalidField
 from outrider.testing.scripted_engine import scripted_logprob
@@ -606,3 +607,52 @@ async def test_an_engine_without_versions_joins_at_the_policys(folder: Path) -> 
         await pool.policy.update(4, mode="finish")
         await pool.add_engine(Plain(folder, name="plain"))
         assert [(each.ok, each.version) for each in pool.policy.status().engines] == [(True, 4)] * 2
+
+
+async def test_a_policy_goes_on_where_an_earlier_service_left_it(folder: Path) -> None:
+    """Before its first engine joins: one that has the weights serves, another loads them first."""
+    known = KnownPolicy(3, "weights-3")
+    fresh, kept = StampingEngine(folder, name="fresh"), StampingEngine(folder, name="kept")
+    kept.version = 3
+    async with pool_of(fresh, kept, probing=Backoff(first=0.01, longest=0.01), known=known) as pool:
+        status = pool.policy.status()
+        assert (status.version, [engine.ok for engine in status.engines]) == (3, [False, True])
+        with pytest.raises(Conflict, match="version 3"):
+            await pool.policy.update(2, mode="finish")
+        await all_up(pool)
+        assert (fresh.loaded, kept.loaded) == (["weights-3"], [])
+        assert check(fresh, await read(pool, request())) == "3" * 21
+
+
+async def test_each_new_version_is_kept_before_anything_is_sampled_by_it(folder: Path) -> None:
+    engine = StampingEngine(folder)
+    kept: list[KnownPolicy] = []
+
+    async def keep(known: KnownPolicy) -> None:
+        assert pool.policy.status().paused
+        kept.append(known)
+
+    async with pool_of(engine, keep=keep) as pool:
+        await pool.policy.update(1, mode="finish", weights="weights-1")
+        await pool.policy.update(1, mode="finish")  # said again: the weights are where they were
+        with pytest.raises(EngineRejected):
+            await pool.policy.update(2, mode="finish", weights="nowhere")
+        await pool.policy.pause("finish")
+        await pool.policy.resume(3)
+        await pool.policy.pause("finish")
+        await pool.policy.resume()
+    assert kept == [KnownPolicy(1, "weights-1")] * 2 + [KnownPolicy(3)]
+
+
+async def test_an_engine_whose_weights_are_gone_takes_part_in_the_next_update(folder: Path) -> None:
+    """A restart finds the folder of the last update deleted: nothing serves until the trainer gives new weights."""
+    engine = StampingEngine(folder)
+    probing = Backoff(first=0.01, longest=0.01)
+    async with pool_of(engine, probing=probing, known=KnownPolicy(3, "nowhere")) as pool:
+        while engine.told.count("update_weights") < 2:  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0)
+        await pool.policy.resume(3)  # nobody takes the trainer's word for what can be loaded
+        assert (engine.version, pool.policy.status().engines[0].ok) == (0, False)
+        await pool.policy.update(4, mode="finish", weights="weights-4")
+        assert (engine.version, pool.policy.status().engines[0].ok) == (4, True)
+        assert check(engine, await read(pool, request())) == "4" * 21

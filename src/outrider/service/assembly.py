@@ -15,9 +15,11 @@ from typing import NamedTuple
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.offload import OffloadThread
 from outrider.config import Config
+from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.sandboxes.warm_pool import WarmLimits
+from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
 from outrider.service.service import Service
 from outrider.service.tokenizer_check import TokenizerCheck
@@ -68,12 +70,19 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
         stack.push_async_callback(offload.close)
         store = await stack.enter_async_context(sqlite_store(config.data / "outrider.sqlite3"))
         artifacts = ArtifactStore(config.data / "artifacts")
+        kept = await store.policy()
+
+        async def keep(known: KnownPolicy) -> None:
+            await retry_store(lambda: store.keep_policy(known.version, known.weights))
+
         pool = await stack.enter_async_context(
             EnginePool(
                 tokenizer=config.model.tokenizer,
                 vocabulary=tokenizer.vocabulary,
                 text=tokenizer.stream,
                 check=TokenizerCheck(tokenizer),
+                known=None if kept is None else KnownPolicy(kept.version, kept.weights),
+                keep=keep,
             )
         )
         for engine in config.engines:

@@ -154,6 +154,11 @@ MIGRATIONS: Migrations = (
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
         _move_images,
     ),
+    (
+        # One row, once a trainer has set a version. `began_version` is the policy's when a group's first session began.
+        "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
+        "ALTER TABLE groups ADD COLUMN began_version BIGINT",
+    ),
 )
 
 

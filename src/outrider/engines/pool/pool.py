@@ -35,7 +35,7 @@ from outrider.engines.base import (
 )
 from outrider.engines.pool.affinity import Affinity, Member, ServingEngine
 from outrider.engines.pool.continuation import Continuation, continuable
-from outrider.engines.pool.policy import Policy
+from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.schemas import EngineStatus
@@ -122,6 +122,7 @@ class EnginePool:
     decoder of their ids, for stop strings in generations that a pause has cut in two. `check` may
     refuse an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is
     how many seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
+    `known` and `keep` let the policy's version outlive the pool (`Policy`).
     """
 
     def __init__(
@@ -133,6 +134,8 @@ class EnginePool:
         check: EngineCheck | None = None,
         patience: float = 60.0,
         probing: Backoff = PROBING,
+        known: KnownPolicy | None = None,
+        keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -145,7 +148,7 @@ class EnginePool:
         self._affinity = Affinity()
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
-        self.policy = Policy(self._members, lost=self._mark_failed, found=self._mark_found)
+        self.policy = Policy(self._members, lost=self._mark_failed, found=self._mark_found, known=known, keep=keep)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
