@@ -435,6 +435,20 @@ async def test_tokens_keep_the_version_that_the_trainer_had_set() -> None:
         assert (await engine.health()).version == 4
 
 
+async def test_a_chunk_may_say_the_versions_of_its_own_tokens() -> None:
+    """It came out of a queue, and the version has changed since it went in."""
+
+    async def generate(asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(ids=[1, 2], logprobs=[-0.5, -0.5], versions=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)))
+        yield Chunk(ids=[3], logprobs=[-0.5])
+        yield Chunk(ids=[4], logprobs=[-0.5], finish=FinishReason.LENGTH)
+
+    engine = relay()
+    async with relay_served(engine) as url, attached(url, FunctionEngine(generate, version=5)):
+        whole = await collect(engine.generate(request()))
+        assert whole.versions == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2), VersionSpan(5, 2, 4))
+
+
 async def test_a_thread_serves_code_that_blocks() -> None:
     """The loop of this test is the service's; the worker has its own, in a thread of a thread."""
     engine = relay()
