@@ -728,6 +728,29 @@ async def test_a_worker_that_attaches_while_others_load_gets_the_new_weights_too
             assert second.loaded == [("weights-3", 3), ("weights-4", 4)]
 
 
+async def test_a_worker_that_comes_in_the_middle_of_an_update_loads_the_weights_too() -> None:
+    engine = relay()
+    first, second = Weights(goes=False), Weights()
+    counter = Counter()
+    async with (
+        relay_served(engine) as url,
+        attached(url, Counter(), update_weights=first),
+        asyncio.TaskGroup() as group,
+    ):
+        await until(lambda: bool(engine._workers))
+        updating = group.create_task(engine.update_weights("weights", 3))
+        await until(lambda: first.asked == 1)
+        async with attached(url, counter, update_weights=second):
+            await until(lambda: len(engine._workers) == 2)
+            assert second.asked == 0
+            first.go.set()
+            await updating
+            await until(lambda: len(engine._workers) == 2 and second.loaded == [("weights", 3)])
+            for _ in range(20):
+                await gathered(engine, request())
+            assert counter.started > 0
+
+
 async def test_a_worker_of_an_older_version_gets_no_work_until_it_says_that_it_has_the_newer() -> None:
     engine = relay()
     counter, changes = Counter(), []

@@ -97,7 +97,7 @@ class RelayEngine:
         while True:
             worker = self._choose(request.session_key, tried)
             if worker is None:
-                raise failure or (self._all_behind() if self._workers else self._nobody())
+                raise failure or self._nobody()
             begun = False
             try:
                 async with aclosing(worker.generate(request)) as chunks:
@@ -150,9 +150,9 @@ class RelayEngine:
         _raise_first(await self._each(lambda worker: worker.set_version(version)))
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Have every worker load them. One that has lost its connection is told when it is back. One that fails is sent
-        away and, like any that attaches later, loads them before it gets work. Raises what the workers answer if none
-        of them has loaded them."""
+        """Have every worker load them. One that has lost its connection is told when it is back. One that fails, or has
+        come meanwhile, is sent away and, like any that attaches later, loads them before it gets work. Raises what the
+        workers answer if none of them has loaded them."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
@@ -160,9 +160,11 @@ class RelayEngine:
         if not any(worker.gone is None and worker not in failures for worker in asked):
             raise next(iter(failures.values()), self._nobody())
         self._version, self._weights = version, weights
-        for worker, error in failures.items():
-            worker.cut_off(Close.SILENT, error.message)
-            self._drop(worker, error.message)
+        for worker in list(self._workers.values()):
+            if worker in failures or worker.version < version:
+                reason = failures[worker].message if worker in failures else f"it has to load version {version}"
+                worker.cut_off(Close.SILENT, reason)
+                self._drop(worker, reason)
 
     async def token_check(self, text: str) -> list[int] | None:
         """By a worker that can. Each was asked before it was admitted, so any of them will do."""
@@ -345,10 +347,9 @@ class RelayEngine:
                 group.create_task(one(worker))
         return failures
 
-    def _all_behind(self) -> EngineUnavailable:
-        return EngineUnavailable(f"relay {self.name!r}: no worker has policy version {self._version} yet")
-
     def _nobody(self) -> EngineUnavailable:
+        if self._workers:
+            return EngineUnavailable(f"relay {self.name!r}: no worker has policy version {self._version} yet")
         return EngineUnavailable(f"relay {self.name!r}: {NO_WORKERS}", hint=HINT.format(self.name))
 
 
