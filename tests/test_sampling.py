@@ -385,7 +385,7 @@ def test_failures_are_replaced_until_everything_fails() -> None:
             assert set(batch.counts.reasons) == {"engine_unavailable"}
             assert all(prompt % 4 for prompt in batch.prompts)
         async with DynamicSampler(SimulatedService(failing, slots=64), task, n=4, target=6) as sampler:
-            with pytest.raises(ServiceError, match=f"{FAILED_IN_A_ROW} groups in a row.*simulated failure"):
+            with pytest.raises(ServiceError, match=f"{FAILED_IN_A_ROW} prompts in a row.*simulated failure"):
                 await sampler.batch()
 
     run(main)
@@ -426,6 +426,22 @@ def test_prompts_that_fail_more_often_are_trained_on_as_often(failures: int) -> 
         assert counts["given_up"] == 30 - len(kept)
         assert counts["reason_engine_unavailable"] == counts["retried"] + counts["given_up"]
         assert counts["submitted"] == counts["informative"] + counts["retried"] + counts["given_up"]
+
+    run(main)
+
+
+def test_a_few_broken_tasks_in_a_row_do_not_end_the_training() -> None:
+    """Each fails as often as it is tried; only many broken tasks mean that everything is broken."""
+
+    async def main() -> None:
+        broken = FAILED_IN_A_ROW - 1
+        service = SimulatedService(
+            lambda task, index, version: Played(1.0, None if task["number"] < broken else float(index % 2)), slots=64
+        )
+        async with DynamicSampler(service, first(broken + 6), n=4, target=3, inflight=4) as sampler:
+            given = [prompt async for batch in sampler for prompt in batch.prompts]
+        assert sorted(given) == list(range(broken, broken + 6))
+        assert len(service.submitted) == 3 * broken + 6
 
     run(main)
 

@@ -48,7 +48,7 @@ Choice = bool | Literal["again"]
 SAME = 1e-9
 """Rewards that differ by no more than this are the same."""
 FAILED_IN_A_ROW = 16
-"""So many groups without a grade, and none with one between, mean that something is broken for all of them."""
+"""So many prompts whose first group has no grade, and none with one between, mean that something is broken for all."""
 FRUITLESS_BATCHES = 20
 """A batch that is not full after so many times its groups were graded is given up: the tasks do not fit the policy."""
 
@@ -484,10 +484,10 @@ class DynamicSampler:
         else:
             self._counts.given_up += 1
             log.warning("group %s has failed and its prompt is given up: %s", group.id, why)
-        self._failed_in_a_row += 1
+        self._failed_in_a_row += prompt.failures == 0
         if self._failed_in_a_row >= FAILED_IN_A_ROW:
             self._failure = ServiceError(
-                f"{FAILED_IN_A_ROW} groups in a row have failed, the last one with: {why}",
+                f"{FAILED_IN_A_ROW} prompts in a row have failed, the last one with: {why}",
                 hint=f"look at it: outrider show {group.id}",
             )
 
