@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from outrider.errors import InvalidField, ServiceError
@@ -453,12 +454,14 @@ def test_a_trainer_may_give_failed_prompts_up_at_once_or_want_all_graded() -> No
         assert sorted(given) == [1, 2, 4, 5, 7, 8]
 
         def complete(group: GroupView) -> Choice:
-            return rewards_differ(group) if len(rewards_of(group)) == group.n else "again"
+            whole = len(rewards_of(group)) == group.n
+            return np.bool_(rewards_differ(group)) if whole else "again"  # type: ignore[return-value]  # people do so
 
         service = SimulatedService(Flaky(1, sessions={3}), slots=64)
         async with DynamicSampler(service, first(3), n=4, target=3, informative=complete) as sampler:
             batch = await sampler.batch()
         assert batch is not None
+        assert sorted(batch.prompts) == [0, 1, 2]
         assert [len(rewards_of(group)) for group in batch.groups] == [4, 4, 4]
         assert (batch.counts.retried, batch.counts.reasons) == (1, {"engine_unavailable": 1})
 

@@ -450,6 +450,7 @@ class DynamicSampler:
             choice = "again"
         elif stopped is None or (stopped == "stopped" and self._surplus == "finished"):
             choice = self._refill == "static" or self._informative(group)
+            choice = choice if choice == "again" else bool(choice)  # it may be a bool of NumPy
         kept = None
         if choice is True:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
