@@ -300,6 +300,34 @@ def test_a_trainer_that_gives_up_waiting_loses_no_prompt() -> None:
     run(main)
 
 
+def test_a_sampler_that_is_stopped_submits_nothing_more() -> None:
+    """Each cancellation takes a while, as does a submission that is under way: meanwhile groups end."""
+
+    class Slow(SimulatedService):
+        async def submit(self, group: Task) -> GroupView:
+            await asyncio.sleep(0.3)
+            return await super().submit(group)
+
+        async def cancel(self, group_id: str) -> GroupView:
+            await asyncio.sleep(0.1)
+            return await super().cancel(group_id)
+
+    async def main() -> None:
+        service = Slow(heavy_tailed, slots=64)
+        async with DynamicSampler(service, first(40), n=4, target=2, inflight=8) as sampler:
+            batch = await sampler.batch()
+            assert batch is not None
+            await sampler.stop()
+            submitted = len(service.submitted)
+            await asyncio.sleep(1)
+            assert len(service.submitted) == submitted
+            assert all(group.cursor is not None for group in service._groups.values())
+            given = [*batch.prompts, *[prompt async for later in sampler for prompt in later.prompts]]
+        assert sorted(given) == [number for number in range(40) if informative(number)]
+
+    run(main)
+
+
 def test_a_sampler_that_is_closed_while_it_submits_keeps_the_prompt() -> None:
     async def main() -> None:
         service = Holding(even, slots=64, holds=["submit"])

@@ -249,6 +249,8 @@ class DynamicSampler:
         self._graded = 0
         self._failed_in_a_row = 0
         self._wanted = False
+        self._resting = False
+        """Whether it was stopped, and no batch was asked for since."""
         self._exhausted = False
         self._failure: Exception | None = None
         self._changed = Broadcast()
@@ -303,7 +305,7 @@ class DynamicSampler:
         Raises ServiceError when the service is gone or all groups fail, and when nothing informative is found.
         """
         began = _now()
-        self._wanted = True
+        self._wanted, self._resting = True, False
         self._graded = 0
         self._changed.send()
         try:
@@ -347,7 +349,11 @@ class DynamicSampler:
         )
 
     async def stop(self) -> None:
-        """Cancel all groups that still run, when no more batches are wanted."""
+        """Cancel all groups that still run, and submit no more until another batch is asked for."""
+        self._resting = True
+        await self._stop(list(self._running), "stopped")
+        while self._submitting is not None:
+            await self._changed.next().wait()
         await self._stop(list(self._running), "stopped")
 
     async def set_version(self, version: int) -> None:
@@ -385,7 +391,7 @@ class DynamicSampler:
         while True:
             changed = self._changed.next()
             for _ in range(self._room()):
-                if not self._waiting and self._exhausted:
+                if self._resting or (not self._waiting and self._exhausted):
                     break
                 await self._submit(self._waiting.popleft() if self._waiting else _Prompt(self._next))
             await changed.wait()
@@ -397,7 +403,6 @@ class DynamicSampler:
                 task = self._task(prompt.number)
             except IndexError:
                 self._exhausted = True
-                self._changed.send()
                 return
             self._next = max(self._next, prompt.number + 1)
             prompt.version = self._version
@@ -415,6 +420,7 @@ class DynamicSampler:
         finally:
             self._submitting = None
             self._early.clear()
+            self._changed.send()
         if group.state is GroupState.DONE:  # at once, or it ran for the sampler that this one continues
             await self._settle(group)
 
