@@ -182,8 +182,11 @@ async def test_a_killed_service_goes_on_with_its_version_and_the_ages_of_its_gro
         service, engine = world.service, world.engines[0]
         assert service.pool.policy.version == 3
         assert (await service.status()).policy.version == 3
+        engine.hold(1)
+        while len(engine.requests) < 4:  # noqa: ASYNC110  # until all four sessions run again
+            await asyncio.sleep(0)
         engine.hold(16)
-        await engine.held.wait()  # both groups run again
+        await engine.held.wait()
         assert (engine.loaded, engine.version) == (["weights-3"], 3)
         update = PolicyUpdateSpec(version=4, mode="abort", cancel_older_than=3)
         assert (await service.update_policy(update)).cancelled == (old,)
