@@ -11,9 +11,15 @@ import sys
 from pathlib import Path
 
 from outrider.spec import PolicyUpdateSpec
+from support.stamping import StampingEngine
 
 from .test_policy import running
 from .world import group
+
+
+async def begun(engine: StampingEngine, *, sessions: int) -> None:
+    while len({request.session_key for request in engine.requests}) < sessions:  # noqa: ASYNC110  # no event
+        await asyncio.sleep(0)
 
 
 async def main() -> None:
@@ -22,15 +28,12 @@ async def main() -> None:
         engine = world.engines[0]
         engine.hold(8)
         old = await world.service.submit(group("ask", n=2))
-        await engine.held.wait()
+        await begun(engine, sessions=2)
         for version in (1, 2, 3):
             update = PolicyUpdateSpec(version=version, mode="abort", weights=f"weights-{version}")
             await world.service.update_policy(update)
-        engine.hold(8)
         young = await world.service.submit(group("ask", n=2))
-        await engine.held.wait()
-        while len(engine.requests) < 2 + 3 * 2 + 2:  # noqa: ASYNC110  # until both of the young ones have begun
-            await asyncio.sleep(0)
+        await begun(engine, sessions=4)
         print(old.id, young.id, flush=True)
         await asyncio.Event().wait()
 
