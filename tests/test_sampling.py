@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from outrider.errors import InvalidField, NotFound, ServiceError
 from outrider.sampling import (
     FAILED_IN_A_ROW,
     Batch,
+    Choice,
     DynamicSampler,
+    PendingPrompt,
     Refill,
     SamplerState,
     Surplus,
     group_advantages,
+    rewards_differ,
     rewards_of,
 )
 from outrider.schemas import GroupView
@@ -259,6 +263,138 @@ def test_a_restart_loses_nothing_and_repeats_nothing(surplus: Surplus) -> None:
     run(main)
 
 
+class Holding(SimulatedService):
+    """Calls of the methods in `holds` are answered after `go` is set; `asked` is set by the first of them."""
+
+    holds: frozenset[str] = frozenset()
+
+    def __init__(self, play: Callable[[Task, int, int], Played], *, slots: int, holds: Iterable[str]) -> None:
+        super().__init__(play, slots=slots)
+        self.holds = frozenset(holds)
+        self.asked = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def _hold(self, name: str) -> None:
+        if name in self.holds:
+            self.asked.set()
+            await self.go.wait()
+
+    async def submit(self, group: Task) -> GroupView:
+        await self._hold("submit")
+        return await super().submit(group)
+
+    async def cancel(self, group_id: str) -> GroupView:
+        await self._hold("cancel")
+        return await super().cancel(group_id)
+
+    async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
+        await self._hold(f"group {group_id}")
+        return await super().group(group_id, wait=wait, samples=samples)
+
+
+def first(prompts: int) -> Callable[[int], Task]:
+    def source(number: int) -> Task:
+        if number >= prompts:
+            raise IndexError(number)
+        return task(number)
+
+    return source
+
+
+def test_a_trainer_that_gives_up_waiting_loses_no_prompt() -> None:
+    """It is cancelled when its batch is full, and groups that are not needed are being stopped."""
+
+    async def main() -> None:
+        service = Holding(heavy_tailed, slots=64, holds=["cancel"])
+        async with DynamicSampler(service, first(30), n=4, target=3, surplus="cancel") as sampler:
+            waiting = asyncio.create_task(sampler.batch())
+            await service.asked.wait()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            service.go.set()
+            given = [prompt async for batch in sampler for prompt in batch.prompts]
+        assert sorted(given) == [number for number in range(30) if informative(number)]
+
+    run(main)
+
+
+def test_a_sampler_that_is_stopped_submits_nothing_more() -> None:
+    """Each cancellation takes a while, as does a submission that is under way: meanwhile groups end."""
+
+    class Slow(SimulatedService):
+        async def submit(self, group: Task) -> GroupView:
+            await asyncio.sleep(0.3)
+            return await super().submit(group)
+
+        async def cancel(self, group_id: str) -> GroupView:
+            await asyncio.sleep(0.1)
+            return await super().cancel(group_id)
+
+    async def main() -> None:
+        service = Slow(heavy_tailed, slots=64)
+        async with DynamicSampler(service, first(40), n=4, target=2, inflight=8) as sampler:
+            batch = await sampler.batch()
+            assert batch is not None
+            await sampler.stop()
+            submitted = len(service.submitted)
+            await asyncio.sleep(1)
+            assert len(service.submitted) == submitted
+            assert all(group.cursor is not None for group in service._groups.values())
+            given = [*batch.prompts, *[prompt async for later in sampler for prompt in later.prompts]]
+        assert sorted(given) == [number for number in range(40) if informative(number)]
+
+    run(main)
+
+
+def test_a_sampler_that_is_closed_while_it_submits_keeps_the_prompt() -> None:
+    async def main() -> None:
+        service = Holding(even, slots=64, holds=["submit"])
+        async with DynamicSampler(service, task, n=4, target=2) as sampler:
+            await service.asked.wait()
+        assert sampler.state().pending == (PendingPrompt(0),)
+        service.go.set()
+        async with DynamicSampler(service, first(6), n=4, target=2, state=sampler.state()) as sampler:
+            given = [prompt async for batch in sampler for prompt in batch.prompts]
+        assert sorted(given) == [0, 2, 3, 5]
+        assert len(service.submitted) == 6
+
+    run(main)
+
+
+def test_groups_that_somebody_else_cancels_are_submitted_again() -> None:
+    """As an update of the policy does with groups that are too old: no prompt is lost, and nothing has failed."""
+
+    async def main() -> None:
+        service = SimulatedService(lambda task, index, version: Played(1.0, float(index % 2)), slots=1000)
+        async with DynamicSampler(service, first(40), n=4, target=20, inflight=40) as sampler:
+            waiting = asyncio.create_task(sampler.batch())
+            await asyncio.sleep(0.5)
+            for number in range(30):
+                await service.cancel(f"g-{number}")
+            batch = await waiting
+            assert batch is not None
+            assert (batch.counts.stopped, batch.counts.retried) == (30, 0)
+            given = [*batch.prompts, *[prompt async for later in sampler for prompt in later.prompts]]
+        assert sorted(given) == list(range(40))
+
+    run(main)
+
+
+def test_a_group_that_was_done_before_it_was_stopped_is_kept_over_a_restart() -> None:
+    async def main() -> None:
+        service = Holding(lambda task, index, version: Played(1.0, float(index % 2)), slots=64, holds=["group g-1"])
+        async with DynamicSampler(service, task, n=2, target=1, inflight=2, surplus="cancel") as sampler:
+            assert await sampler.batch() is not None
+            service.go.set()
+            while len(sampler.state().pending) < 2:  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.5)
+            assert PendingPrompt(1) in sampler.state().pending
+
+    run(main)
+
+
 def test_a_sequence_is_gone_through_again() -> None:
     async def main() -> None:
         service = SimulatedService(lambda task, index, version: Played(1.0, float(index)), slots=64)
@@ -293,13 +429,122 @@ def test_failures_are_replaced_until_everything_fails() -> None:
         async with DynamicSampler(service, task, n=4, target=6) as sampler:
             batch = await sampler.batch()
             assert batch is not None
-            assert batch.counts.failed > 0
+            assert batch.counts.retried > 0
+            assert set(batch.counts.reasons) == {"engine_unavailable"}
             assert all(prompt % 4 for prompt in batch.prompts)
         async with DynamicSampler(SimulatedService(failing, slots=64), task, n=4, target=6) as sampler:
-            with pytest.raises(ServiceError, match=f"{FAILED_IN_A_ROW} groups in a row.*simulated failure"):
+            with pytest.raises(ServiceError, match=f"{FAILED_IN_A_ROW} prompts in a row.*simulated failure"):
                 await sampler.batch()
 
     run(main)
+
+
+class Flaky:
+    """These `sessions` of every third prompt fail, in the first `failures` groups of the prompt."""
+
+    def __init__(self, failures: int, *, sessions: Collection[int] = range(4)) -> None:
+        self.failures = failures
+        self.sessions = sessions
+        self.begun: Counter[int] = Counter()
+
+    def __call__(self, task: Task, index: int, version: int) -> Played:
+        number = task["number"]
+        self.begun[number] += index == 0
+        fails = number % 3 == 0 and self.begun[number] <= self.failures and index in self.sessions
+        return Played(1.0, None if fails else float(index % 2))
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_prompts_that_fail_more_often_are_trained_on_as_often(failures: int) -> None:
+    """Up to the bound: then they are given up, and all of it is counted."""
+
+    async def main() -> None:
+        play = Flaky(failures)
+        counts: Counter[str] = Counter()
+        given: list[int] = []
+        async with DynamicSampler(SimulatedService(play, slots=64), first(30), n=4, target=5) as sampler:
+            async for batch in sampler:
+                given += batch.prompts
+                counts.update(batch.counts.flat())
+            counts.update(sampler._counts.flat())  # what became of groups behind the last batch
+        flaky = [number for number in range(30) if number % 3 == 0]
+        kept = [number for number in range(30) if failures <= 2 or number % 3]
+        assert sorted(given) == kept
+        assert counts["retried"] == min(failures, 2) * len(flaky)
+        assert counts["given_up"] == 30 - len(kept)
+        assert counts["reason_engine_unavailable"] == counts["retried"] + counts["given_up"]
+        assert counts["submitted"] == counts["informative"] + counts["retried"] + counts["given_up"]
+
+    run(main)
+
+
+def test_a_few_broken_tasks_in_a_row_do_not_end_the_training() -> None:
+    """Each fails as often as it is tried; only many broken tasks mean that everything is broken."""
+
+    async def main() -> None:
+        broken = FAILED_IN_A_ROW - 1
+        service = SimulatedService(
+            lambda task, index, version: Played(1.0, None if task["number"] < broken else float(index % 2)), slots=64
+        )
+        async with DynamicSampler(service, first(broken + 6), n=4, target=3, inflight=4) as sampler:
+            given = [prompt async for batch in sampler for prompt in batch.prompts]
+        assert sorted(given) == list(range(broken, broken + 6))
+        assert len(service.submitted) == 3 * broken + 6
+
+    run(main)
+
+
+def test_a_trainer_may_give_failed_prompts_up_at_once_or_want_all_graded() -> None:
+    async def main() -> None:
+        async with DynamicSampler(SimulatedService(Flaky(1), slots=64), first(9), n=4, target=3, retries=0) as sampler:
+            given = [prompt async for batch in sampler for prompt in batch.prompts]
+        assert sorted(given) == [1, 2, 4, 5, 7, 8]
+
+        def complete(group: GroupView) -> Choice:
+            whole = len(rewards_of(group)) == group.n
+            return np.bool_(rewards_differ(group)) if whole else "again"  # type: ignore[return-value]  # people do so
+
+        service = SimulatedService(Flaky(1, sessions={3}), slots=64)
+        async with DynamicSampler(service, first(3), n=4, target=3, informative=complete) as sampler:
+            batch = await sampler.batch()
+        assert batch is not None
+        assert sorted(batch.prompts) == [0, 1, 2]
+        assert [len(rewards_of(group)) for group in batch.groups] == [4, 4, 4]
+        assert (batch.counts.retried, batch.counts.reasons) == (1, {"engine_unavailable": 1})
+
+    run(main)
+
+
+@pytest.mark.parametrize("moment", ["before it has failed", "between failure and retry", "while it runs again"])
+def test_a_checkpoint_around_a_failure_loses_nothing_and_counts_it_once(moment: str) -> None:
+    async def main() -> None:
+        service = Holding(Flaky(2), slots=64, holds=[])
+        async with DynamicSampler(service, first(1), n=4, target=1) as sampler:
+            waiting = asyncio.create_task(sampler.batch())
+            await asyncio.sleep(0.5)
+            if moment == "between failure and retry":
+                service.holds = frozenset({"submit"})
+                await service.asked.wait()
+            elif moment == "while it runs again":
+                await asyncio.sleep(1)
+            failures = 0 if moment == "before it has failed" else 1
+            state = msgspec.json.decode(msgspec.json.encode(sampler.state()), type=SamplerState)
+            assert state.pending == (PendingPrompt(0, failures, failures),)
+            waiting.cancel()
+        service.go.set()
+        await asyncio.sleep(10)  # what runs goes on meanwhile
+        async with DynamicSampler(service, first(1), n=4, target=1, state=state) as sampler:
+            batches = [batch async for batch in sampler]
+        assert [batch.prompts for batch in batches] == [(0,)]
+        assert len(service.submitted) == 3
+
+    run(main)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
+    state = b'{"run": "r", "next": 3, "pending": [[1, 2], [2, 0]], "version": 4, "batches": 5}'
+    read = msgspec.json.decode(state, type=SamplerState)
+    assert read.pending == (PendingPrompt(1, 2, 0), PendingPrompt(2))
 
 
 def test_tasks_that_teach_nothing_are_an_error_and_no_endless_wait() -> None:
@@ -347,9 +592,9 @@ def test_every_group_is_accounted_for() -> None:
                 service.version = version
                 await sampler.set_version(version)
             running = len(sampler.state().pending)
-        total = {
-            name: sum(getattr(batch.counts, name) for batch in batches) for name in batches[0].counts.__struct_fields__
-        }
+        total: Counter[str] = Counter()
+        for batch in batches:
+            total.update(batch.counts.flat())
         settled = sum(value for name, value in total.items() if name != "submitted")
         assert total["informative"] >= 66
         assert 0 <= total["submitted"] - settled <= running

@@ -1,7 +1,8 @@
 """Batches of rollouts for a trainer, without the prompts that teach nothing (the dynamic sampling of DAPO).
 
 A group whose samples all have the same reward has no advantage and no gradient. The sampler keeps groups running, keeps
-those that are informative, replaces the others at once, and gives a batch as soon as it has enough. It speaks the
+those that are informative, replaces the others at once, and gives a batch as soon as it has enough. A group that failed
+is submitted again a few times: tasks whose sandboxes fail more often must not vanish from the data. It speaks the
 control API and knows no trainer.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean, pstdev
@@ -41,11 +42,13 @@ Task = TaskSpec | Mapping[str, Any]
 Source = Sequence[Task] | Callable[[int], Task]
 Refill = Literal["asynchronous", "synchronous", "static"]
 Surplus = Literal["carry", "finished", "cancel"]
+Choice = bool | Literal["again"]
+"""What to do with a group: keep it, drop its prompt, or submit the prompt again."""
 
 SAME = 1e-9
 """Rewards that differ by no more than this are the same."""
 FAILED_IN_A_ROW = 16
-"""So many groups without a grade, and none with one between, mean that something is broken for all of them."""
+"""So many prompts whose first group has no grade, and none with one between, mean that something is broken for all."""
 FRUITLESS_BATCHES = 20
 """A batch that is not full after so many times its groups were graded is given up: the tasks do not fit the policy."""
 
@@ -63,19 +66,29 @@ class Rollouts(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What became of groups. `submitted` = informative + uninformative + failed + stale + stopped + those that run or
-    are ready for a later batch.
+    """What became of groups. `submitted` = informative + uninformative + retried + given_up + stale + stopped + those
+    that run or are ready for a later batch.
 
-    `informative` groups were given out. The prompt of an `uninformative` or `failed` group is dropped; that of a
-    `stale` one (sampled by a policy too old) or a `stopped` one (it was not needed for its batch) is submitted again.
+    `informative` groups were given out. The prompt of an `uninformative` group is dropped. That of a group that failed
+    is submitted again (`retried`), or dropped where it was the last try (`given_up`); `reasons` counts both by the code
+    of the error that most of the group's failed sessions have. The prompt of a `stale` group (sampled by a policy too
+    old) or a `stopped` one (not needed for its batch, or cancelled by somebody else) is submitted again.
     """
 
     submitted: int = 0
     informative: int = 0
     uninformative: int = 0
-    failed: int = 0
+    retried: int = 0
+    given_up: int = 0
     stale: int = 0
     stopped: int = 0
+    reasons: dict[str, int] = {}
+
+    def flat(self) -> dict[str, int]:
+        """All counts by name, those of reasons as `reason_CODE`."""
+        counts: dict[str, int] = msgspec.structs.asdict(self)
+        del counts["reasons"]
+        return counts | {f"reason_{code}": count for code, count in self.reasons.items()}
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,13 +111,21 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return [sample for group in self.groups for sample in group.samples or ()]
 
 
+class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that is not delivered or dropped: its number, that of its newest group, and how many of its groups have
+    failed."""
+
+    number: int
+    attempt: int = 0
+    failures: int = 0
+
+
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampler between two batches, as a checkpoint keeps it. `pending` are the prompts taken from the source and not
-    delivered or dropped, each with the number of its try."""
+    """A sampler between two batches, as a checkpoint keeps it."""
 
     run: str
     next: int
-    pending: tuple[tuple[int, int], ...]
+    pending: tuple[PendingPrompt, ...]
     version: int
     batches: int
 
@@ -114,6 +135,7 @@ class _Prompt(msgspec.Struct):
 
     number: int
     attempt: int = 0
+    failures: int = 0
     version: int = 0
     protected: bool = False
     stopping: Literal["stopped", "stale"] | None = None
@@ -161,7 +183,9 @@ class DynamicSampler:
     `source`: the tasks. A sequence is gone through again and again; a function gives the task of prompt number 0, 1,
     2, ... and raises IndexError behind the last. It must give the same task again for the same number.
     `n` samples for each prompt, `target` groups in a batch, `inflight` groups running (by default twice the target).
-    `informative` says whether to keep a group, all of whose graded sessions have a result.
+    `informative` says of a group with two graded sessions or more (one where `n` is 1) whether to keep it; "again"
+    submits its prompt again, as is done with a group of fewer. `retries`: how often that is done with one prompt before
+    it is given up.
 
     `refill`: "asynchronous" replaces a group as soon as it is done. For comparison, "synchronous" waits for all that
     are running before it submits as many again, as DAPO did at first, and "static" submits one batch, waits for
@@ -186,7 +210,8 @@ class DynamicSampler:
         n: int,
         target: int,
         inflight: int | None = None,
-        informative: Callable[[GroupView], bool] = rewards_differ,
+        informative: Callable[[GroupView], Choice] = rewards_differ,
+        retries: int = 2,
         refill: Refill = "asynchronous",
         surplus: Surplus = "carry",
         max_age: int | None = None,
@@ -204,6 +229,7 @@ class DynamicSampler:
         self._inflight = target if refill == "static" else inflight or 2 * target
         _check_positive("inflight", self._inflight)
         self._informative = informative
+        self._retries = retries
         self._refill = refill
         self._surplus = surplus
         self._max_age = max_age
@@ -212,7 +238,9 @@ class DynamicSampler:
         self._run = state.run
         self._next = state.next
         self._batches = state.batches
-        self._waiting = deque(_Prompt(number, attempt, protected=True) for number, attempt in state.pending)
+        self._waiting = deque(
+            _Prompt(each.number, each.attempt, each.failures, protected=True) for each in state.pending
+        )
         self._submitting: _Prompt | None = None
         self._early: dict[str, GroupView] = {}
         """Groups that were done before the reply to their submission was read; they may be somebody else's."""
@@ -223,6 +251,8 @@ class DynamicSampler:
         self._graded = 0
         self._failed_in_a_row = 0
         self._wanted = False
+        self._resting = False
+        """Whether it was stopped, and no batch was asked for since."""
         self._exhausted = False
         self._failure: Exception | None = None
         self._changed = Broadcast()
@@ -263,7 +293,10 @@ class DynamicSampler:
             run=self._run,
             next=self._next,
             # A group that is being stopped is of no use any more: its prompt's next try is another group.
-            pending=tuple((prompt.number, prompt.attempt + (prompt.stopping is not None)) for prompt in prompts),
+            pending=tuple(
+                PendingPrompt(prompt.number, prompt.attempt + (prompt.stopping is not None), prompt.failures)
+                for prompt in prompts
+            ),
             version=self._version,
             batches=self._batches,
         )
@@ -274,7 +307,7 @@ class DynamicSampler:
         Raises ServiceError when the service is gone or all groups fail, and when nothing informative is found.
         """
         began = _now()
-        self._wanted = True
+        self._wanted, self._resting = True, False
         self._graded = 0
         self._changed.send()
         try:
@@ -299,7 +332,11 @@ class DynamicSampler:
         if not taken:
             return None
         if self._surplus != "carry":
-            await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
+            try:
+                await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
+            except BaseException:  # also when the trainer waits no longer: nobody was given these
+                self._ready.extendleft(reversed(taken))
+                raise
         self._counts.informative += len(taken)
         counts, self._counts = self._counts, Counts()
         self._batches += 1
@@ -314,7 +351,11 @@ class DynamicSampler:
         )
 
     async def stop(self) -> None:
-        """Cancel all groups that still run, when no more batches are wanted."""
+        """Cancel all groups that still run, and submit no more until another batch is asked for."""
+        self._resting = True
+        await self._stop(list(self._running), "stopped")
+        while self._submitting is not None:
+            await self._changed.next().wait()
         await self._stop(list(self._running), "stopped")
 
     async def set_version(self, version: int) -> None:
@@ -322,11 +363,12 @@ class DynamicSampler:
         if version < self._version:
             raise InvalidField(f"version {version} is older than {self._version}", field="version")
         self._version = version
-        fresh = [each for each in self._ready if not self._is_stale(each.prompt.version, each.group)]
-        for each in self._ready:
-            if each not in fresh:
+        ready, self._ready = self._ready, deque()
+        for each in ready:
+            if self._is_stale(each.prompt.version, each.group):
                 self._submit_again(each.prompt, "stale")
-        self._ready = deque(fresh)
+            else:
+                self._ready.append(each)
         await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt.version)], "stale")
         self._changed.send()
 
@@ -351,7 +393,7 @@ class DynamicSampler:
         while True:
             changed = self._changed.next()
             for _ in range(self._room()):
-                if not self._waiting and self._exhausted:
+                if self._resting or (not self._waiting and self._exhausted):
                     break
                 await self._submit(self._waiting.popleft() if self._waiting else _Prompt(self._next))
             await changed.wait()
@@ -363,7 +405,6 @@ class DynamicSampler:
                 task = self._task(prompt.number)
             except IndexError:
                 self._exhausted = True
-                self._changed.send()
                 return
             self._next = max(self._next, prompt.number + 1)
             prompt.version = self._version
@@ -374,9 +415,14 @@ class DynamicSampler:
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
+        except BaseException:  # also when the sampler is closed: whoever continues from its state submits it
+            if prompt.number < self._next:
+                self._waiting.appendleft(prompt)
+            raise
         finally:
             self._submitting = None
             self._early.clear()
+            self._changed.send()
         if group.state is GroupState.DONE:  # at once, or it ran for the sampler that this one continues
             await self._settle(group)
 
@@ -406,36 +452,53 @@ class DynamicSampler:
                 self._early[group.id] = group
             return
         rewards = rewards_of(group)
-        stopped = prompt.stopping if group.cancelled else None  # it may have ended before it could be stopped
+        # One that we stop may have ended before it could be stopped, and one that we do not may be cancelled: by a
+        # user, or by an update of the policy.
+        stopped = (prompt.stopping or "stopped") if group.cancelled else None
+        choice: Choice = False
+        if len(rewards) < min(self._n, 2):
+            choice = "again"
+        elif stopped is None or (stopped == "stopped" and self._surplus == "finished"):
+            choice = self._refill == "static" or self._informative(group)
+            choice = choice if choice == "again" else bool(choice)  # it may be a bool of NumPy
         kept = None
-        wanted = stopped is None or (stopped == "stopped" and self._surplus == "finished")
-        if wanted and len(rewards) >= min(self._n, 2) and (self._refill == "static" or self._informative(group)):
+        if choice is True:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
         if self._running.pop(group.id, None) is None:  # settled while its samples were fetched
             return
         if kept is not None and self._is_stale(prompt.version, kept):
             self._submit_again(prompt, "stale")
         elif kept is not None:
+            prompt.stopping = None
             self._ready.append(_Ready(prompt, kept))
         elif stopped is not None:
             self._submit_again(prompt, stopped)
-        elif len(rewards) < min(self._n, 2):
-            self._counts.failed += 1
-            self._note_failure(group)
+        elif choice == "again":
+            self._note_failure(prompt, group)
         else:
             self._counts.uninformative += 1
         self._graded += bool(rewards)
         self._failed_in_a_row = 0 if rewards else self._failed_in_a_row
         self._changed.send()
 
-    def _note_failure(self, group: GroupView) -> None:
+    def _note_failure(self, prompt: _Prompt, group: GroupView) -> None:
+        """Submit the prompt of a group that has failed again, or give it up."""
         errors = [session.result.error for session in group.sessions if session.result and session.result.error]
-        why = errors[0].message if errors else "it was cancelled" if group.cancelled else "no session was graded"
-        log.warning("group %s of the batch failed and is replaced: %s", group.id, why)
-        self._failed_in_a_row += 1
+        why = errors[0].message if errors else "no session failed, but too few have a reward"
+        codes = Counter(error.code for error in errors) or Counter(["no_reward"])
+        [(code, _)] = codes.most_common(1)
+        self._counts.reasons[code] = self._counts.reasons.get(code, 0) + 1
+        if prompt.failures < self._retries:
+            self._counts.retried += 1
+            self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures + 1, protected=True))
+            log.warning("group %s has failed and its prompt is submitted again: %s", group.id, why)
+        else:
+            self._counts.given_up += 1
+            log.warning("group %s has failed and its prompt is given up: %s", group.id, why)
+        self._failed_in_a_row += prompt.failures == 0
         if self._failed_in_a_row >= FAILED_IN_A_ROW:
             self._failure = ServiceError(
-                f"{FAILED_IN_A_ROW} groups in a row have failed, the last one with: {why}",
+                f"{FAILED_IN_A_ROW} prompts in a row have failed, the last one with: {why}",
                 hint=f"look at it: outrider show {group.id}",
             )
 
@@ -444,7 +507,7 @@ class DynamicSampler:
             self._counts.stopped += 1
         else:
             self._counts.stale += 1
-        self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, protected=True))
+        self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
     def _is_stale(self, version: int, group: GroupView | None = None) -> bool:
         """Whether a group that was submitted under `version` is too old; its samples tell the real versions."""
@@ -457,11 +520,11 @@ class DynamicSampler:
         return version < self._version - self._max_age
 
     async def _stop(self, group_ids: Iterable[str], reason: Literal["stopped", "stale"]) -> None:
-        stopping = [key for key in group_ids if self._running[key].stopping is None]
-        for key in stopping:
-            self._running[key].stopping = reason
-        for key in stopping:
-            await patiently(partial(self._client.cancel, key))
+        for group_id in group_ids:
+            prompt = self._running.get(group_id)
+            if prompt is not None and prompt.stopping is None:
+                prompt.stopping = reason
+                await patiently(partial(self._client.cancel, group_id))
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """Keep the error of background work for whoever asks for a batch."""

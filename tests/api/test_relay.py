@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from outrider.client import AsyncClient
-from outrider.errors import Conflict, EngineUnavailable, NotFound, Unauthorized
+from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, Unauthorized
 from outrider.relay import FunctionEngine, Worker
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
@@ -75,8 +75,11 @@ async def test_sessions_survive_cut_connections(tmp_path: Path) -> None:
                 assert [session.attempt for session in done.sessions] == [1] * 8
 
 
+@pytest.mark.parametrize("weights", [None, "weights"], ids=["trainer loads", "workers load"])
 @pytest.mark.parametrize("mode", ["finish", "abort"])
-async def test_weights_change_at_two_workers_while_their_connections_are_cut(tmp_path: Path, mode: Any) -> None:
+async def test_weights_change_at_two_workers_while_their_connections_are_cut(
+    tmp_path: Path, mode: Any, weights: str | None
+) -> None:
     """Every token has the version that its worker had when it sampled it: the token itself says which."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     engines = [StampingEngine(tokenizer, length=100) for _ in range(2)]
@@ -95,11 +98,12 @@ async def test_weights_change_at_two_workers_while_their_connections_are_cut(tmp
         for version in (1, 2, 3):
             while sum(engine.sampled for engine in engines) < 500 * version:  # noqa: ASYNC110  # no event
                 await asyncio.sleep(0)
-            status = await client.update_policy(version, mode=mode)
+            status = await client.update_policy(version, mode=mode, weights=weights)
             assert [(engine.name, engine.version) for engine in status.engines] == [("trainer", version)]
         [done] = await client.wait([submitted.id])
         assert [session.result.error for session in done.sessions] == [None] * 24
         assert all(engine.version == 3 and engine.requests for engine in engines)
+        assert [engine.loaded for engine in engines] == [["weights"] * 3 if weights else []] * 2
         versions = set()
         for session in done.sessions:
             [sample] = await client.samples(session.id)
@@ -113,6 +117,40 @@ async def test_weights_change_at_two_workers_while_their_connections_are_cut(tmp
             assert mode == "abort" or len(set(sample.versions)) == 2, "one version, and -1 for what was not sampled"
         assert mode == "finish" or versions == {0, 1, 2, 3}
         assert proxy.made > 3
+
+
+async def test_a_worker_that_comes_after_an_update_loads_its_weights_before_it_serves(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    other, engine = StampingEngine(tokenizer, name="other"), StampingEngine(tokenizer)
+    async with running_service(tmp_path=tmp_path, engines=()) as (service, url), AsyncClient(url) as client:
+        await service.pool.add_engine(other)
+        await client.update_policy(4, weights="weights-4")
+        async with Worker(url, engine, reconnecting=AT_ONCE):
+            await joined(service)
+            assert (engine.loaded, engine.version) == (["weights-4"], 4)
+            await client.remove_engine("other")
+            [done] = await client.wait([(await client.submit({"task": TASK})).id])
+            [sample] = await client.samples(done.sessions[0].id)
+            assert (sample.min_version, sample.max_version) == (4, 4)
+            engine.fails["update_weights"] = EngineUnavailable("no memory")
+            with pytest.raises(EngineUnavailable, match="no memory"):
+                await client.update_policy(5, weights="weights-5")
+            status = await client.policy()
+            assert (status.version, status.paused) == (4, None)
+
+
+async def test_weights_are_not_sent_to_a_worker_whose_trainer_changes_them(tmp_path: Path) -> None:
+    async with (
+        running_service(tmp_path=tmp_path, engines=()) as (service, url),
+        AsyncClient(url) as client,
+        Worker(url, _never, reconnecting=AT_ONCE) as worker,
+    ):
+        await joined(service)
+        with pytest.raises(InvalidField, match="cannot be loaded from here by trainer"):
+            await client.update_policy(1, weights="weights")
+        worker.set_version(1)
+        status = await client.update_policy(1)
+        assert (status.version, status.engines[0].version, status.engines[0].ok) == (1, 1, True)
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])

@@ -190,18 +190,20 @@ def test_plain_rollouts_are_normalised_as_slime_does(estimator: str, scaled: boo
     assert normalised == pytest.approx(rewards if estimator == "ppo" else side.rewards_by_default())
 
 
-async def test_a_group_with_a_failure_is_replaced_or_filled_up(tmp_path: Path) -> None:
+async def test_a_group_with_a_failure_is_rolled_out_again_or_filled_up(tmp_path: Path) -> None:
     prompts = [prompt("slime ill", rewards=[0, 1], fails=[2])] + [
         prompt(f"slime fit {n}", rewards=[0, 1]) for n in range(9)
     ]
     async with running_service(tmp_path=tmp_path) as (_, url):
         args = slime_args(url, n_samples_per_prompt=3)
-        replaced = await train(args, DataSource(args, prompts))
+        again = await train(args, DataSource(args, prompts[: args.rollout_batch_size]))
         Scribe.started["slime ill"] = 0
         args.outrider["complete"] = "any"
         filled = await train(args, DataSource(args, prompts))
-    assert "say slime ill" not in {group[0].prompt for group in replaced.samples}
-    assert (replaced.metrics or {})["rollout/dynamic_filter/drop_incomplete"] == 1
+    [ill] = [group for group in again.samples if group[0].prompt == "say slime ill"]
+    assert [sample.remove_sample for sample in ill] == [False] * 3
+    assert (again.metrics or {})["rollout/dynamic_filter/drop_incomplete"] == 1
+    assert (again.metrics or {})["rollout/outrider/retried"] == 1
     [ill] = [group for group in filled.samples if group[0].prompt == "say slime ill"]
     [removed] = [sample for sample in ill if sample.remove_sample]
     assert (removed.status, removed.loss_mask, removed.reward) == (Sample.Status.FAILED, [0], 0.0)

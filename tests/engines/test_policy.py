@@ -14,6 +14,7 @@ import pytest
 from outrider.concurrency.backoff import Backoff
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
+from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Conflict, EngineRejected, EngineUnavailable, InvalidField
 from outrider.testing.scripted_engine import scripted_logprob
@@ -506,3 +507,152 @@ async def test_a_pause_that_is_cancelled_before_its_turn_leaves_nothing_paused(f
         assert pool.policy.status().paused is None
         engine.answers.set()
         await resumed
+
+
+async def test_a_second_update_follows_the_first(folder: Path) -> None:
+    """Both are asked for while a generation runs; so is a pause behind them."""
+    engine = StampingEngine(folder)
+    async with pool_of(engine) as pool, asyncio.TaskGroup() as group:
+        engine.hold(5)
+        reply = group.create_task(read(pool, request()))
+        await engine.held.wait()
+        updates = [group.create_task(pool.policy.update(version, mode="finish")) for version in (1, 2)]
+        paused = group.create_task(pool.policy.pause("finish"))
+        await until_waiting()
+        engine.release()
+        for update in updates:
+            await update
+        await paused
+        assert check(engine, await reply) == "0" * 21
+        assert (pool.policy.version, pool.policy.status().paused) == (2, "finish")
+        await pool.policy.resume()
+        assert check(engine, await read(pool, request())) == "2" * 21
+
+
+async def test_an_engine_that_joins_in_the_middle_of_an_update_has_its_weights_before_it_serves(folder: Path) -> None:
+    engine, late = StampingEngine(folder), StampingEngine(folder, name="late")
+
+    async def join() -> None:
+        await pool.add_engine(late)
+
+    async with pool_of(engine, probing=Backoff(first=0.01, longest=0.01)) as pool:
+        await pool.policy.update(4, mode="finish", weights="weights-4", meanwhile=join)
+        await all_up(pool)
+        assert (late.loaded, late.version) == (["weights-4"], 4)
+
+
+async def test_what_runs_on_an_engine_that_is_given_up_is_cut_too(folder: Path) -> None:
+    """One of its requests has failed, so it gets no more; another still runs there."""
+    engine = StampingEngine(folder)
+    async with pool_of(engine, probing=NEVER) as pool, asyncio.TaskGroup() as group:
+        engine.hold(5)
+        reply = group.create_task(read(pool, request()))
+        await engine.held.wait()
+        engine.fails["generate"] = EngineUnavailable("no more connections")
+        failing = asyncio.ensure_future(read(pool, request("other")))
+        await until_waiting()
+        assert not pool.policy.status().engines[0].ok
+        await pool.policy.pause("abort")
+        engine.release()
+        await until_waiting()
+        assert engine.sampled == 5
+        del engine.fails["generate"]
+        engine.version = 1
+        await pool.policy.resume(1)
+        pool.probe_now(engine.name)
+        assert check(engine, await reply) == "0" * 5 + "1" * 16
+        assert check(engine, await failing) == "1" * 21
+
+
+async def test_what_runs_on_an_engine_that_is_being_removed_is_cut_too(folder: Path) -> None:
+    one, other = StampingEngine(folder, name="one"), StampingEngine(folder, name="other")
+    async with pool_of(one, other, probing=NEVER) as pool, asyncio.TaskGroup() as group:
+        one.hold(5)
+        reply = group.create_task(read(pool, request()))
+        await one.held.wait()
+        removed = group.create_task(pool.remove("one"))
+        await until_waiting()
+        await pool.policy.pause("abort")
+        one.release()
+        await removed
+        assert (one.sampled, one.told[-1]) == (5, "resume")
+        await pool.policy.resume(1)
+        assert check(other, await reply) == "0" * 5 + "1" * 16
+
+
+async def test_no_weights_are_loaded_while_an_engine_generates(folder: Path) -> None:
+    """It could not be told to pause, and what ran there goes on: it catches up when that has ended."""
+    engine, spare = StampingEngine(folder), StampingEngine(folder, name="spare")
+    async with pool_of(engine, spare, probing=Backoff(first=0.01, longest=0.01)) as pool, asyncio.TaskGroup() as group:
+        engine.hold(5)
+        reply = group.create_task(read(pool, request()))
+        await engine.held.wait()
+        engine.fails["pause"] = EngineUnavailable("the connection broke")
+        await pool.policy.update(1, mode="abort", weights="weights")
+        del engine.fails["pause"]
+        await asyncio.sleep(0.1)
+        assert engine.loaded == []
+        engine.release()
+        assert check(engine, await reply) == "0" * 21
+        await all_up(pool)
+        assert engine.loaded == ["weights"]
+
+
+async def test_an_engine_without_versions_joins_at_the_policys(folder: Path) -> None:
+    class Plain(StampingEngine):
+        set_version = None  # type: ignore[assignment]
+        update_weights = None  # type: ignore[assignment]
+
+    async with pool_of(StampingEngine(folder)) as pool:
+        await pool.policy.update(4, mode="finish")
+        await pool.add_engine(Plain(folder, name="plain"))
+        assert [(each.ok, each.version) for each in pool.policy.status().engines] == [(True, 4)] * 2
+
+
+async def test_a_policy_goes_on_where_an_earlier_service_left_it(folder: Path) -> None:
+    """Before its first engine joins: one that has the weights serves, another loads them first."""
+    known = KnownPolicy(3, "weights-3")
+    fresh, kept = StampingEngine(folder, name="fresh"), StampingEngine(folder, name="kept")
+    kept.version = 3
+    async with pool_of(fresh, kept, probing=Backoff(first=0.01, longest=0.01), known=known) as pool:
+        status = pool.policy.status()
+        assert (status.version, [engine.ok for engine in status.engines]) == (3, [False, True])
+        with pytest.raises(Conflict, match="version 3"):
+            await pool.policy.update(2, mode="finish")
+        await all_up(pool)
+        assert (fresh.loaded, kept.loaded) == (["weights-3"], [])
+        assert check(fresh, await read(pool, request())) == "3" * 21
+
+
+async def test_each_new_version_is_kept_before_anything_is_sampled_by_it(folder: Path) -> None:
+    engine = StampingEngine(folder)
+    kept: list[KnownPolicy] = []
+
+    async def keep(known: KnownPolicy) -> None:
+        assert pool.policy.status().paused
+        kept.append(known)
+
+    async with pool_of(engine, keep=keep) as pool:
+        await pool.policy.update(1, mode="finish", weights="weights-1")
+        await pool.policy.update(1, mode="finish")  # said again: the weights are where they were
+        with pytest.raises(EngineRejected):
+            await pool.policy.update(2, mode="finish", weights="nowhere")
+        await pool.policy.pause("finish")
+        await pool.policy.resume(3)
+        await pool.policy.pause("finish")
+        await pool.policy.resume()
+    assert kept == [KnownPolicy(1, "weights-1")] * 2 + [KnownPolicy(3)]
+
+
+async def test_an_engine_whose_weights_are_gone_takes_part_in_the_next_update(folder: Path) -> None:
+    """A restart finds the folder of the last update deleted: nothing serves until the trainer gives new weights."""
+    engine = StampingEngine(folder)
+    probing = Backoff(first=0.01, longest=0.01)
+    async with pool_of(engine, probing=probing, known=KnownPolicy(3, "nowhere")) as pool:
+        while engine.told.count("update_weights") < 2:  # noqa: ASYNC110  # no event
+            await asyncio.sleep(0)
+        await pool.policy.resume(3)  # nobody takes the trainer's word for what can be loaded
+        assert (engine.version, pool.policy.status().engines[0].ok) == (0, False)
+        await pool.policy.update(4, mode="finish", weights="weights-4")
+        assert (engine.version, pool.policy.status().engines[0].ok) == (4, True)
+        assert check(engine, await read(pool, request())) == "4" * 21

@@ -435,6 +435,20 @@ async def test_tokens_keep_the_version_that_the_trainer_had_set() -> None:
         assert (await engine.health()).version == 4
 
 
+async def test_a_chunk_may_say_the_versions_of_its_own_tokens() -> None:
+    """It came out of a queue, and the version has changed since it went in."""
+
+    async def generate(asked: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(ids=[1, 2], logprobs=[-0.5, -0.5], versions=(VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)))
+        yield Chunk(ids=[3], logprobs=[-0.5])
+        yield Chunk(ids=[4], logprobs=[-0.5], finish=FinishReason.LENGTH)
+
+    engine = relay()
+    async with relay_served(engine) as url, attached(url, FunctionEngine(generate, version=5)):
+        whole = await collect(engine.generate(request()))
+        assert whole.versions == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2), VersionSpan(5, 2, 4))
+
+
 async def test_a_thread_serves_code_that_blocks() -> None:
     """The loop of this test is the service's; the worker has its own, in a thread of a thread."""
     engine = relay()
@@ -505,6 +519,260 @@ async def test_a_pause_outlives_the_connection_it_was_asked_on() -> None:
             counter.go.set()
             await reading
             await pausing
+
+
+async def test_a_worker_that_attaches_while_the_engine_is_resumed_goes_on() -> None:
+    """It is told to pause on its way in; the resume comes before it has answered."""
+    engine = relay()
+    async with relay_served(engine) as url:
+        await engine.pause("finish")
+        async with raw_worker(url) as raw:
+            paused = await raw.receive()
+            await engine.resume()
+            await raw.send(Answer(call=paused.call))
+            resumed = await raw.receive()
+            assert (paused.action, resumed.action) == ("pause", "resume")
+            await raw.send(Answer(call=resumed.call))
+            await until(lambda: bool(engine._workers))
+
+
+async def test_a_worker_that_was_cut_off_while_it_was_checked_stays_when_it_is_back() -> None:
+    engine = relay(resume_seconds=0.2)
+    asked, checks = asyncio.Event(), 0
+
+    async def check(worker: AttachedWorker) -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 1:
+            asked.set()
+            await asyncio.Event().wait()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        websocket = WebSocket(scope, receive, send)
+        await websocket.accept()
+        await engine.serve(AsgiSocket(websocket), check=check)
+
+    async with serving(app, websockets=1000) as url:
+        proxy = CuttingProxy(url)
+        async with proxy.open() as through, attached(through, Counter()) as worker:
+            await asked.wait()
+            await proxy.cut()
+            await until(lambda: bool(engine._workers))
+            await asyncio.sleep(0.5)
+            assert (worker.connections, checks) == (2, 2)
+            await gathered(engine, request())
+
+
+async def test_a_worker_that_a_killed_service_has_paused_goes_on_for_the_next() -> None:
+    counter = Counter()
+    before, after = relay(), relay()
+    async with AsyncExitStack() as held:
+        url = await held.enter_async_context(relay_served(before))
+        proxy = CuttingProxy(url)
+        through = await held.enter_async_context(proxy.open())
+        await held.enter_async_context(attached(through, counter))
+        await until(lambda: bool(before._workers))
+        await before.pause("finish")
+        proxy.target = await held.enter_async_context(relay_served(after))
+        await proxy.cut()
+        await until(lambda: bool(after._workers))
+        async with asyncio.timeout(10):
+            await gathered(after, request())
+
+
+class Weights:
+    """An `update_weights` function. It waits for `go`, and raises while `fails`."""
+
+    def __init__(self, *, goes: bool = True, fails: bool = False) -> None:
+        self.loaded: list[tuple[str, int]] = []
+        self.fails = fails
+        self.asked = 0
+        self.go = asyncio.Event()
+        if goes:
+            self.go.set()
+
+    async def __call__(self, weights: str, version: int) -> None:
+        self.asked += 1
+        await self.go.wait()
+        if self.fails:
+            raise OSError(f"no disk with {weights}")
+        self.loaded.append((weights, version))
+
+
+async def test_every_worker_loads_new_weights() -> None:
+    engine = relay()
+    one, other = Weights(), Weights()
+    async with (
+        relay_served(engine) as url,
+        attached(url, Counter(), update_weights=one),
+        attached(url, Counter(), update_weights=other),
+    ):
+        await until(lambda: len(engine._workers) == 2)
+        assert engine.loads_weights
+        await engine.update_weights("weights", 3)
+        assert one.loaded == other.loaded == [("weights", 3)]
+        asked = request()
+        assert (await collect(engine.generate(asked))).versions == (VersionSpan(3, 0, 100),)
+        assert (await engine.health()).version == 3
+
+
+async def test_a_worker_that_cannot_load_is_named_and_asked_for_nothing() -> None:
+    engine = relay()
+    weights = Weights()
+    async with (
+        relay_served(engine) as url,
+        attached(url, Counter(), update_weights=weights),
+        attached(url, Counter(), name="sampler") as other,
+    ):
+        await until(lambda: len(engine._workers) == 2)
+        assert not engine.loads_weights
+        with pytest.raises(EngineRejected, match="sampler cannot load weights"):
+            await engine.update_weights("weights", 3)
+        assert weights.asked == 0
+        other.set_version(3)
+        await engine.set_version(3)
+        assert (await engine.health()).version == 3
+
+
+async def test_weights_that_no_worker_can_load_change_nothing() -> None:
+    engine = relay()
+    weights = Weights(fails=True)
+    async with relay_served(engine) as url, attached(url, Counter(), update_weights=weights) as worker:
+        await until(lambda: bool(engine._workers))
+        with pytest.raises(EngineMisbehaved, match="no disk with weights"):
+            await engine.update_weights("weights", 3)
+        assert (await collect(engine.generate(request()))).versions == (VersionSpan(0, 0, 100),)
+        assert worker.connections == 1
+
+
+async def test_a_worker_that_fails_to_load_serves_when_it_has_caught_up() -> None:
+    engine = relay()
+    bad = Weights(fails=True)
+    good, late = Counter(), Counter()
+    async with (
+        relay_served(engine) as url,
+        attached(url, good, update_weights=Weights()),
+        attached(url, late, update_weights=bad) as worker,
+    ):
+        await until(lambda: len(engine._workers) == 2)
+        await engine.update_weights("weights", 3)
+        await until(lambda: bad.asked >= 3)
+        for _ in range(6):
+            await gathered(engine, request())
+        assert (late.started, (await engine.health()).version) == (0, 3)
+        bad.fails = False
+        await until(lambda: len(engine._workers) == 2)
+        assert bad.loaded == [("weights", 3)]
+        assert worker.connections >= 3
+        for _ in range(20):
+            await gathered(engine, request())
+        assert late.started > 0
+
+
+async def test_a_connection_cut_in_the_middle_of_an_update_loads_once() -> None:
+    engine = relay()
+    weights = Weights(goes=False)
+    async with relay_served(engine) as url:
+        proxy = CuttingProxy(url)
+        async with proxy.open() as through, attached(through, Counter(), update_weights=weights) as worker:
+            await until(lambda: bool(engine._workers))
+            async with asyncio.TaskGroup() as group:
+                updating = group.create_task(engine.update_weights("weights", 3))
+                await until(lambda: weights.asked == 1)
+                for connections in (2, 3):
+                    await proxy.cut()
+                    await until(lambda connections=connections: worker.connections == connections)  # type: ignore[misc]
+                assert not updating.done()
+                weights.go.set()
+            assert (weights.asked, weights.loaded) == (1, [("weights", 3)])
+            assert (await collect(engine.generate(request()))).versions == (VersionSpan(3, 0, 100),)
+
+
+async def test_a_worker_that_is_away_during_an_update_loads_before_it_serves() -> None:
+    engine = relay(resume_seconds=0.1)
+    weights, loading = Weights(), Weights(goes=False)
+    counter = Counter()
+    async with relay_served(engine) as url, attached(url, Counter(), update_weights=weights):
+        proxy = CuttingProxy(url)
+        async with proxy.open() as through, attached(through, counter, update_weights=loading):
+            await until(lambda: len(engine._workers) == 2)
+            proxy.closed = True
+            await proxy.cut()
+            await engine.update_weights("weights", 3)
+            assert (weights.loaded, loading.asked) == ([("weights", 3)], 0)
+            proxy.closed = False
+            await until(lambda: loading.asked == 1)
+            for _ in range(6):
+                await gathered(engine, request())
+            assert counter.started == 0
+            loading.go.set()
+            await until(lambda: len(engine._workers) == 2)
+            assert loading.loaded == [("weights", 3)]
+
+
+async def test_a_worker_that_attaches_while_others_load_gets_the_new_weights_too() -> None:
+    """It comes in the middle of an update, and another update follows while it loads."""
+    engine = relay()
+    first, second = Weights(goes=False), Weights(goes=False)
+    async with relay_served(engine) as url, attached(url, Counter(), update_weights=first):
+        await until(lambda: bool(engine._workers))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.update_weights("weights-3", 3))
+            await until(lambda: first.asked == 1)
+            first.go.set()
+        async with attached(url, Counter(), update_weights=second):
+            await until(lambda: second.asked == 1)
+            await engine.update_weights("weights-4", 4)
+            second.go.set()
+            await until(lambda: len(engine._workers) == 2)
+            assert second.loaded == [("weights-3", 3), ("weights-4", 4)]
+
+
+async def test_a_worker_that_comes_in_the_middle_of_an_update_loads_the_weights_too() -> None:
+    engine = relay()
+    first, second = Weights(goes=False), Weights()
+    counter = Counter()
+    async with (
+        relay_served(engine) as url,
+        attached(url, Counter(), update_weights=first),
+        asyncio.TaskGroup() as group,
+    ):
+        await until(lambda: bool(engine._workers))
+        updating = group.create_task(engine.update_weights("weights", 3))
+        await until(lambda: first.asked == 1)
+        async with attached(url, counter, update_weights=second):
+            await until(lambda: len(engine._workers) == 2)
+            assert second.asked == 0
+            first.go.set()
+            await updating
+            await until(lambda: len(engine._workers) == 2 and second.loaded == [("weights", 3)])
+            for _ in range(20):
+                await gathered(engine, request())
+            assert counter.started > 0
+
+
+async def test_a_worker_of_an_older_version_gets_no_work_until_it_says_that_it_has_the_newer() -> None:
+    engine = relay()
+    counter, changes = Counter(), []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        websocket = WebSocket(scope, receive, send)
+        await websocket.accept()
+        await engine.serve(AsgiSocket(websocket), attached=lambda: changes.append(len(engine._workers)))
+
+    async with serving(app, websockets=1000) as url:
+        async with attached(url, Counter()):
+            await until(lambda: bool(engine._workers))
+            await engine.set_version(3)
+        await until(lambda: not engine._workers)
+        async with attached(url, counter) as worker:
+            await until(lambda: bool(engine._workers))
+            with pytest.raises(EngineUnavailable, match="no worker has policy version 3 yet"):
+                await collect(engine.generate(request()))
+            assert (await engine.health()).version == 0
+            worker.set_version(3)
+            await until(lambda: changes == [1, 1, 1])
+            await gathered(engine, request())
 
 
 # ---- workers that speak the protocol by themselves

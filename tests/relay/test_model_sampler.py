@@ -232,3 +232,19 @@ async def test_it_serves_through_the_relay_while_a_trainer_updates(model: Any, s
         assert len(versions) > 1
         assert versions[-1] <= steps
         assert isinstance(task.result().versions[0], VersionSpan)
+
+
+async def test_tokens_that_nobody_has_read_yet_keep_their_version(model: Any, sampler: ModelSampler) -> None:
+    """The weights change, then the reader goes on, and then it is cut off, before the model's own last word."""
+    chunks = sampler.engine.generate(request(max_tokens=200, seed=1))
+    await anext(chunks)
+    while len(sampler._batch.rows[0].ids) < 3 + 8:  # noqa: ASYNC110  # no event
+        await asyncio.sleep(0)
+    with sampler.weights():
+        sampler.engine.version = 1
+    await anext(chunks)
+    await anext(chunks)
+    await sampler.engine.pause("abort")
+    last = await anext(chunks)
+    await chunks.aclose()
+    assert (last.finish, last.versions) == (FinishReason.ABORT, (VersionSpan(0, 0, 3),))

@@ -4,6 +4,7 @@ passes while the policy is paused."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from support.stamping import StampingEngine
 from .stage import Stage, a_stage
 from .world import HASTY, config, group, result_of
 
+TESTS = Path(__file__).parent.parent
 SESSIONS = 64
 TURNS = 3
 LENGTH = 24
@@ -163,6 +165,37 @@ async def test_old_groups_are_cancelled_and_others_go_on(tmp_path: Path, tokeniz
         views = [await world.done(each.id) for each in groups]
         ends = [{result_of(session).stop_reason for session in view.sessions} for view in views]
         assert ends == [{StopReason.CANCELLED}, {StopReason.COMPLETED}, {StopReason.COMPLETED}]
+
+
+async def test_a_killed_service_goes_on_with_its_version_and_the_ages_of_its_groups(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    command = [sys.executable, "-m", "service.crash_update", str(tmp_path), str(tokenizer)]
+    process = await asyncio.create_subprocess_exec(*command, cwd=TESTS, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        old, young = (await process.stdout.readline()).decode().split()
+    finally:
+        process.kill()
+        await process.wait()
+    async with running(tmp_path, tokenizer) as world:
+        service, engine = world.service, world.engines[0]
+        assert service.pool.policy.version == 3
+        assert (await service.status()).policy.version == 3
+        engine.hold(1)
+        while len(engine.requests) < 4:  # noqa: ASYNC110  # until all four sessions run again
+            await asyncio.sleep(0)
+        engine.hold(16)
+        await engine.held.wait()
+        assert (engine.loaded, engine.version) == (["weights-3"], 3)
+        update = PolicyUpdateSpec(version=4, mode="abort", cancel_older_than=3)
+        assert (await service.update_policy(update)).cancelled == (old,)
+        engine.release()
+        ends = {id: await world.done(id) for id in (old, young)}
+        assert {result_of(session).stop_reason for session in ends[old].sessions} == {StopReason.CANCELLED}
+        assert {result_of(session).stop_reason for session in ends[young].sessions} == {StopReason.COMPLETED}
+        versions = [check_stamps(sample, engine) for sample in ends[young].samples or ()]
+        assert {version for replies in versions for reply in replies for version in reply} == {3, 4}
 
 
 async def test_a_refused_update_cancels_nobody(tmp_path: Path, tokenizer: Path) -> None:

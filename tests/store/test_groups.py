@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from outrider.errors import Conflict, NotFound
 from outrider.lifecycle import GroupState, SessionState
-from outrider.store.rows import EventKind
+from outrider.store.rows import EventKind, PolicyRow
+from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
 
-from .world import FAILURE, group_row, kinds, result, start, submit, turn
+from .world import FAILURE, LEASE, group_row, kinds, result, start, submit, turn
 
 
 async def test_a_group_and_its_sessions_come_back_as_stored(store: Store) -> None:
@@ -108,3 +110,33 @@ async def test_unknown_ids_are_not_found(store: Store) -> None:
     ):
         with pytest.raises(NotFound, match="'\\?'"):
             await call
+
+
+async def test_the_policy_is_kept_as_it_was_said_last(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    async with sqlite_store(path) as store:
+        assert await store.policy() is None
+        await store.keep_policy(3, "weights-3")
+        await store.keep_policy(2147483647, None)
+    async with sqlite_store(path) as store:
+        assert await store.policy() == PolicyRow(2147483647, None)
+
+
+async def test_a_group_is_as_old_as_its_first_session(store: Store) -> None:
+    async def begin(session_id: str, version: int) -> int:
+        return await store.start_attempt(session_id, node="node", lease_until=LEASE, policy_version=version)
+
+    for number, group in enumerate("abcd"):
+        await submit(store, group_row(group, created=float(number)))
+    for group, version in (("a", 1), ("b", 2), ("c", 1)):
+        await begin(f"{group}.0", version)
+    assert await store.began_before(1) == []
+    assert await store.began_before(2) == ["a", "c"]
+    await store.requeue("a.0", 1, FAILURE)  # another attempt, or another session, makes it no younger
+    assert await begin("a.0", 5) == 2
+    await begin("a.1", 6)
+    await store.cancel_group("c")
+    assert await store.began_before(7) == ["a", "b"]
+    for session_id, attempt in (("a.0", 2), ("a.1", 1)):
+        await store.finish(session_id, attempt, result(session_id, attempt))
+    assert await store.began_before(7) == ["b"]

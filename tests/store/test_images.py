@@ -140,7 +140,8 @@ async def test_images_of_an_earlier_version_are_moved_out_of_their_turns(tmp_pat
     database = SqliteDatabase(path)
     old = [showing(0, unsized(CAT), THERE), turn(1), showing(2, unsized(CAT))]
     async with Store(database, migrations=MIGRATIONS[:2]) as store:
-        await begun(store, "g.0")
+        await submit(store, group_row())
+        await database.write(lambda tx: tx.execute("UPDATE sessions SET attempt = 1 WHERE id = 'g.0'"))
         rows = [("g.0", 1, one.index, pack(one)) for one in old]
         await database.write(lambda tx: tx.execute_many("INSERT INTO turns VALUES (?, ?, ?, ?)", rows))
     async with sqlite_store(path) as store:

@@ -39,7 +39,7 @@ from outrider.bridges.trajectories import (
 )
 from outrider.client import Client, patiently
 from outrider.errors import InvalidField, OutriderError, ServiceError
-from outrider.sampling import Batch, DynamicSampler, rewards_of
+from outrider.sampling import Batch, Choice, DynamicSampler, rewards_of
 from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL
 
@@ -103,7 +103,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=0)) as sampler:
         batch = bridge.client.run(sampler.batch())
         bridge.client.run(sampler.stop())
-        unfinished = [prompts.groups[number] for number, _ in sampler.state().pending]
+        unfinished = [prompts.groups[each.number] for each in sampler.state().pending]
     if unfinished:
         data_source.add_samples(unfinished)
     return _train_output(args, bridge.settings, prompts, batch)
@@ -127,7 +127,7 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
         bridge.client.run(sampler.set_version(max(versions)))
     batch = bridge.client.run(sampler.batch())
     output = _train_output(args, bridge.settings, prompts, batch)
-    prompts.forget_all_but(number for number, _ in sampler.state().pending)
+    prompts.forget_all_but(each.number for each in sampler.state().pending)
     return output
 
 
@@ -295,12 +295,12 @@ class _Prompts:
         }
         return _task_of(self._settings, group[0], sampling, {NUMBER: number})
 
-    def is_informative(self, group: GroupView) -> bool:
-        """Whether enough of a group was graded, and slime's filter keeps it."""
+    def is_informative(self, group: GroupView) -> Choice:
+        """Whether slime's filter keeps a group; one of which too little was graded is tried again."""
         args = self._args
         if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
             self.dropped["incomplete"] += 1
-            return False
+            return "again"
         if self._filter is None:
             return True
         shown = []
@@ -381,7 +381,8 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
     counts = batch.counts
     metrics: dict[str, Any] = {f"rollout/dynamic_filter/drop_{reason}": number for reason, number in dropped.items()}
     metrics |= {
-        f"rollout/outrider/{name}": getattr(counts, name) for name in ("submitted", "failed", "stale", "stopped")
+        f"rollout/outrider/{name}": getattr(counts, name)
+        for name in ("submitted", "retried", "given_up", "stale", "stopped")
     }
     metrics["rollout/outrider/waited_seconds"] = batch.waited
     metrics["rollout/outrider/removed"] = len(errors)

@@ -40,6 +40,7 @@ from outrider.errors import InvalidField, ServiceError
 from outrider.evaluation import evaluation_task
 from outrider.sampling import (
     Batch,
+    Choice,
     Counts,
     DynamicSampler,
     Refill,
@@ -117,7 +118,8 @@ class StepStats(msgspec.Struct, kw_only=True):
             "waited_seconds": self.waited,
             "groups/informative": float(self.groups.informative),
             "groups/uninformative": float(self.groups.uninformative),
-            "groups/failed": float(self.groups.failed),
+            "groups/retried": float(self.groups.retried),
+            "groups/given_up": float(self.groups.given_up),
             "groups/stale": float(self.groups.stale),
             "left_out_rows": float(self.left_out_rows),
             "empty_rows": float(self.empty_rows),
@@ -166,7 +168,7 @@ class Rollouts:
         *,
         eval_tasks: Source | None = None,
         inflight: int | None = None,
-        informative: Callable[[GroupView], bool] = rewards_differ,
+        informative: Callable[[GroupView], Choice] = rewards_differ,
         refill: Refill = "asynchronous",
         surplus: Surplus = "carry",
         max_age: int | None = 1,
@@ -302,7 +304,7 @@ class Rollouts:
             self._evaluated = (step, self._client.run(_state_of(opened)).next)
         return batch
 
-    def _noted(self, group: GroupView) -> bool:
+    def _noted(self, group: GroupView) -> Choice:
         """The filter, which sees every group that was graded; only so are the rewards of dropped groups known."""
         self._graded.append(rewards_of(group))
         return self._informative(group)
@@ -409,7 +411,7 @@ class RolloutWorker:
         inflight: int = 16,
         buffered: int = 256,
         advantages: Literal["grpo", "mean", "leave_one_out"] = "grpo",
-        informative: Callable[[GroupView], bool] = rewards_differ,
+        informative: Callable[[GroupView], Choice] = rewards_differ,
         max_age: int | None = 4,
         priority: int = 0,
         state: SamplerState | None = None,
@@ -491,7 +493,7 @@ class RolloutWorker:
                         row.enqueued_at = time.time()
                         self.rollout_buffer.put_nowait(row)
                         self._last_row = time.monotonic()
-                for name, value in msgspec.structs.asdict(batch.counts).items():
+                for name, value in batch.counts.flat().items():
                     self.metrics_queue.put({f"outrider/groups_{name}_total": float(value)})
             raise ServiceError(
                 "the tasks are used up", hint="give them as a sequence, which is gone through again and again"

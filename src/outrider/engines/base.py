@@ -6,7 +6,7 @@ have equal length, and exactly one chunk, the last, has a `finish`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -172,9 +172,17 @@ class LoadsWeights(Protocol):
 
     `update_weights` is called while nothing is generated; tokens sampled later are of `version`, and no key or value of
     the old weights is reused for a new prompt. It raises EngineRejected, with nothing changed, or EngineUnavailable.
+    An engine that has the method and cannot use it, now, says so by an attribute `loads_weights`.
     """
 
     async def update_weights(self, weights: str, version: int) -> None: ...
+
+
+def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, None]] | None:
+    """Its `update_weights`; None for an engine that cannot load weights as it is now."""
+    return (
+        engine.update_weights if isinstance(engine, LoadsWeights) and getattr(engine, "loads_weights", True) else None
+    )
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """An `Engine` made of one function that generates: it adds pausing, aborting and policy versions.
 
-It knows no relay and no model. Invariant: every token is marked with the version that was set when its chunk came.
+It knows no relay and no model. Invariant: every token is marked with the version that its chunk names, or, where that
+names none, with the one that was set when the chunk came.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ Generate = Callable[[GenerateRequest], AsyncIterator[Chunk] | Awaitable[Chunk]]
 class FunctionEngine:
     """`Engine`, `SetsVersion` and `TakesConstraints` over `generate`; `TokenizesText` if `tokenize` is given.
 
-    A last chunk without versions gets those that were set (`set_version`, or the attribute `version`) while its tokens
-    came. `healthy` returns what is wrong, or "" when nothing is; `changed` is called when the version was set.
+    A last chunk without versions gets those that were set (`set_version`, or the attribute `version`) while the tokens
+    came. Another chunk may say the versions of its own tokens, as spans of the whole output: one that comes out of a
+    queue was sampled before now. `healthy` returns what is wrong, or "" when nothing is; `changed` is called when the
+    version was set.
     """
 
     mode = TokenMode.TOKENS
@@ -87,11 +90,15 @@ class FunctionEngine:
                 while True:
                     chunk = await self._next(chunks, aborts)
                     start, length = length, length + len(chunk.ids)
-                    if spans and spans[-1].version == self.version:
-                        spans[-1] = VersionSpan(self.version, spans[-1].start, length)
-                    elif length > start:
-                        spans.append(VersionSpan(self.version, start, length))
-                    if chunk.finish is not None and not chunk.versions:
+                    if chunk.finish is None or not chunk.versions:
+                        for span in chunk.versions or (VersionSpan(self.version, start, length),):
+                            if spans and spans[-1].version == span.version:
+                                spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+                            elif span.end > span.start:
+                                spans.append(span)
+                    if chunk.finish is None:
+                        chunk = msgspec.structs.replace(chunk, versions=()) if chunk.versions else chunk
+                    elif not chunk.versions:
                         chunk = msgspec.structs.replace(chunk, versions=tuple(spans))
                     await self._thawed(aborts)
                     yield chunk

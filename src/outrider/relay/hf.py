@@ -27,7 +27,7 @@ from outrider.engines.base import Chunk, GenerateRequest
 from outrider.errors import EngineUnavailable, InvalidField
 from outrider.relay.function_engine import FunctionEngine
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trajectory import LogprobKind
+from outrider.trajectory import LogprobKind, VersionSpan
 
 if TYPE_CHECKING:
     import torch
@@ -278,7 +278,10 @@ class _Batch:
             stop = row.sequence.accept(token, version)
             if stop is None:
                 left.append(place)
-                row.give(Chunk(ids=[token.token], logprobs=[token.logprob]))
+                count = len(row.ids) - len(row.sequence.prompt)
+                # The trainer may change the version before somebody reads this.
+                span = VersionSpan(version, count - 1, count)
+                row.give(Chunk(ids=[token.token], logprobs=[token.logprob], versions=(span,)))
             else:
                 row.give(
                     Chunk(

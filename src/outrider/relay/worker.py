@@ -13,7 +13,7 @@ import logging
 import platform
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -28,7 +28,7 @@ import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
-from outrider.engines.base import Engine, SetsVersion, TakesConstraints, TokenizesText
+from outrider.engines.base import Engine, SetsVersion, TakesConstraints, TokenizesText, weights_loader
 from outrider.engines.relay import messages
 from outrider.engines.relay.link import Disconnected, Link
 from outrider.engines.relay.messages import (
@@ -58,6 +58,7 @@ from outrider.errors import (
     Unauthorized,
     record_of,
 )
+from outrider.plugins import plugin_code
 from outrider.relay.function_engine import FunctionEngine, Generate
 from outrider.relay.generations import Generations
 
@@ -92,7 +93,9 @@ class Worker:
     """A worker for the relay engine `engine` of the service at `url` (`http://host:port`).
 
     `generate` is an `Engine`, started and closed by the caller, or a function (`FunctionEngine` says what it may be,
-    and takes what there is to tell of it). `name` is for people; `reconnecting` are the waits between tries to connect.
+    and takes what there is to tell of it). `update_weights(weights, version)` is a coroutine function that loads the
+    weights at a path, and raises where it cannot; an engine that loads weights itself needs none. `name` is for people;
+    `reconnecting` are the waits between tries to connect.
     A worker runs once at a time: `await worker.run()`; `async with worker` beside other work of the event loop;
     `with worker.in_thread()` beside code that blocks. All three raise what `run` does.
     """
@@ -104,6 +107,7 @@ class Worker:
         *,
         engine: str = "trainer",
         token: str | None = None,
+        update_weights: Callable[[str, int], Awaitable[None]] | None = None,
         name: str | None = None,
         reconnecting: Backoff = RECONNECTING,
     ) -> None:
@@ -113,6 +117,9 @@ class Worker:
         self.connections = 0
         """How often the service has taken it up."""
         self._token = token
+        self._load = update_weights or weights_loader(self.engine)
+        self._loading = asyncio.Lock()
+        self._paused = False
         self._reconnecting = reconnecting
         self._instance = uuid4().hex
         self._generations = Generations(self.engine)
@@ -246,7 +253,8 @@ class Worker:
             if (kind := REFUSALS.get(code)) is not None:
                 raise kind(f"{self.url} refuses this worker: {getattr(end, 'reason', '') or end}", hint=HINTS.get(code))
             if self.connections > before:
-                failed = 0
+                if code != Close.SILENT:  # one that is sent away each time must not come back at once
+                    failed = 0
                 # The service waits no longer: what is kept would be for nobody.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
@@ -296,6 +304,8 @@ class Worker:
             version=health.version,
             constraints=tuple(self.engine.constraints) if isinstance(self.engine, TakesConstraints) else (),
             tokenizes=isinstance(self.engine, TokenizesText),
+            loads=self._load is not None,
+            paused=self._paused,
             holds=self._generations.held,
         )
 
@@ -320,7 +330,8 @@ class Worker:
 
     async def _answer(self, call: Call) -> None:
         try:
-            answer = await self._done(call)
+            with plugin_code():
+                answer = await self._done(call)
         except Exception as error:  # the engine may be anybody's code
             record = record_of(error if isinstance(error, OutriderError) else EngineMisbehaved(f"{error!r}"))
             answer = Answer(call=call.call, error=record)
@@ -330,19 +341,32 @@ class Worker:
 
     async def _done(self, call: Call) -> Answer:
         if call.action == "pause":
+            self._paused = True  # before the answer, which may be for a service that is gone by then
             await self.engine.pause(call.mode)
         elif call.action == "resume":
             await self.engine.resume()
+            self._paused = False
         elif call.action == "health":
             return Answer(call=call.call, health=await self.engine.health())
         elif call.action == "set_version":
             if not isinstance(self.engine, SetsVersion):
                 raise EngineRejected(f"the engine of worker {self.name!r} cannot be told its version")
             await self.engine.set_version(call.version)
+        elif call.action == "update_weights":
+            await self._update_weights(call.weights, call.version)
         elif isinstance(self.engine, TokenizesText):
             ids = await self.engine.token_check(call.text)
             return Answer(call=call.call, ids=None if ids is None else pack_ids(ids))
         return Answer(call=call.call)
+
+    async def _update_weights(self, weights: str, version: int) -> None:
+        """One after the other: a service that waits no longer for one may ask for the next."""
+        if self._load is None:
+            raise EngineRejected(f"worker {self.name!r} cannot load weights")
+        async with self._loading:
+            await self._load(weights, version)
+            if isinstance(self.engine, SetsVersion):
+                await self.engine.set_version(version)
 
     def _set_attached(self, error: BaseException | None) -> None:
         if not self._attached.done():

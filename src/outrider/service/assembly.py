@@ -15,9 +15,11 @@ from typing import NamedTuple
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.offload import OffloadThread
 from outrider.config import Config
+from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.sandboxes.warm_pool import WarmLimits
+from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
 from outrider.service.service import Service
 from outrider.service.tokenizer_check import TokenizerCheck
@@ -71,6 +73,10 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
         store = await stack.enter_async_context(sqlite_store(config.data / "outrider.sqlite3"))
         artifacts = ArtifactStore(config.data / "artifacts")
         engine_names: set[str] = set()
+        kept = await store.policy()
+
+        async def keep(known: KnownPolicy) -> None:
+            await retry_store(lambda: store.keep_policy(known.version, known.weights))
 
         async def backend_of(name: str, renderer: Renderer, context: int | None, serves: str | None) -> ModelBackend:
             tokenizer = renderer.tokenizer
@@ -81,6 +87,8 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
                 vocabulary=tokenizer.vocabulary,
                 text=tokenizer.stream,
                 check=TokenizerCheck(tokenizer, frozen=serves),
+                known=None if kept is None or serves else KnownPolicy(kept.version, kept.weights),
+                keep=None if serves else keep,
             )
             await stack.enter_async_context(pool)
             return ModelBackend(

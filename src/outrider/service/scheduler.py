@@ -83,8 +83,6 @@ class Scheduler:
         """Attempts under way, by node."""
         self._tasks: dict[str, TaskSpec] = {}
         """Parsed tasks by group id: all sessions of a group share one."""
-        self._began_at: dict[str, int] = {}
-        """The policy version at which the first session of a group started, while the group is not done."""
 
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start."""
@@ -114,11 +112,6 @@ class Scheduler:
                 placement.cancelled = True
                 if placement.task is not None:
                     placement.task.cancel()
-
-    def older_than(self, version: int) -> list[str]:
-        """The groups that are not done and whose first session started at a lower policy version, as far as this
-        service has started them."""
-        return [group_id for group_id, began in self._began_at.items() if began < version]
 
     async def _resume(self) -> None:
         """Take over what an earlier service left: requeue its attempts, end the sessions of cancelled groups, and end
@@ -170,12 +163,14 @@ class Scheduler:
         node = max(self._nodes, key=fit)
         try:
             number = await self._store.start_attempt(
-                session.id, node=node.name, lease_until=time.time() + LEASE_SECONDS
+                session.id,
+                node=node.name,
+                lease_until=time.time() + LEASE_SECONDS,
+                policy_version=self._policy_version(),
             )
         except Conflict:  # the group was cancelled since the queue was read
             self._tasks.pop(session.group_id, None)
             return
-        self._began_at.setdefault(session.group_id, self._policy_version())
         started = msgspec.structs.replace(session, attempt=number)
         placement = _Placement(node, Attempt(session=started, task=task))
         self._placed[node.name] += 1
@@ -281,7 +276,6 @@ class Scheduler:
             return
         if group_done:
             self._tasks.pop(result.group_id, None)
-            self._began_at.pop(result.group_id, None)
             self._on_done()
 
     async def _renew(self) -> None:

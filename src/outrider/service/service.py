@@ -187,7 +187,7 @@ class Service:
 
         async def cancel_old() -> None:
             if update.cancel_older_than is not None:
-                for group_id in self._scheduler.older_than(update.cancel_older_than):
+                for group_id in await self.store.began_before(update.cancel_older_than):
                     await self._scheduler.cancel(await self.store.cancel_group(group_id))
                     cancelled.append(group_id)
 

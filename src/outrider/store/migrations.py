@@ -165,6 +165,11 @@ MIGRATIONS: Migrations = (
             PRIMARY KEY (session_id, attempt, model, turn_index)
         )""",
     ),
+    (
+        # One row, once a trainer has set a version. `began_version` is the policy's when a group's first session began.
+        "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
+        "ALTER TABLE groups ADD COLUMN began_version BIGINT",
+    ),
 )
 
 

@@ -77,6 +77,13 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     recovered: int = 0
 
 
+class PolicyRow(msgspec.Struct, frozen=True):
+    """The version that a trainer has set last, and where its weights are, if the engines were told."""
+
+    version: int
+    weights: str | None = None
+
+
 class EventKind(StrEnum):
     GROUP_CREATED = "group.created"
     GROUP_CANCELLED = "group.cancelled"

@@ -22,7 +22,7 @@ from outrider.store import rows
 from outrider.store.database import Connection, Database
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
-from outrider.store.rows import Delivery, Event, EventKind, GroupRow, SessionRow
+from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, SessionRow
 from outrider.trajectory import SessionResult, Turn
 
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
@@ -177,9 +177,10 @@ class Store:
         found: dict[str, int] = dict(await self._db.read(lambda tx: tx.fetch(sql)))
         return {state: found.get(state, 0) for state in SessionState}
 
-    async def start_attempt(self, session_id: str, *, node: str, lease_until: float) -> int:
-        """Move a queued session to INITIALIZING under a lease; the number of the new attempt. Raises Conflict if the
-        session is not queued or its group is cancelled."""
+    async def start_attempt(self, session_id: str, *, node: str, lease_until: float, policy_version: int = 0) -> int:
+        """Move a queued session to INITIALIZING under a lease; the number of the new attempt. If it is the first of its
+        group, the group has begun at `policy_version`. Raises Conflict if the session is not queued or its group is
+        cancelled."""
 
         def body(tx: Connection) -> int:
             session = _find_session(tx, session_id)
@@ -193,11 +194,31 @@ class Store:
                        updated = ? WHERE id = ?""",
                 (SessionState.INITIALIZING.value, attempt, node, lease_until, self._clock(), session_id),
             )
+            tx.execute(
+                "UPDATE groups SET began_version = ? WHERE id = ? AND began_version IS NULL",
+                (policy_version, session.group_id),
+            )
             data = {"state": SessionState.INITIALIZING.value, "attempt": attempt, "node": node}
             self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
             return attempt
 
         return await self._db.write(body)
+
+    async def began_before(self, version: int) -> list[str]:
+        """Ids of the groups that are not done or cancelled and began at a lower policy version, oldest first."""
+        sql = "SELECT id FROM groups WHERE state = ? AND cancelled = 0 AND began_version < ? ORDER BY created, id"
+        values = (GroupState.ACTIVE.value, version)
+        return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
+
+    async def policy(self) -> PolicyRow | None:
+        """As it was kept last; None before."""
+        found = await self._db.read(lambda tx: tx.fetch("SELECT version, weights FROM policy"))
+        return PolicyRow(*found[0]) if found else None
+
+    async def keep_policy(self, version: int, weights: str | None) -> None:
+        sql = """INSERT INTO policy (id, version, weights) VALUES (1, ?, ?)
+                 ON CONFLICT (id) DO UPDATE SET version = excluded.version, weights = excluded.weights"""
+        await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
         """Make a move of lifecycle.MOVES. Raises Conflict for any other, and for those that have their own method

@@ -69,7 +69,7 @@ def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
     with simulated(fails) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=2)
         worker.start()
-        with pytest.raises(ServiceError, match="groups in a row have failed"):
+        with pytest.raises(ServiceError, match="prompts in a row have failed"):
             check_until_it_fails(worker)
         worker.stop()
 

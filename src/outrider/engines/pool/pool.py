@@ -37,7 +37,7 @@ from outrider.engines.base import (
 from outrider.engines.pool.affinity import Affinity, Member, ServingEngine
 from outrider.engines.pool.continuation import Continuation, continuable
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
-from outrider.engines.pool.policy import Policy
+from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.schemas import EngineStatus
@@ -128,6 +128,7 @@ class EnginePool:
     `text` makes a decoder of their ids, for stop strings in generations that a pause has cut in two. `check` may refuse
     an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is how many
     seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
+    `known` and `keep` let the policy's version outlive the pool (`Policy`).
     """
 
     def __init__(
@@ -142,6 +143,8 @@ class EnginePool:
         patience: float = 60.0,
         probing: Backoff = PROBING,
         look_seconds: float = LOOK_SECONDS,
+        known: KnownPolicy | None = None,
+        keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
     ) -> None:
         self._serves = serves
         self._tokenizer = tokenizer
@@ -159,7 +162,7 @@ class EnginePool:
         self._affinity = Affinity()
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
-        self.policy = Policy(self._members, lost=self._mark_failed, found=self._mark_found)
+        self.policy = Policy(self._members, lost=self._mark_failed, found=self._mark_found, known=known, keep=keep)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -480,6 +483,7 @@ class EnginePool:
         self, engine: AnyEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
     ) -> EngineStatus:
         member = Member(engine, health, kind=kind, url=url, owned=owned, model=self._serves)
+        member.version = self.policy.version_of(engine, health)
         self._members[member.name] = member
         if not health.ok:
             member.detail = health.detail

@@ -40,6 +40,8 @@ from outrider.trajectory import LogprobKind, TokenMode
 
 CALL_SECONDS = 15.0
 """How long a worker may take to say how it is, or to tokenise a probe."""
+WEIGHTS_SECONDS = 600.0
+"""How long a worker may take to load weights."""
 
 
 class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -237,6 +239,11 @@ class AttachedWorker:
 
     async def set_version(self, version: int) -> None:
         await self.call(Call(call=next(self._numbers), action="set_version", version=version), seconds=self._patience)
+        self.version = version
+
+    async def update_weights(self, weights: str, version: int) -> None:
+        call = Call(call=next(self._numbers), action="update_weights", weights=weights, version=version)
+        await self.call(call, seconds=WEIGHTS_SECONDS)
         self.version = version
 
     async def token_check(self, text: str) -> list[int] | None:

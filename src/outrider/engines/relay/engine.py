@@ -1,7 +1,8 @@
 """The relay engine: workers attach to it from outside, and it gives each generation to one of them.
 
 It knows neither HTTP nor a model. Invariants: a generation goes to another worker only while nothing of it has been
-passed on; all workers of an engine report the same kind of log-probabilities, and name the same model.
+passed on; all workers of an engine report the same kind of log-probabilities, and name the same model; a worker whose
+version is older than the one that the engine was told gets no work.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 
 import msgspec
@@ -21,8 +22,8 @@ from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.relay.attached_worker import AttachedWorker, RelayOptions
 from outrider.engines.relay.link import Disconnected, Link, Socket
-from outrider.engines.relay.messages import PROTOCOL, TO_SERVICE, Close, Hello, ToService, close_reason
-from outrider.errors import EngineError, EngineUnavailable, InvalidField, OutriderError
+from outrider.engines.relay.messages import PROTOCOL, TO_SERVICE, Close, Hello, ToService, Version, close_reason
+from outrider.errors import EngineError, EngineRejected, EngineUnavailable, InvalidField, OutriderError
 from outrider.trajectory import LogprobKind, TokenMode
 
 log = logging.getLogger("outrider.relay")
@@ -35,12 +36,13 @@ FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Cl
 """Ends after which a worker is not waited for. Every other is an accident."""
 NO_WORKERS = "no worker is attached"
 HINT = "run one where the model is: outrider.relay.Worker(URL, generate, engine={!r})"
+LOADS = "give the worker a function that loads them: outrider.relay.Worker(..., update_weights=...)"
 
 WorkerCheck = Callable[[AttachedWorker], Awaitable[None]]
 
 
 class RelayEngine:
-    """`Engine`, `TokenizesText`, `SetsVersion` and `AwaitsWorkers`.
+    """`Engine`, `TokenizesText`, `SetsVersion`, `LoadsWeights` where its workers can, and `AwaitsWorkers`.
 
     `logprob_kind` and `constraints` are those of the workers, known when the first one attaches.
     """
@@ -59,7 +61,13 @@ class RelayEngine:
         self._options = read_options(RelayOptions, options.options)
         _check(self._options)
         self._workers: dict[str, AttachedWorker] = {}
+        self._arriving: dict[str, AttachedWorker] = {}
+        """Those that are checked and brought to the state of the others."""
         self._paused: PauseMode | None = None
+        self._version = 0
+        """The version that the engine was told."""
+        self._weights: str | None = None
+        """Where the weights of that version are, if they can be loaded."""
         # Numbers from an earlier service, which a worker may still hold, are not used again.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
@@ -69,12 +77,17 @@ class RelayEngine:
         kinds = [frozenset(worker.hello.constraints) for worker in self._workers.values()]
         return frozenset.intersection(*kinds) if kinds else frozenset()
 
+    @property
+    def loads_weights(self) -> bool:
+        """Whether every worker can."""
+        return all(worker.hello.loads for worker in self._workers.values())
+
     async def start(self) -> None:
         """Nothing to open: workers come by themselves."""
 
     async def close(self) -> None:
         self._closed = True
-        for worker in list(self._workers.values()):
+        for worker in [*self._workers.values(), *self._arriving.values()]:
             worker.cut_off(Close.REMOVED, f"engine {self.name!r} was removed")
             self._drop(worker, f"engine {self.name!r} was removed")
 
@@ -111,26 +124,47 @@ class RelayEngine:
         good = [answer for answer in answers if answer.ok]
         if not good:
             return answers[0]
+        # One that is behind gets no work, so its version is not the engine's.
+        fresh = [answer for answer in good if answer.version >= self._version] or good
         contexts = [answer.context_tokens for answer in good if answer.context_tokens is not None]
         return EngineHealth(
             ok=True,
             detail=f"{len(good)} of {len(workers)} workers",
             model=next((answer.model for answer in good if answer.model is not None), None),
             context_tokens=min(contexts, default=None),
-            version=min(answer.version for answer in good),
+            version=min(answer.version for answer in fresh),
         )
 
     async def pause(self, mode: PauseMode) -> None:
         """Workers that attach later are paused before they get work. Raises what a worker answers."""
         self._paused = mode
-        await self._each(lambda worker: worker.pause(mode))
+        _raise_first(await self._each(lambda worker: worker.pause(mode)))
 
     async def resume(self) -> None:
         self._paused = None
-        await self._each(lambda worker: worker.resume())
+        _raise_first(await self._each(lambda worker: worker.resume()))
 
     async def set_version(self, version: int) -> None:
-        await self._each(lambda worker: worker.set_version(version))
+        if version != self._version:
+            self._version, self._weights = version, None
+        _raise_first(await self._each(lambda worker: worker.set_version(version)))
+
+    async def update_weights(self, weights: str, version: int) -> None:
+        """Have every worker load them. One that has lost its connection is told when it is back. One that fails, or has
+        come meanwhile, is sent away and, like any that attaches later, loads them before it gets work. Raises what the
+        workers answer if none of them has loaded them."""
+        if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
+            raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
+        asked = list(self._workers.values())
+        failures = await self._each(lambda worker: worker.update_weights(weights, version))
+        if not any(worker.gone is None and worker not in failures for worker in asked):
+            raise next(iter(failures.values()), self._nobody())
+        self._version, self._weights = version, weights
+        for worker in list(self._workers.values()):
+            if worker in failures or worker.version < version:
+                reason = failures[worker].message if worker in failures else f"it has to load version {version}"
+                worker.cut_off(Close.SILENT, reason)
+                self._drop(worker, reason)
 
     async def token_check(self, text: str) -> list[int] | None:
         """By a worker that can. Each was asked before it was admitted, so any of them will do."""
@@ -147,7 +181,7 @@ class RelayEngine:
         attached: Callable[[], object] = lambda: None,
     ) -> None:
         """Serve one connection of a worker until it ends. A worker that `check` refuses, by raising an OutriderError,
-        gets no work; `attached` is called when a new one may get some."""
+        gets no work; `attached` is called when one may get some that could not before."""
         try:
             hello = await _hello(socket)
         except _Refused as refused:
@@ -164,24 +198,35 @@ class RelayEngine:
         )
         worker = self._workers.get(hello.instance)
         if worker is not None:
-            await self._run(worker, link, hello)
+            await self._run(worker, link, hello, attached)
             return
         if (conflict := self._conflict(hello)) is not None:
             log.warning("relay %s refused worker %s: %s", self.name, hello.name, conflict)
             await _refuse(socket, _Refused(Close.CONFLICT, conflict))
             return
+        if (earlier := self._arriving.get(hello.instance)) is not None:
+            earlier.cut_off(Close.REPLACED, "this worker has connected again")
+            earlier.give_up("it has connected again")
         worker = AttachedWorker(hello, self.name, self._options, self._numbers)
         async with asyncio.TaskGroup() as group:
             admission = group.create_task(self._admit(worker, check, attached), name=f"admit {worker.name}")
-            await self._run(worker, link, hello)
+            await self._run(worker, link, hello, attached)
             admission.cancel()
 
-    async def _run(self, worker: AttachedWorker, link: Link[ToService], hello: Hello) -> None:
+    async def _run(
+        self, worker: AttachedWorker, link: Link[ToService], hello: Hello, news: Callable[[], object]
+    ) -> None:
         """Serve one connection of a worker, and decide when it ends whether the worker is waited for."""
+
+        def handle(message: ToService) -> None:
+            worker.handle(message)
+            if isinstance(message, Version):  # it may have been the one that the engine waited for
+                news()
+
         worker.connect(link, hello)
         end: Disconnected | None = None
         try:
-            end = await link.run(worker.handle)
+            end = await link.run(handle)
         finally:
             if worker.disconnect(link):
                 self._disconnected(worker, end)
@@ -193,16 +238,24 @@ class RelayEngine:
         attached: Callable[[], object],
     ) -> None:
         """Check a worker, bring it to the state of the others, and let it have work."""
+        self._arriving[worker.hello.instance] = worker
+        fits = False
         try:
             if check is not None:
                 await check(worker)
-            if self._paused is not None:
-                await worker.pause(self._paused)
+            fits = True
+            await self._bring_up(worker)
         except OutriderError as error:
             log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
-            # One that was only too slow may come back.
-            worker.cut_off(Close.SILENT if isinstance(error, EngineUnavailable) else Close.CONFLICT, error.message)
+            # One that was only too slow, or could not do what it was told, may come back.
+            comes_back = fits or isinstance(error, EngineUnavailable)
+            worker.cut_off(Close.SILENT if comes_back else Close.CONFLICT, error.message)
             worker.give_up(error.message)
+            return
+        finally:
+            if self._arriving.get(worker.hello.instance) is worker:
+                del self._arriving[worker.hello.instance]
+        if worker.gone is not None:
             return
         # Others may have attached meanwhile.
         conflict = self._conflict(worker.hello)
@@ -214,6 +267,19 @@ class RelayEngine:
         self._workers[worker.hello.instance] = worker
         log.info("relay %s: worker %s attached", self.name, worker.name)
         attached()
+
+    async def _bring_up(self, worker: AttachedWorker) -> None:
+        """Tell a new worker what the others were told, until nothing new was said to them meanwhile. Raises what the
+        worker answers."""
+        paused: PauseMode | None = "finish" if worker.hello.paused else None
+        while True:
+            if paused != (wanted := self._paused):
+                await (worker.resume() if wanted is None else worker.pause(wanted))
+                paused = wanted
+            elif self._weights is not None and worker.hello.loads and worker.version < self._version:
+                await worker.update_weights(self._weights, self._version)
+            else:
+                return
 
     def _disconnected(self, worker: AttachedWorker, end: Disconnected | None) -> None:
         """Wait for a worker whose connection broke; drop one that has left or was cut off."""
@@ -232,7 +298,8 @@ class RelayEngine:
             self._drop(worker, end.reason or "it has left" if end is not None else "the service is closing")
 
     def _drop(self, worker: AttachedWorker, reason: str) -> None:
-        self._workers.pop(worker.hello.instance, None)
+        if self._workers.get(worker.hello.instance) is worker:  # a newer one may have its place
+            del self._workers[worker.hello.instance]
         log.info("relay %s: worker %s is gone: %s", self.name, worker.name, reason)
         worker.give_up(reason)
 
@@ -250,7 +317,9 @@ class RelayEngine:
     def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
         """The least loaded worker: with a connection rather than without, and rather not one that has just failed. A
         session stays with its own, the one of the highest hash, while that has little more to do."""
-        workers = [worker for worker in self._workers.values() if worker not in tried]
+        workers = [
+            worker for worker in self._workers.values() if worker not in tried and worker.version >= self._version
+        ]
         if not workers:
             return None
 
@@ -262,25 +331,31 @@ class RelayEngine:
         stays = rank(own)[:2] == rank(best)[:2] and own.in_flight <= best.in_flight + STAY
         return own if stays else best
 
-    async def _each(self, act: Callable[[AttachedWorker], Awaitable[None]]) -> None:
-        """Have every worker do it; those that go away meanwhile are passed over. Raises the first other error."""
-        failures: list[EngineError] = []
+    async def _each(self, act: Callable[[AttachedWorker], Awaitable[None]]) -> dict[AttachedWorker, EngineError]:
+        """Have every worker do it; what failed. Those that go away meanwhile are passed over."""
+        failures: dict[AttachedWorker, EngineError] = {}
 
         async def one(worker: AttachedWorker) -> None:
             try:
                 await act(worker)
             except EngineError as error:
                 if worker.gone is None:
-                    failures.append(error)
+                    failures[worker] = error
 
         async with asyncio.TaskGroup() as group:
             for worker in list(self._workers.values()):
                 group.create_task(one(worker))
-        if failures:
-            raise failures[0]
+        return failures
 
     def _nobody(self) -> EngineUnavailable:
+        if self._workers:
+            return EngineUnavailable(f"relay {self.name!r}: no worker has policy version {self._version} yet")
         return EngineUnavailable(f"relay {self.name!r}: {NO_WORKERS}", hint=HINT.format(self.name))
+
+
+def _raise_first(failures: Mapping[AttachedWorker, EngineError]) -> None:
+    for error in failures.values():
+        raise error
 
 
 class _Refused(Exception):

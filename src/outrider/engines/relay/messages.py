@@ -49,7 +49,8 @@ class Nonsense(Exception):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     """A worker's first message. `instance` is a random name of this worker object, the same on every connection;
-    `holds` are the generations that it has and whose end was not acknowledged."""
+    `holds` are the generations that it has and whose end was not acknowledged. `loads`: it can load weights. `paused`:
+    a service, perhaps an earlier one, has paused it and not had it go on."""
 
     protocol: int
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -60,6 +61,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
     constraints: tuple[ConstraintKind, ...] = ()
     tokenizes: bool = False
+    loads: bool = False
+    paused: bool = False
     holds: tuple[int, ...] = ()
 
 
@@ -101,9 +104,10 @@ class Call(msgspec.Struct, tag="call", frozen=True, kw_only=True):
     """Something to do that is answered once. A worker that gets a call again does it once, and answers again."""
 
     call: int
-    action: Literal["pause", "resume", "set_version", "health", "tokenize"]
+    action: Literal["pause", "resume", "set_version", "update_weights", "health", "tokenize"]
     mode: PauseMode = "finish"
     version: int = 0
+    weights: str = ""
     text: str = ""
 
 
