@@ -78,7 +78,7 @@ async def test_turns_of_frozen_models_are_kept_apart(store: Store) -> None:
 async def test_a_database_from_before_frozen_models_is_opened(tmp_path: Path) -> None:
     """Its results, too, which say nothing of such models."""
     path = tmp_path / "outrider.db"
-    async with Store(SqliteDatabase(path), migrations=MIGRATIONS[:3]) as store:
+    async with Store(SqliteDatabase(path), migrations=MIGRATIONS[:4]) as store:
         await submit(store, group_row())
         await start(store, "g.0")
         await store.add_turn("g.0", 1, turn(0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,7 +20,9 @@ from outrider.harnesses.base import ModelRefused
 from outrider.messages import Message, ParsedMessages, ToolSpec
 from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, Capacity
 from outrider.sessions.calls.token_allowance import LimitReached
-from outrider.sessions.conversation import Conversation
+
+if TYPE_CHECKING:
+    from outrider.sessions.conversation import Conversation
 
 
 class SessionModels:

@@ -155,6 +155,11 @@ MIGRATIONS: Migrations = (
         _move_images,
     ),
     (
+        # One row, once a trainer has set a version. `began_version` is the policy's when a group's first session began.
+        "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
+        "ALTER TABLE groups ADD COLUMN began_version BIGINT",
+    ),
+    (
         # Beside the policy's turns and not among them, so that nothing that trains can read them by mistake.
         """CREATE TABLE frozen_turns (
             session_id TEXT NOT NULL REFERENCES sessions (id),
@@ -164,11 +169,6 @@ MIGRATIONS: Migrations = (
             turn {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, model, turn_index)
         )""",
-    ),
-    (
-        # One row, once a trainer has set a version. `began_version` is the policy's when a group's first session began.
-        "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
-        "ALTER TABLE groups ADD COLUMN began_version BIGINT",
     ),
 )
 
