@@ -40,7 +40,12 @@ class SessionModels:
         """Receive a request to any of the models. Raises as `Conversation.receive`."""
         if not self._frozen:
             return await self.policy.receive(body, parts)
-        return await body.received(parts, _any_capacity)  # which model's capacity counts is known when it is here
+
+        async def any_capacity() -> Capacity:
+            """Which model's capacity counts is known when the body is here."""
+            return _ANY
+
+        return await body.received(parts, any_capacity)
 
     async def called(self, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
         """The conversation that a request belongs to: a frozen model's for exactly its name, else the policy's, for
@@ -141,7 +146,3 @@ class InProcessClient:
 
 
 _ANY = Capacity(None, images=True)
-
-
-async def _any_capacity() -> Capacity:
-    return _ANY
