@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -130,6 +134,35 @@ def test_a_service_in_its_own_process_is_there_and_then_gone(tmp_path: Path) -> 
         assert [engine.model for engine in client.engines()] == [str(POLICY)]
     with Client(url) as client, pytest.raises(ServiceError, match="cannot reach"):
         client.status()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from outrider.config import Config, ModelConfig
+from outrider.demo.dialogue import POLICY
+from outrider.demo.service_process import service_process
+
+folder = Path(sys.argv[1])
+config = Config(port=0, data=folder / "data", model=ModelConfig(tokenizer=str(POLICY), renderer="template:qwen3"))
+with service_process(config, folder) as url:
+    print(url, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_service_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    give_up_at = time.monotonic() + 30
+    with Client(done.stdout.strip()) as client:
+        while time.monotonic() < give_up_at:
+            try:
+                client.status()
+            except ServiceError:
+                return
+            time.sleep(0.05)
+    pytest.fail("the service is still there")
 
 
 def test_a_service_that_does_not_start_shows_its_log(tmp_path: Path) -> None:

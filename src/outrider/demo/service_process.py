@@ -1,6 +1,7 @@
 """A whole service in a process of its own, as a trainer meets it: started, found by its address, and ended.
 
-It knows no task. Invariant: when the block is left the process has ended.
+It knows no task. Invariant: when the block is left the process has ended; it also ends when this process is killed, or
+the thread that opened the block ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from outrider.config import PREFIX, Config
 from outrider.environment import variables
 from outrider.errors import ServiceError
 
-PROGRAM = "import sys; from outrider.cli import main; sys.exit(main())"
+PROGRAM = """
+import signal, sys
+from outrider.cli import main
+from outrider.runtimes.guest.isolation import syscalls
+syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)
+sys.exit(main())
+"""
 READY = "outrider is ready at "
 SECONDS_TO_START = 120.0
 SECONDS_TO_STOP = 60.0
