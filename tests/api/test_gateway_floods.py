@@ -122,6 +122,7 @@ async def test_a_prompt_far_beyond_the_context_is_refused_unread(tmp_path: Path,
         assert world.turns == []
 
 
+@pytest.mark.usefixtures("others_objects_set_aside")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.deep) for name in FLOODS]
 )

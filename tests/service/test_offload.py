@@ -8,6 +8,8 @@ import json
 import random
 from typing import Any
 
+import pytest
+
 from outrider.concurrency.watchdog import Watchdog
 from outrider.lifecycle import StopReason
 from outrider.schemas import SampleList
@@ -16,6 +18,7 @@ from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
 from .conftest import MakeWorld
 from .world import group
 
+pytestmark = pytest.mark.usefixtures("others_objects_set_aside")
 HELD = 0.1
 """Seconds. On a quiet machine it is half of that at most."""
 
