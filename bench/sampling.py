@@ -200,7 +200,7 @@ def grade(outcome: Outcome) -> float:
 
 
 async def _seconds(sampler: DynamicSampler, batches: int) -> float:
-    """Seconds that it takes to get so many batches, by the event loop's clock."""
+    """Seconds until the sampler has given `batches` batches, by the event loop's clock."""
     clock = asyncio.get_running_loop().time
     begun = clock()
     for _ in range(batches):

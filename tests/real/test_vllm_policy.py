@@ -79,10 +79,14 @@ def request(prompt: list[int]) -> GenerateRequest:
     return GenerateRequest(request_id=name, session_key=name, input_ids=ids, sampling=sampling)
 
 
-async def whole(pool: EnginePool, asked: GenerateRequest) -> Chunk:
-    """A reply as one chunk."""
+async def whole(pool: EnginePool, asked: GenerateRequest, begun: asyncio.Event | None = None) -> Chunk:
+    """A reply as one chunk. `begun` is set when its first tokens are there."""
+    chunks = []
     async with aclosing(pool.generate(asked)) as stream:
-        chunks = [chunk async for chunk in stream]
+        async for chunk in stream:
+            chunks.append(chunk)
+            if begun is not None and chunk.ids:
+                begun.set()
     ids = [token for chunk in chunks for token in chunk.ids]
     logprobs = [value for chunk in chunks for value in chunk.logprobs]
     return msgspec.structs.replace(chunks[-1], ids=ids, logprobs=logprobs)
@@ -99,8 +103,9 @@ async def test_generations_go_on_with_the_reloaded_weights(
     new = ReferenceLlama(untied_policy, load_file(other_policy / "model.safetensors"))
     async with EnginePool(vocabulary=tokenizer.vocabulary, text=tokenizer.stream) as pool, asyncio.TaskGroup() as group:
         await pool.add_engine(engine)
-        replies = [group.create_task(whole(pool, request(prompt))) for _ in range(AT_ONCE)]
-        await asyncio.sleep(1)
+        begun = asyncio.Event()
+        replies = [group.create_task(whole(pool, request(prompt), begun)) for _ in range(AT_ONCE)]
+        await begun.wait()
         paused = asyncio.get_running_loop().time()
         await pool.policy.update(5, mode="abort", weights=str(other_policy))
         print(f"updated in {asyncio.get_running_loop().time() - paused:.2f} s")
@@ -115,8 +120,9 @@ async def test_generations_go_on_with_the_reloaded_weights(
             assert reply.logprobs[cut:] == pytest.approx(new.logprobs(prompt, reply.ids)[cut:], abs=EXACT)
         assert cut_replies
 
-        running = group.create_task(whole(pool, request(prompt)))
-        await asyncio.sleep(0.1)
+        begun.clear()
+        running = group.create_task(whole(pool, request(prompt), begun))
+        await begun.wait()
         await pool.policy.update(6, mode="finish", weights=str(untied_policy))
         finished = await running
         assert [span.version for span in finished.versions] == [5]
