@@ -126,13 +126,13 @@ class _Heard:
         self._statements = statements
         self.execute_many = tx.execute_many
 
-    def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+    async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         self._statements.append(sql)
-        return self._tx.execute(sql, values)
+        return await self._tx.execute(sql, values)
 
-    def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
+    async def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         self._statements.append(sql)
-        return self._tx.fetch(sql, values)
+        return await self._tx.fetch(sql, values)
 
 
 async def test_images_of_an_earlier_version_are_moved_out_of_their_turns(tmp_path: Path) -> None:

@@ -6,36 +6,36 @@ import asyncio
 import os
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from outrider.errors import Conflict, ServiceError
-from outrider.store.database import Connection
+from outrider.store.database import Body, Connection
 from outrider.store.sqlite import MAX_BATCH, SqliteDatabase, sqlite_store
 
 from .world import group_row, result, start, submit, turn
 
 
-def insert(value: int) -> Callable[[Connection], int]:
-    def body(tx: Connection) -> int:
-        return tx.execute("INSERT INTO numbers VALUES (?)", (value,))
+def insert(value: int) -> Body[int]:
+    async def body(tx: Connection) -> int:
+        return await tx.execute("INSERT INTO numbers VALUES (?)", (value,))
 
     return body
 
 
-def insert_and_fail(value: int) -> Callable[[Connection], int]:
-    def body(tx: Connection) -> int:
-        insert(value)(tx)
+def insert_and_fail(value: int) -> Body[int]:
+    async def body(tx: Connection) -> int:
+        await insert(value)(tx)
         raise Conflict(f"no {value}")
 
     return body
 
 
-def numbers(tx: Connection) -> list[int]:
-    return [row[0] for row in tx.fetch("SELECT number FROM numbers ORDER BY number")]
+async def numbers(tx: Connection) -> list[int]:
+    return [row[0] for row in await tx.fetch("SELECT number FROM numbers ORDER BY number")]
 
 
 class Held:
@@ -46,7 +46,7 @@ class Held:
         self._entered = asyncio.Event()
         self._release = threading.Event()
 
-    def body(self, tx: Connection) -> None:
+    async def body(self, tx: Connection) -> None:
         self._loop.call_soon_threadsafe(self._entered.set)
         self._release.wait()
 
@@ -81,7 +81,7 @@ async def test_a_failing_write_does_not_hurt_its_neighbours(database: SqliteData
     assert await database.read(numbers) == [n for n in range(MAX_BATCH + 50) if n not in refused]
 
 
-async def _outcomes(database: SqliteDatabase, bodies: list[Callable[[Connection], int]]) -> list[int | BaseException]:
+async def _outcomes(database: SqliteDatabase, bodies: list[Body[int]]) -> list[int | BaseException]:
     return await asyncio.gather(*(database.write(body) for body in bodies), return_exceptions=True)
 
 
@@ -97,6 +97,16 @@ async def test_what_the_database_refuses_for_good_is_not_worth_another_try(datab
     with pytest.raises(sqlite3.IntegrityError):
         await database.write(insert(1))
     assert await database.read(numbers) == [1]
+
+
+async def test_a_transaction_that_waits_for_something_else_is_refused(database: SqliteDatabase) -> None:
+    async def body(tx: Connection) -> None:
+        await insert(1)(tx)
+        await asyncio.sleep(0)
+
+    with pytest.raises(TypeError, match="awaited something else"):
+        await database.write(body)
+    assert await database.read(numbers) == []
 
 
 async def test_a_write_is_seen_by_every_later_read(database: SqliteDatabase) -> None:

@@ -1,4 +1,4 @@
-"""What the store needs of a database: to run transactions, each of them a plain function of a connection.
+"""What the store needs of a database: to run transactions, each of them a coroutine function of a connection.
 
 It knows no table. SQLite is the only implementation (`sqlite.py`); PostgreSQL is to follow. Statements use `?`
 placeholders and the SQL that both share; a database with other placeholders translates them.
@@ -7,7 +7,7 @@ Invariant: the changes of a transaction are committed as a whole before its call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -17,29 +17,29 @@ Row = tuple[Any, ...]
 class Connection(Protocol):
     """The transaction that a body runs in. Valid only until the body returns."""
 
-    def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+    async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run a statement that changes rows; the number of changed rows."""
         ...
 
-    def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
+    async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
         """Run one statement for each row of values; the total number of changed rows."""
         ...
 
-    def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
+    async def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         """All rows of a query."""
         ...
 
 
-Body = Callable[[Connection], T]
+Body = Callable[[Connection], Coroutine[Any, Any, T]]
 
 
 class Database(Protocol):
     """Transactions over one database.
 
     `types` are the column types whose names differ between databases: `blob`, and `serial` for a growing primary key
-    that never repeats. A body must touch nothing but its connection: it may run on any thread, and again after a
-    rollback. An error that it raises rolls it back and reaches the caller; if the database itself fails, ServiceError
-    is raised.
+    that never repeats. A body must touch and await nothing but its connection: it may run on any thread, and again
+    after a rollback. An error that it raises rolls it back and reaches the caller; if the database itself fails,
+    ServiceError is raised.
     """
 
     types: Mapping[str, str]

@@ -31,19 +31,19 @@ def split(turn: Turn) -> Split:
     return Split(bare, tuple(images.values()))
 
 
-def insert_images(tx: Connection, images: Iterable[Image]) -> None:
+async def insert_images(tx: Connection, images: Iterable[Image]) -> None:
     """Insert the images that are not stored yet."""
     for image in images:
         # Looked up first, so that the bytes of a known image are not passed to the database with every turn.
-        if not tx.fetch("SELECT 1 FROM images WHERE digest = ?", (image.digest,)):
-            tx.execute(
+        if not await tx.fetch("SELECT 1 FROM images WHERE digest = ?", (image.digest,)):
+            await tx.execute(
                 "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                 (image.digest, image.media_type, image.data),
             )
 
 
-def find_image(tx: Connection, digest: str) -> Image:
-    found = tx.fetch("SELECT media_type, data FROM images WHERE digest = ?", (digest,))
+async def find_image(tx: Connection, digest: str) -> Image:
+    found = await tx.fetch("SELECT media_type, data FROM images WHERE digest = ?", (digest,))
     if not found:
         raise NotFound(
             f"no image {digest!r}",
@@ -53,10 +53,11 @@ def find_image(tx: Connection, digest: str) -> Image:
     return Image(media_type, digest, bytes(data), size=len(data))
 
 
-def restore(tx: Connection, turns: Sequence[Turn]) -> list[Turn]:
+async def restore(tx: Connection, turns: Sequence[Turn]) -> list[Turn]:
     """The turns with the bytes of their images. Raises NotFound for an image that is not stored."""
     images = (image for turn in turns for message in turn.messages for image in images_in(message))
-    data = {digest: find_image(tx, digest).data for digest in {image.digest for image in images if image.url is None}}
+    shown = {image.digest for image in images if image.url is None}
+    data = {digest: (await find_image(tx, digest)).data for digest in shown}
 
     def filled(image: Image) -> Image:
         return msgspec.structs.replace(image, data=data.get(image.digest, b""))

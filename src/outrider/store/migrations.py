@@ -6,32 +6,34 @@ Invariant: the version recorded in a database is the number of migrations applie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
 from outrider.errors import ServiceError
 from outrider.store.database import Connection
 
-Step = str | Callable[[Connection], None]
+Step = str | Callable[[Connection], Awaitable[None]]
 """A statement, or a function where SQL alone is not enough."""
 Migrations = Sequence[Sequence[Step]]
 
 
-def _label_groups(tx: Connection) -> None:
+async def _label_groups(tx: Connection) -> None:
     """Copy labels into their new column: before, they were read from the spec."""
-    for group_id, spec in tx.fetch("SELECT id, spec FROM groups"):
+    for group_id, spec in await tx.fetch("SELECT id, spec FROM groups"):
         labels = msgspec.json.decode(spec).get("task", {}).get("labels", {})
         if labels:
-            tx.execute("UPDATE groups SET labels = ? WHERE id = ?", (msgspec.json.encode(labels).decode(), group_id))
+            await tx.execute(
+                "UPDATE groups SET labels = ? WHERE id = ?", (msgspec.json.encode(labels).decode(), group_id)
+            )
 
 
-def _count_outcomes(tx: Connection) -> None:
+async def _count_outcomes(tx: Connection) -> None:
     """Fill the new counts of outcomes: before, every reader counted the results."""
-    for group_id, packed in tx.fetch("SELECT group_id, result FROM sessions WHERE result IS NOT NULL"):
+    for group_id, packed in await tx.fetch("SELECT group_id, result FROM sessions WHERE result IS NOT NULL"):
         result = msgspec.msgpack.decode(packed)
         verdict = result.get("verdict")
-        tx.execute(
+        await tx.execute(
             """UPDATE groups SET errors = errors + ?, rewarded = rewarded + ?, reward_total = reward_total + ?
                WHERE id = ?""",
             (
@@ -43,11 +45,11 @@ def _count_outcomes(tx: Connection) -> None:
         )
 
 
-def _move_images(tx: Connection) -> None:
+async def _move_images(tx: Connection) -> None:
     """Move the bytes of images out of the turns: before, every turn that showed an image had a copy."""
-    for attempt in tx.fetch("SELECT DISTINCT session_id, attempt FROM turns"):
+    for attempt in await tx.fetch("SELECT DISTINCT session_id, attempt FROM turns"):
         sql = "SELECT turn_index, turn FROM turns WHERE session_id = ? AND attempt = ?"
-        for index, packed in tx.fetch(sql, attempt):
+        for index, packed in await tx.fetch(sql, attempt):
             if _IMAGE_TAG not in packed:
                 continue
             turn = msgspec.msgpack.decode(packed)
@@ -55,11 +57,11 @@ def _move_images(tx: Connection) -> None:
             for image in [part for part in parts if part.get("data")]:
                 data = image.pop("data")
                 image["size"] = len(data)
-                tx.execute(
+                await tx.execute(
                     "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                     (image["digest"], image["media_type"], data),
                 )
-            tx.execute(
+            await tx.execute(
                 "UPDATE turns SET turn = ? WHERE session_id = ? AND attempt = ? AND turn_index = ?",
                 (msgspec.msgpack.encode(turn), *attempt, index),
             )
@@ -173,13 +175,13 @@ MIGRATIONS: Migrations = (
 )
 
 
-def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:
+async def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:
     """Bring the schema up to date inside one transaction; the number of migrations applied.
 
     Raises ServiceError when the database is newer than this program.
     """
-    tx.execute("CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, applied DOUBLE PRECISION)")
-    version: int = tx.fetch("SELECT COALESCE(MAX(version), 0) FROM migrations")[0][0]
+    await tx.execute("CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, applied DOUBLE PRECISION)")
+    version: int = (await tx.fetch("SELECT COALESCE(MAX(version), 0) FROM migrations"))[0][0]
     if version > len(migrations):
         raise ServiceError(
             f"the database has schema version {version}, this Outrider knows versions up to {len(migrations)}",
@@ -188,8 +190,8 @@ def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Mi
     for number, statements in enumerate(migrations[version:], start=version + 1):
         for statement in statements:
             if isinstance(statement, str):
-                tx.execute(statement.format_map(types))
+                await tx.execute(statement.format_map(types))
             else:
-                statement(tx)
-        tx.execute("INSERT INTO migrations (version, applied) VALUES (?, ?)", (number, now))
+                await statement(tx)
+        await tx.execute("INSERT INTO migrations (version, applied) VALUES (?, ?)", (number, now))
     return len(migrations) - version

@@ -123,18 +123,18 @@ class _Outcome(NamedTuple):
 
 
 class _Connection:
-    """`Connection` over a sqlite3 connection."""
+    """`Connection` over a sqlite3 connection. Its methods never suspend: they block the store's own threads."""
 
     def __init__(self, raw: sqlite3.Connection) -> None:
         self._raw = raw
 
-    def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+    async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         return self._raw.execute(sql, values).rowcount
 
-    def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
+    async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
         return self._raw.executemany(sql, rows).rowcount
 
-    def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
+    async def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         return self._raw.execute(sql, values).fetchall()
 
 
@@ -184,7 +184,7 @@ class _Jobs:
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
         try:
             connection = _Connection(raw)
-            outcomes = [_Outcome(job.future, job.body(connection), None) for job in batch]
+            outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
             return outcomes
         except Exception as error:  # whatever a body raises
@@ -239,6 +239,18 @@ class _Thread:
 
     def _report(self, future: asyncio.Future[None], error: Exception | None = None) -> None:
         self._loop.call_soon_threadsafe(_deliver, [_Outcome(future, None, error)])
+
+
+def _run(body: Body[T], connection: _Connection) -> T:
+    """Run a body without an event loop: nothing that it awaits suspends, so one step brings it to its end."""
+    coroutine = body(connection)
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    coroutine.close()
+    raise TypeError("the body of a transaction awaited something else than its connection")
 
 
 async def _result(jobs: _Jobs | None, body: Body[T]) -> T:

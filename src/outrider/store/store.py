@@ -85,19 +85,19 @@ class Store:
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
 
-        def body(tx: Connection) -> GroupRow:
+        async def body(tx: Connection) -> GroupRow:
             if group.idempotency_key is not None:
                 sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
-                for row in tx.fetch(sql, (group.idempotency_key,)):
+                for row in await tx.fetch(sql, (group.idempotency_key,)):
                     known = rows.group_from(row)
-                    if _find_spec(tx, known.id) != spec:
+                    if await _find_spec(tx, known.id) != spec:
                         raise Conflict(
                             f"idempotency key {group.idempotency_key!r} was used for another request, group {known.id}",
                             hint="use a new key for a new request",
                             field="idempotency_key",
                         )
                     return known
-            inserted = tx.execute(
+            inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
                        open_sessions, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?) ON CONFLICT DO NOTHING""",
                 (
@@ -115,7 +115,7 @@ class Store:
             )
             if not inserted:
                 raise Conflict(f"there already is a group {group.id!r}")
-            inserted = tx.execute_many(
+            inserted = await tx.execute_many(
                 """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated,
                        waiting) VALUES (?, ?, ?, ?, 0, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
                 [
@@ -126,8 +126,8 @@ class Store:
             if inserted != group.n:
                 raise Conflict(f"some session ids of group {group.id!r} are already in use")
             data = {"n": group.n, "priority": group.priority}
-            self._add_event(tx, EventKind.GROUP_CREATED, group.id, None, data)
-            return _find_group(tx, group.id)
+            await self._add_event(tx, EventKind.GROUP_CREATED, group.id, None, data)
+            return await _find_group(tx, group.id)
 
         return await self._db.write(body)
 
@@ -182,24 +182,24 @@ class Store:
         group, the group has begun at `policy_version`. Raises Conflict if the session is not queued or its group is
         cancelled."""
 
-        def body(tx: Connection) -> int:
-            session = _find_session(tx, session_id)
+        async def body(tx: Connection) -> int:
+            session = await _find_session(tx, session_id)
             if session.state is not SessionState.QUEUED:
                 raise Conflict(f"session {session_id} is {session.state}, not queued")
-            if _find_group(tx, session.group_id).cancelled:
+            if (await _find_group(tx, session.group_id)).cancelled:
                 raise Conflict(f"group {session.group_id} is cancelled")
             attempt = session.attempt + 1
-            tx.execute(
+            await tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, due = 0, attempt = ?, node = ?, lease_until = ?,
                        updated = ? WHERE id = ?""",
                 (SessionState.INITIALIZING.value, attempt, node, lease_until, self._clock(), session_id),
             )
-            tx.execute(
+            await tx.execute(
                 "UPDATE groups SET began_version = ? WHERE id = ? AND began_version IS NULL",
                 (policy_version, session.group_id),
             )
             data = {"state": SessionState.INITIALIZING.value, "attempt": attempt, "node": node}
-            self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
+            await self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
             return attempt
 
         return await self._db.write(body)
@@ -224,16 +224,16 @@ class Store:
         """Make a move of lifecycle.MOVES. Raises Conflict for any other, and for those that have their own method
         (MOVES_WITH_A_METHOD)."""
 
-        def body(tx: Connection) -> None:
-            session = _unfinished(tx, session_id, attempt)
+        async def body(tx: Connection) -> None:
+            session = await _unfinished(tx, session_id, attempt)
             if state in MOVES_WITH_A_METHOD or not can_move(session.state, state):
                 raise Conflict(f"session {session_id} cannot be moved from {session.state} to {state}")
-            tx.execute(
+            await tx.execute(
                 "UPDATE sessions SET state = ?, updated = ? WHERE id = ?",
                 (state.value, self._clock(), session_id),
             )
             data = {"state": state.value, "attempt": attempt}
-            self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
+            await self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
 
         await self._db.write(body)
 
@@ -251,12 +251,14 @@ class Store:
         taken = split(turn)
         packed = rows.pack(taken.turn)
 
-        def body(tx: Connection) -> None:
+        async def body(tx: Connection) -> None:
             row = (turn.index, packed, session_id, attempt)
-            if not (tx.execute(ADD_TURN, row) if model is None else tx.execute(ADD_FROZEN_TURN, (model, *row))):
-                _under_way(tx, session_id, attempt)
+            if not (
+                await tx.execute(ADD_TURN, row) if model is None else await tx.execute(ADD_FROZEN_TURN, (model, *row))
+            ):
+                await _under_way(tx, session_id, attempt)
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
-            insert_images(tx, taken.images)
+            await insert_images(tx, taken.images)
 
         await self._db.write(body)
 
@@ -264,9 +266,9 @@ class Store:
         """The turns of one attempt (default: the newest) by index. Their images have bytes only with `images`."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
-        def body(tx: Connection) -> list[bytes]:
-            newest = _find_session(tx, session_id).attempt
-            return [row[0] for row in tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
+        async def body(tx: Connection) -> list[bytes]:
+            newest = (await _find_session(tx, session_id)).attempt
+            return [row[0] for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
 
         found = [rows.turn_from(packed) for packed in await self._db.read(body)]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
@@ -275,9 +277,11 @@ class Store:
         """The turns of frozen models in one attempt (default: the newest), by model, each by index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
-        def body(tx: Connection) -> list[tuple[str, bytes]]:
-            newest = _find_session(tx, session_id).attempt
-            return [(row[0], row[1]) for row in tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
+        async def body(tx: Connection) -> list[tuple[str, bytes]]:
+            newest = (await _find_session(tx, session_id)).attempt
+            return [
+                (row[0], row[1]) for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
+            ]
 
         found: dict[str, list[Turn]] = {}
         for model, packed in await self._db.read(body):
@@ -291,8 +295,8 @@ class Store:
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
         """End an attempt that failed, and queue the session again, to be started at `due` or later."""
 
-        def body(tx: Connection) -> None:
-            self._requeue(tx, _under_way(tx, session_id, attempt), error, due=due)
+        async def body(tx: Connection) -> None:
+            await self._requeue(tx, await _under_way(tx, session_id, attempt), error, due=due)
 
         await self._db.write(body)
 
@@ -304,9 +308,9 @@ class Store:
         """
         packed = rows.pack(result)
 
-        def body(tx: Connection) -> bool:
-            session = _unfinished(tx, session_id, attempt)
-            tx.execute(
+        async def body(tx: Connection) -> bool:
+            session = await _unfinished(tx, session_id, attempt)
+            await tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, lease_until = NULL, updated = ?, result = ?
                    WHERE id = ?""",
                 (SessionState.DONE.value, self._clock(), packed, session_id),
@@ -318,8 +322,8 @@ class Store:
                 "reward": None if verdict is None else verdict.reward,
                 "error": None if error is None else error.code,
             }
-            self._add_event(tx, EventKind.SESSION_DONE, session.group_id, session_id, data)
-            tx.execute(
+            await self._add_event(tx, EventKind.SESSION_DONE, session.group_id, session_id, data)
+            await tx.execute(
                 """UPDATE groups SET open_sessions = open_sessions - 1, errors = errors + ?, rewarded = rewarded + ?,
                        reward_total = reward_total + ? WHERE id = ?""",
                 (
@@ -331,18 +335,18 @@ class Store:
             )
             now = self._clock()
             # Two transactions that compute the same cursor cannot both commit: the column is unique.
-            finished = tx.execute(
+            finished = await tx.execute(
                 """UPDATE groups SET state = ?, finished = ?, cursor = (SELECT COALESCE(MAX(cursor), 0) + 1 FROM groups)
                    WHERE id = ? AND open_sessions = 0""",
                 (GroupState.DONE.value, now, session.group_id),
             )
             if not finished:
                 return False
-            group = _find_group(tx, session.group_id)
+            group = await _find_group(tx, session.group_id)
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
-            self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
+            await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             if group.callback_url is not None:
-                tx.execute(
+                await tx.execute(
                     "INSERT INTO outbox (group_id, url, tries, next_try) VALUES (?, ?, 0, ?)",
                     (group.id, group.callback_url, now),
                 )
@@ -353,13 +357,13 @@ class Store:
     async def cancel_group(self, group_id: str) -> list[SessionRow]:
         """Mark a group cancelled; its sessions that are not done, which the caller must now end."""
 
-        def body(tx: Connection) -> list[SessionRow]:
-            group = _find_group(tx, group_id)
+        async def body(tx: Connection) -> list[SessionRow]:
+            group = await _find_group(tx, group_id)
             if group.state is GroupState.ACTIVE and not group.cancelled:
-                tx.execute("UPDATE groups SET cancelled = 1 WHERE id = ?", (group_id,))
-                tx.execute("UPDATE sessions SET waiting = 0 WHERE group_id = ?", (group_id,))
-                self._add_event(tx, EventKind.GROUP_CANCELLED, group_id, None, {})
-            return _find_sessions(tx, "group_id = ? AND state <> 'done' ORDER BY sample_index", group_id)
+                await tx.execute("UPDATE groups SET cancelled = 1 WHERE id = ?", (group_id,))
+                await tx.execute("UPDATE sessions SET waiting = 0 WHERE group_id = ?", (group_id,))
+                await self._add_event(tx, EventKind.GROUP_CANCELLED, group_id, None, {})
+            return await _find_sessions(tx, "group_id = ? AND state <> 'done' ORDER BY sample_index", group_id)
 
         return await self._db.write(body)
 
@@ -369,8 +373,8 @@ class Store:
         Returns the sessions as they are afterwards, also those of cancelled groups.
         """
 
-        def body(tx: Connection) -> list[SessionRow]:
-            lost = _find_sessions(tx, "lease_until < ? ORDER BY lease_until, id", now)
+        async def body(tx: Connection) -> list[SessionRow]:
+            lost = await _find_sessions(tx, "lease_until < ? ORDER BY lease_until, id", now)
             for session in lost:
                 error = ErrorRecord(
                     boundary=Boundary.SERVICE,
@@ -379,8 +383,8 @@ class Store:
                     hint="the node or the whole service died: its log says why",
                     retryable=True,
                 )
-                self._requeue(tx, session, error, recovered=1)
-            return [_find_session(tx, session.id) for session in lost]
+                await self._requeue(tx, session, error, recovered=1)
+            return [await _find_session(tx, session.id) for session in lost]
 
         return await self._db.write(body)
 
@@ -420,16 +424,16 @@ class Store:
     async def _change_outbox(self, sql: str, *values: Any) -> None:
         """Run a change of one outbox row, whose group id is the last value."""
 
-        def body(tx: Connection) -> None:
-            if not tx.execute(sql, values):
+        async def body(tx: Connection) -> None:
+            if not await tx.execute(sql, values):
                 raise NotFound(f"group {values[-1]!r} has no delivery to make")
 
         await self._db.write(body)
 
-    def _requeue(
+    async def _requeue(
         self, tx: Connection, session: SessionRow, error: ErrorRecord, *, due: float = 0.0, recovered: int = 0
     ) -> None:
-        tx.execute(
+        await tx.execute(
             """UPDATE sessions SET state = ?, lease_until = NULL, updated = ?, last_error = ?, due = ?,
                    recovered = recovered + ?,
                    waiting = (SELECT 1 - cancelled FROM groups WHERE groups.id = sessions.group_id)
@@ -437,46 +441,46 @@ class Store:
             (SessionState.QUEUED.value, self._clock(), rows.pack(error), due, recovered, session.id),
         )
         data = {"attempt": session.attempt, "error": error}
-        self._add_event(tx, EventKind.SESSION_RETRY, session.group_id, session.id, data)
+        await self._add_event(tx, EventKind.SESSION_RETRY, session.group_id, session.id, data)
 
-    def _add_event(
+    async def _add_event(
         self, tx: Connection, kind: EventKind, group_id: str, session_id: str | None, data: Mapping[str, Any]
     ) -> None:
-        tx.execute(
+        await tx.execute(
             "INSERT INTO events (at, kind, group_id, session_id, data) VALUES (?, ?, ?, ?, ?)",
             (self._clock(), kind.value, group_id, session_id, rows.pack_data(data)),
         )
 
 
-def _find_group(tx: Connection, group_id: str) -> GroupRow:
-    found = tx.fetch(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ?", (group_id,))
+async def _find_group(tx: Connection, group_id: str) -> GroupRow:
+    found = await tx.fetch(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ?", (group_id,))
     if not found:
         raise NotFound(f"no group {group_id!r}")
     return rows.group_from(found[0])
 
 
-def _find_spec(tx: Connection, group_id: str) -> bytes:
-    found = tx.fetch("SELECT spec FROM groups WHERE id = ?", (group_id,))
+async def _find_spec(tx: Connection, group_id: str) -> bytes:
+    found = await tx.fetch("SELECT spec FROM groups WHERE id = ?", (group_id,))
     if not found:
         raise NotFound(f"no group {group_id!r}")
     return bytes(found[0][0])
 
 
-def _find_session(tx: Connection, session_id: str) -> SessionRow:
-    found = _find_sessions(tx, "id = ?", session_id)
+async def _find_session(tx: Connection, session_id: str) -> SessionRow:
+    found = await _find_sessions(tx, "id = ?", session_id)
     if not found:
         raise NotFound(f"no session {session_id!r}")
     return found[0]
 
 
-def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
+async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
     sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE {where}"
-    return [rows.session_from(row) for row in tx.fetch(sql, values)]
+    return [rows.session_from(row) for row in await tx.fetch(sql, values)]
 
 
-def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
+async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
     """The session. Raises Conflict unless `attempt` is its newest and it is not done."""
-    session = _find_session(tx, session_id)
+    session = await _find_session(tx, session_id)
     if session.attempt != attempt:
         raise Conflict(f"session {session_id} is at attempt {session.attempt}, not {attempt}")
     if session.state is SessionState.DONE:
@@ -484,9 +488,9 @@ def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
     return session
 
 
-def _under_way(tx: Connection, session_id: str, attempt: int) -> SessionRow:
+async def _under_way(tx: Connection, session_id: str, attempt: int) -> SessionRow:
     """The session. Raises Conflict unless `attempt` is under way."""
-    session = _unfinished(tx, session_id, attempt)
+    session = await _unfinished(tx, session_id, attempt)
     if session.state is SessionState.QUEUED:
         raise Conflict(f"session {session_id} waits in the queue: attempt {attempt} has ended")
     return session
