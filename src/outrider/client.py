@@ -117,6 +117,10 @@ class AsyncClient:
     async def cancel(self, group_id: str) -> GroupView:
         return await self._call("DELETE", f"/v1/groups/{group_id}", GroupView)
 
+    async def cancel_session(self, session_id: str) -> SessionView:
+        """Cancel one session; the others of its group go on."""
+        return await self._call("DELETE", f"/v1/sessions/{session_id}", SessionView)
+
     async def results(
         self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False
     ) -> ResultsPage:
@@ -380,6 +384,7 @@ class Client:
     group = _blocking(AsyncClient.group)
     groups = _blocking(AsyncClient.groups)
     cancel = _blocking(AsyncClient.cancel)
+    cancel_session = _blocking(AsyncClient.cancel_session)
     results = _blocking(AsyncClient.results)
     follow = _blocking_iterator(AsyncClient.follow)
     wait = _blocking(AsyncClient.wait)

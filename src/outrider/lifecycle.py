@@ -27,7 +27,8 @@ class GroupState(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a session ended. All but ERROR and CANCELLED can carry a verdict."""
+    """Why a session ended. All but CANCELLED, EARLY_STOP, SESSION_TIMEOUT and ERROR carry a verdict. EARLY_STOP: enough
+    other sessions of its group had one."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -38,6 +39,7 @@ class StopReason(StrEnum):
     AGENT_EXCESS = "agent_excess"
     SESSION_TIMEOUT = "session_timeout"
     CANCELLED = "cancelled"
+    EARLY_STOP = "early_stop"
     ERROR = "error"
 
 

@@ -334,13 +334,21 @@ class GroupSpec(Spec):
     """`n` sessions of one task, which are submitted, prioritised, cancelled and delivered together.
 
     If the same `idempotency_key` is submitted again, the first group is returned; with another body it is a conflict.
+    Once `min_usable` sessions have a reward, the others are stopped early; null: all are waited for.
     """
 
     task: TaskSpec
     n: Annotated[int, Field(ge=1, le=MAX_GROUP)] = 1
+    min_usable: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     idempotency_key: Name | None = None
     callback_url: Annotated[HttpUrl, Field(strict=False)] | None = None
+
+    @model_validator(mode="after")
+    def _can_be_usable(self) -> Self:
+        if self.min_usable is not None and self.min_usable > self.n:
+            raise ValueError(f"min_usable {self.min_usable} is more than the group's n {self.n}")
+        return self
 
     @field_validator("callback_url")
     @classmethod

@@ -154,6 +154,40 @@ async def test_labels_are_kept_whenever_it_is_cancelled(world: MakeWorld) -> Non
         w.stage.open["door"].set()
 
 
+@pytest.mark.parametrize("reach", [in_the_queue, running, evaluating], ids=lambda stage: stage.__name__)
+async def test_one_session_is_cancelled(world: MakeWorld, reach: Callable[[World], Awaitable[GroupView]]) -> None:
+    async with world([STALLING], lanes=NARROW) as w:
+        view = await reach(w)
+        one, *others = view.sessions
+        await w.service.cancel_session(one.id)
+        w.stage.open["door"].set()
+        w.engine.release()
+        async with asyncio.timeout(10):
+            done = await w.done(view.id)
+        assert not done.cancelled
+        reasons = [result_of(session).stop_reason for session in done.sessions]
+        assert reasons == [StopReason.CANCELLED, *[StopReason.COMPLETED] * len(others)]
+        assert await w.service.cancel_session(one.id) == done.sessions[0]
+        for other in await w.service.store.groups():
+            await w.done(other.id)
+        w.assert_quiet()
+
+
+@pytest.mark.parametrize("lanes", [NARROW, LanesConfig()], ids=["waiting", "running"])
+async def test_a_group_with_enough_rewards_waits_for_nobody(world: MakeWorld, lanes: LanesConfig) -> None:
+    """The third and fourth call are never answered."""
+    async with world([SAY, SAY, STALLING, STALLING], lanes=lanes) as w:
+        view = await w.submit("ask", n=4, min_usable=2)
+        async with asyncio.timeout(10):
+            done = await w.done(view.id, samples=True)
+        reasons = [result_of(session).stop_reason for session in done.sessions]
+        assert sorted(reasons) == [*[StopReason.COMPLETED] * 2, *[StopReason.EARLY_STOP] * 2]
+        assert not done.cancelled
+        rewards = [sample.reward for sample in done.samples or ()]
+        assert (rewards.count(1.0), rewards.count(None)) == (2, len(rewards) - 2)
+        w.assert_quiet()
+
+
 async def test_cancelled_at_any_step_of_its_start(world: MakeWorld) -> None:
     """However many turns the event loop has taken since: between lease and first step, too."""
     async with world() as w, asyncio.timeout(30):

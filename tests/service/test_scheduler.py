@@ -7,6 +7,10 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from unittest.mock import AsyncMock
+
+import msgspec
+import pytest
 
 from outrider.concurrency.backoff import Backoff
 from outrider.errors import Boundary, ErrorRecord
@@ -62,12 +66,16 @@ class FakeNode:
         self.resources = resources
         self.ran: list[tuple[str, int]] = []
         self.error: ErrorRecord | None = None
+        self.started, self.hold = asyncio.Event(), asyncio.Event()
+        self.hold.set()
 
     def stats(self) -> NodeStats:
         return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), resources=self.resources)
 
     async def run(self, attempt: Attempt) -> SessionResult:
         self.ran.append((attempt.session.id, attempt.session.attempt))
+        self.started.set()
+        await self.hold.wait()
         return SessionResult(
             session_id=attempt.session.id,
             group_id=attempt.session.group_id,
@@ -109,13 +117,42 @@ async def test_what_becomes_due_while_it_looks_is_not_forgotten() -> None:
         assert node.ran == [("s", 1), ("s", 2)]
 
 
+async def test_a_session_whose_lease_lapses_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one whose start was stored while the connection to the database broke: nobody here knows of it."""
+    monkeypatch.setattr("outrider.service.scheduler.LEASE_SECONDS", 0.03)
+    async with scheduling() as (_, store, node, _, done):
+        await put(store, "g", "s", "t")
+        await store.start_attempt("s", node="fake", lease_until=time.time() + 0.1)
+        await store.start_attempt("t", node="gone", lease_until=time.time())
+        await done.wait()
+        assert sorted(node.ran) == [("s", 2), ("t", 2)]
+        assert [row.recovered for row in await store.sessions("g")] == [1, 1]
+
+
+async def test_what_runs_here_is_never_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its lease has lapsed, as when the clock is set forward."""
+    async with scheduling() as (scheduler, store, node, _, done):
+        node.hold.clear()
+        await put(store, "g", "s")
+        scheduler.wake()
+        await node.started.wait()
+        await store.renew_leases({"s": 1}, 0.0)
+        monkeypatch.setattr(store, "renew_leases", AsyncMock())
+        await scheduler._renew_and_retake()
+        assert (await store.session("s")).attempt == 1
+        node.hold.set()
+        await done.wait()
+        assert node.ran == [("s", 1)]
+
+
 async def test_cancelled_between_its_lease_and_its_first_step() -> None:
     async with scheduling() as (scheduler, store, node, tasks, done):
         await put(store, "g", "s")
-        rows = [await store.session("s")]
+
+        session = msgspec.structs.replace(await store.session("s"), ending=StopReason.CANCELLED)
 
         def cancel() -> None:
-            tasks.create_task(scheduler.cancel(rows))
+            tasks.create_task(scheduler.end([session]))
 
         store.started = cancel
         scheduler.wake()
@@ -134,7 +171,7 @@ async def test_cancelled_while_its_failed_attempt_goes_back_to_the_queue() -> No
             tasks.create_task(cancelling())
 
         async def cancelling() -> None:
-            await scheduler.cancel(await store.cancel_group("g"))
+            await scheduler.end(await store.cancel_group("g"))
 
         store.requeued = cancel
         scheduler.wake()

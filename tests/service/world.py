@@ -86,7 +86,9 @@ def group(*do: str, init: Sequence[str] = (), n: int = 1, **fields: Any) -> Grou
     """A group of actors. `evaluator`, `runtime`, `limits` and other parts of the task may be given as objects; the
     rest of `fields` is the group's."""
     of_group: dict[str, Any] = {
-        name: fields.pop(name) for name in ("priority", "idempotency_key", "callback_url") if name in fields
+        name: fields.pop(name)
+        for name in ("priority", "idempotency_key", "callback_url", "min_usable")
+        if name in fields
     }
     verdicts = fields.pop("verdicts", [1.0])
     task = {

@@ -10,10 +10,10 @@ import asyncio
 import math
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.errors import Conflict
-from outrider.lifecycle import GroupState, StopReason
 from outrider.store.rows import SessionRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
@@ -40,11 +40,9 @@ class Hammer:
                 tasks.create_task(self._submit())
 
     async def _recover(self) -> None:
-        """What a service does first: queue again what was running, end what was being cancelled."""
+        """What a service does first: queue again what was running, end what was to end."""
         await self._store.recover(now=math.inf)
-        for group in await self._store.groups(state=GroupState.ACTIVE, limit=10_000):
-            if group.cancelled:
-                await self._cancel(group.id)
+        await self._end(await self._store.to_end())
 
     async def _submit(self) -> None:
         for number in range(1_000_000):
@@ -53,6 +51,7 @@ class Hammer:
                 self._random.randint(1, MAX_GROUP),
                 key=f"k{self._seed}-{number}",
                 callback_url="http://trainer/",
+                min_usable=self._random.choice([None, None, 1]),
             )
             await submit(self._store, group)
             acknowledge("group", group.id)
@@ -76,18 +75,26 @@ class Hammer:
             await self._cancel(row.group_id)
         elif chance < 0.3:
             await self._store.requeue(row.id, attempt, FAILURE)
+        elif chance < 0.35:
+            await self._end([await self._store.cancel_session(row.id)])
         elif await self._store.finish(row.id, attempt, result(row.id, attempt)):
             acknowledge("done", row.group_id)
+        else:
+            await self._end(await self._store.to_end(row.group_id))
 
     async def _cancel(self, group_id: str) -> None:
-        for row in await self._store.cancel_group(group_id):
-            ended = result(row.id, row.attempt, reason=StopReason.CANCELLED, reward=None)
+        await self._end(await self._store.cancel_group(group_id))
+
+    async def _end(self, rows: Sequence[SessionRow]) -> None:
+        for row in rows:
+            assert row.ending is not None
+            ended = result(row.id, row.attempt, reason=row.ending, reward=None)
             try:
                 last = await self._store.finish(row.id, row.attempt, ended)
             except Conflict:
                 continue  # its worker was faster
             if last:
-                acknowledge("done", group_id)
+                acknowledge("done", row.group_id)
 
 
 def acknowledge(*words: object) -> None:

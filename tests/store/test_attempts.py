@@ -115,13 +115,15 @@ async def test_an_attempt_that_never_was_can_write_nothing(store: Store) -> None
         await store.add_turn("g.0", 2, turn())
 
 
-async def test_a_node_renews_the_leases_of_what_it_runs(store: Store) -> None:
-    await submit(store, group_row(n=4))
-    for index, node in enumerate(("a", "a", "b")):
-        await start(store, f"g.{index}", node=node, lease_until=10.0)
+async def test_leases_of_attempts_under_way_are_renewed(store: Store) -> None:
+    await submit(store, group_row(n=5))
+    for index in range(4):
+        await start(store, f"g.{index}", lease_until=10.0)
     await store.finish("g.1", 1, result("g.1", 1))
-    await store.renew_leases("a", 99.0)
-    assert [row.lease_until for row in await store.sessions("g")] == [99.0, None, 10.0, None]
+    await store.requeue("g.3", 1, FAILURE)
+    await start(store, "g.3", lease_until=10.0)
+    await store.renew_leases({"g.0": 1, "g.1": 1, "g.3": 1, "g.4": 0, "unknown": 1}, 99.0)
+    assert [row.lease_until for row in await store.sessions("g")] == [99.0, None, 10.0, 10.0, None]
 
 
 async def test_sessions_of_dead_nodes_are_queued_again(store: Store) -> None:
@@ -138,6 +140,7 @@ async def test_sessions_of_dead_nodes_are_queued_again(store: Store) -> None:
     assert (error.code, error.retryable) == ("lease_expired", True)
     assert "n0" in error.message
     assert await store.recover(now=20.0) == []
+    assert await store.recover(now=math.inf, held={"g.1", "g.2"}) == []
     assert [row.id for row in await store.recover(now=math.inf)] == ["g.2", "g.1"]
     assert [row.id for row in await store.queued(10)] == ["g.0", "g.1", "g.2", "g.3"]
 

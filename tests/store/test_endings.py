@@ -134,6 +134,50 @@ async def test_an_attempt_of_a_cancelled_group_may_still_finish_its_turn(store: 
     assert await store.turns("g.0") == [turn()]
 
 
+async def test_one_session_is_cancelled_and_the_others_go_on(store: Store) -> None:
+    await submit(store, group_row(n=3))
+    await start(store, "g.0")
+    cancelled = [await store.cancel_session(id) for id in ("g.0", "g.1", "g.1")]
+    assert [(row.id, row.state, row.ending) for row in cancelled[:2]] == [
+        ("g.0", SessionState.INITIALIZING, StopReason.CANCELLED),
+        ("g.1", SessionState.QUEUED, StopReason.CANCELLED),
+    ]
+    assert [row.id for row in await store.to_end()] == ["g.0", "g.1"]
+    await store.requeue("g.0", 1, FAILURE)
+    assert [row.id for row in await store.queued(10)] == ["g.2"]
+    assert not (await store.group("g")).cancelled
+    for row in await store.to_end("g"):
+        await store.finish(row.id, row.attempt, result(row.id, row.attempt, reason=StopReason.CANCELLED, reward=None))
+    assert await store.to_end() == []
+    assert (await store.cancel_session("g.0")).state is SessionState.DONE
+    assert (await kinds(store)).count(EventKind.SESSION_CANCELLED) == 2
+
+
+async def test_a_group_with_enough_verdicts_ends_its_other_sessions(store: Store) -> None:
+    await submit(store, group_row(n=5, min_usable=2))
+    await start(store, "g.0")
+    await store.finish("g.1", 0, result("g.1", 0))
+    await store.finish("g.2", 0, result("g.2", 0, reason=StopReason.ERROR, reward=None))
+    assert await store.to_end("g") == []
+    await store.cancel_session("g.4")
+    await store.finish("g.3", 0, result("g.3", 0))
+    assert [(row.id, row.ending) for row in await store.to_end("g")] == [
+        ("g.0", StopReason.EARLY_STOP),
+        ("g.4", StopReason.CANCELLED),
+    ]
+    assert (await store.group("g")).state is GroupState.ACTIVE
+    assert await store.finish("g.0", 1, result("g.0", 1)) is False  # its own end was faster
+    assert await store.finish("g.4", 0, result("g.4", 0, reason=StopReason.CANCELLED, reward=None))
+    assert (await kinds(store)).count(EventKind.GROUP_ENOUGH) == 1
+
+
+async def test_a_group_whose_last_verdict_is_enough_is_done(store: Store) -> None:
+    await submit(store, group_row(n=2, min_usable=2))
+    await store.finish("g.0", 0, result("g.0", 0))
+    assert await store.finish("g.1", 0, result("g.1", 0))
+    assert EventKind.GROUP_ENOUGH not in await kinds(store)
+
+
 async def test_cancelling_a_done_group_changes_nothing(store: Store) -> None:
     await submit(store, group_row(n=1))
     await store.finish("g.0", 0, result("g.0", 0))

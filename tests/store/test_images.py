@@ -14,12 +14,11 @@ from outrider.errors import Conflict, NotFound
 from outrider.messages import Image, Message, Role, Text, image_from_bytes, image_from_url
 from outrider.store.database import Body, Connection, Row
 from outrider.store.migrations import MIGRATIONS
-from outrider.store.rows import pack
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 from outrider.trajectory import Turn
 
-from .world import FAILURE, group_row, start, submit, turn
+from .world import FAILURE, group_row, put_old, start, submit, turn
 
 CAT, DOG = image_from_bytes("image/png", b"a cat" * 100), image_from_bytes("image/jpeg", b"a dog" * 100)
 THERE = image_from_url("https://example.org/x.png")
@@ -139,11 +138,8 @@ async def test_images_of_an_earlier_version_are_moved_out_of_their_turns(tmp_pat
     path = tmp_path / "outrider.db"
     database = SqliteDatabase(path)
     old = [showing(0, unsized(CAT), THERE), turn(1), showing(2, unsized(CAT))]
-    async with Store(database, migrations=MIGRATIONS[:2]) as store:
-        await submit(store, group_row())
-        await database.write(lambda tx: tx.execute("UPDATE sessions SET attempt = 1 WHERE id = 'g.0'"))
-        rows = [("g.0", 1, one.index, pack(one)) for one in old]
-        await database.write(lambda tx: tx.execute_many("INSERT INTO turns VALUES (?, ?, ?, ?)", rows))
+    async with Store(database, migrations=MIGRATIONS[:2]):
+        await put_old(database, old)
     async with sqlite_store(path) as store:
         assert await store.turns("g.0") == [showing(0, bare(CAT), THERE), turn(1), showing(2, bare(CAT))]
         assert await store.turns("g.0", images=True) == [showing(0, CAT, THERE), turn(1), showing(2, CAT)]

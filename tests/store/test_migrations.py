@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import ServiceError
+from outrider.lifecycle import StopReason
 from outrider.store.migrations import MIGRATIONS
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 
-from .world import group_row, submit
+from .world import group_row, put_old, submit
 
 NEXT = (*MIGRATIONS, ("ALTER TABLE groups ADD COLUMN colour TEXT", "CREATE TABLE extra (data {blob})"))
 CURRENT = list(range(1, len(MIGRATIONS) + 1))
@@ -43,6 +44,16 @@ async def test_an_older_database_is_brought_up_to_date_with_its_content(tmp_path
     async with Store(SqliteDatabase(path), migrations=NEXT) as store:
         assert await store.group("g") == group_row()
     assert await versions(path) == [*CURRENT, len(CURRENT) + 1]
+
+
+async def test_sessions_of_groups_that_were_being_cancelled_are_to_end(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    database = SqliteDatabase(path)
+    async with Store(database, migrations=MIGRATIONS[:5]):
+        await put_old(database, [])
+        await database.write(lambda tx: tx.execute("UPDATE groups SET cancelled = 1"))
+    async with sqlite_store(path) as store:
+        assert [(row.id, row.ending) for row in await store.to_end()] == [("g.0", StopReason.CANCELLED)]
 
 
 async def test_a_failing_step_changes_nothing(tmp_path: Path) -> None:

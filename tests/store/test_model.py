@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from outrider.errors import Conflict
-from outrider.lifecycle import GroupState, SessionState, can_move
+from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
 from outrider.store.rows import EventKind
 from outrider.store.sqlite import sqlite_store
 
@@ -33,6 +33,7 @@ class ModelSession:
     attempt: int = 0
     node: str | None = None
     lease: float | None = None
+    ending: StopReason | None = None
     turns: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -42,12 +43,25 @@ class ModelGroup:
     priority: int
     key: str | None
     spec: bytes
+    min_usable: int | None
     cancelled: bool = False
+    usable: int = 0
     sessions: list[ModelSession] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
-        return all(session.state is SessionState.DONE for session in self.sessions)
+        return not self.open
+
+    @property
+    def open(self) -> list[ModelSession]:
+        return [session for session in self.sessions if session.state is not SessionState.DONE]
+
+    def end_others(self, reason: StopReason) -> bool:
+        """Whether that changes anything."""
+        others = [session for session in self.open if session.ending is None]
+        for session in others:
+            session.ending = reason
+        return bool(others)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -89,16 +103,18 @@ class StoreMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         key=st.sampled_from([None, "k1", "k2"]),
         spec=st.sampled_from([b"a", b"b"]),
+        min_usable=st.sampled_from([None, 1, 2]),
     )
-    def submit(self, n: int, priority: int, key: str | None, spec: bytes) -> None:
+    def submit(self, n: int, priority: int, key: str | None, spec: bytes, min_usable: int | None) -> None:
         id = f"g{len(self.groups):03}"
-        row = group_row(id, n, priority=priority, key=key, created=float(len(self.groups)))
+        created = float(len(self.groups))
+        row = group_row(id, n, priority=priority, key=key, created=created, min_usable=min_usable)
         known = next((group for group in self.groups if key is not None and group.key == key), None)
         stored = self.expect(known is None or known.spec == spec, submit(self.store, row, spec))
         if known is not None:
             assert stored is None or stored.id == known.id
             return
-        group = ModelGroup(id, priority, key, spec)
+        group = ModelGroup(id, priority, key, spec, min_usable)
         group.sessions = [ModelSession(f"{id}.{index}", group) for index in range(n)]
         self.groups.append(group)
         self.counted[EventKind.GROUP_CREATED] += 1
@@ -107,7 +123,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99), node=st.sampled_from(NODES), lease=st.integers(0, 9))
     def start(self, number: int, node: str, lease: int) -> None:
         session = self.pick(number)
-        allowed = session.state is SessionState.QUEUED and not session.group.cancelled
+        allowed = session.state is SessionState.QUEUED and session.ending is None
         attempt = self.expect(allowed, start(self.store, session.id, node=node, lease_until=lease))
         if allowed:
             session.attempt += 1
@@ -155,6 +171,10 @@ class StoreMachine(RuleBasedStateMachine):
             session.state, session.lease = SessionState.DONE, None
             self.counted[EventKind.SESSION_DONE] += 1
             assert last is session.group.done
+            group = session.group
+            group.usable += 1
+            if group.min_usable is not None and group.usable >= group.min_usable:
+                self.counted[EventKind.GROUP_ENOUGH] += group.end_others(StopReason.EARLY_STOP)
             if last:
                 self.done.append(session.group)
                 self.counted[EventKind.GROUP_DONE] += 1
@@ -164,23 +184,36 @@ class StoreMachine(RuleBasedStateMachine):
     def cancel(self, number: int) -> None:
         group = self.groups[number % len(self.groups)]
         left = self.run(self.store.cancel_group(group.id))
-        open_ids = [session.id for session in group.sessions if session.state is not SessionState.DONE]
-        assert [row.id for row in left] == open_ids
+        assert [row.id for row in left] == [session.id for session in group.open]
         if not group.cancelled and not group.done:
             group.cancelled = True
+            group.end_others(StopReason.CANCELLED)
             self.counted[EventKind.GROUP_CANCELLED] += 1
 
-    @rule(node=st.sampled_from(NODES), lease=st.integers(0, 9))
-    def renew(self, node: str, lease: int) -> None:
-        self.run(self.store.renew_leases(node, lease))
-        for session in self.sessions:
-            if session.lease is not None and session.node == node:
-                session.lease = lease
+    @precondition(lambda self: self.groups)
+    @rule(number=st.integers(0, 99))
+    def cancel_one(self, number: int) -> None:
+        session = self.pick(number)
+        if session.state is not SessionState.DONE and session.ending is None:
+            session.ending = StopReason.CANCELLED
+            self.counted[EventKind.SESSION_CANCELLED] += 1
+        row = self.run(self.store.cancel_session(session.id))
+        assert (row.id, row.ending) == (session.id, session.ending)
 
-    @rule(now=st.integers(0, 10))
-    def recover(self, now: int) -> None:
+    @precondition(lambda self: self.groups)
+    @rule(number=st.integers(0, 99), behind=st.sampled_from([0, 0, 0, 1]), lease=st.integers(0, 9))
+    def renew(self, number: int, behind: int, lease: int) -> None:
+        session = self.pick(number)
+        self.run(self.store.renew_leases({session.id: session.attempt - behind}, lease))
+        if session.lease is not None and not behind:
+            session.lease = lease
+
+    @rule(now=st.integers(0, 10), held=st.integers(0, 99))
+    def recover(self, now: int, held: int) -> None:
+        holding = {self.pick(held).id} if self.groups else set()
         lost = [session for session in self.sessions if session.lease is not None and session.lease < now]
-        recovered = self.run(self.store.recover(now=now))
+        lost = [session for session in lost if session.id not in holding]
+        recovered = self.run(self.store.recover(now=now, held=holding))
         assert {row.id for row in recovered} == {session.id for session in lost}
         for session in lost:
             self._requeued(session)
@@ -198,6 +231,10 @@ class StoreMachine(RuleBasedStateMachine):
             ]
             assert [row.result is not None for row in rows] == [
                 session.state is SessionState.DONE for session in group.sessions
+            ]
+            assert [row.ending for row in rows] == [session.ending for session in group.sessions]
+            assert [row.id for row in self.run(self.store.to_end(group.id))] == [
+                session.id for session in group.open if session.ending
             ]
         for session in self.sessions:
             for attempt, indexes in session.turns.items():
@@ -221,7 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
             session
             for group in sorted(self.groups, key=lambda group: (-group.priority, group.id))
             for session in group.sessions
-            if session.state is SessionState.QUEUED and not group.cancelled
+            if session.state is SessionState.QUEUED and session.ending is None
         ]
         assert [row.id for row in self.run(self.store.queued(1000))] == [session.id for session in waiting]
         counts = {state: sum(session.state is state for session in self.sessions) for state in SessionState}

@@ -14,7 +14,7 @@ from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 from outrider.trajectory import SessionResult
 
-from .world import FAILURE, group_row, result, start, submit, turn
+from .world import FAILURE, group_row, put_old, result, start, submit, turn
 
 
 async def test_turns_come_back_by_index_and_attempt(store: Store) -> None:
@@ -78,10 +78,9 @@ async def test_turns_of_frozen_models_are_kept_apart(store: Store) -> None:
 async def test_a_database_from_before_frozen_models_is_opened(tmp_path: Path) -> None:
     """Its results, too, which say nothing of such models."""
     path = tmp_path / "outrider.db"
-    async with Store(SqliteDatabase(path), migrations=MIGRATIONS[:4]) as store:
-        await submit(store, group_row())
-        await start(store, "g.0")
-        await store.add_turn("g.0", 1, turn(0))
+    database = SqliteDatabase(path)
+    async with Store(database, migrations=MIGRATIONS[:4]):
+        await put_old(database, [turn(0)])
     async with sqlite_store(path) as store:
         assert await store.turns("g.0") == [turn(0)]
         assert await store.frozen_turns("g.0") == {}

@@ -90,6 +90,11 @@ def group_routes(service: Service) -> APIRouter:
         """One session."""
         return json_reply(await service.reader.session(session_id))
 
+    @routes.delete("/sessions/{session_id}", **answers(SessionView))
+    async def cancel_session(session_id: str) -> Response:
+        """Cancel one session, whatever it is doing; the others of its group go on. Repeating it changes nothing."""
+        return json_reply(await service.cancel_session(session_id))
+
     @routes.get("/sessions/{session_id}/turns", **answers(TurnList))
     async def turns(session_id: str) -> Response:
         """The model calls of the session's newest attempt, as text."""

@@ -65,21 +65,26 @@ def status(
 
 def cancel(
     ctx: typer.Context,
-    group: Annotated[str, typer.Argument(metavar="GROUP", help="The group's id.")],
+    id: Annotated[
+        str, typer.Argument(metavar="GROUP|SESSION", help="The id of a group (g-…) or of one session (s-…).")
+    ],
     url: Url = None,
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Cancel a group.
+    """Cancel a group, or one session of it.
 
-    Its running sessions end; sessions that have ended keep their results.
+    Running sessions end; sessions that have ended keep their results.
 
-    Example:
+    Examples:
 
         outrider cancel g-0019a4e2b6c1f3d2
+
+        outrider cancel s-0019a4e2b6c1f3d2-0
     """
     with client(url, token) as service:
-        _show_group(terminal_of(ctx), service.cancel(group))
+        group = service.group(service.cancel_session(id).group_id) if id.startswith("s-") else service.cancel(id)
+        _show_group(terminal_of(ctx), group)
 
 
 def _show_group(terminal: Terminal, group: GroupView) -> None:

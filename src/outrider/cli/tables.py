@@ -28,6 +28,7 @@ STYLES = {
     StopReason.COMPLETED.value: "green",
     StopReason.ERROR.value: "bold red",
     StopReason.CANCELLED.value: "yellow",
+    StopReason.EARLY_STOP.value: "yellow",
     StopReason.NONZERO_EXIT.value: "yellow",
     StopReason.AGENT_EXCESS.value: "yellow",
     "yes": "green",

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, record_of
-from outrider.lifecycle import StopReason
+from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import NodeStats
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, session_result
@@ -51,12 +51,13 @@ UNREADABLE = ErrorRecord(
 
 @dataclass(eq=False)
 class _Placement:
-    """An attempt on a node. `task` is set while the node runs it: only then does a cancellation interrupt it."""
+    """An attempt on a node. `task` is set while the node runs it: only then does `ending` interrupt it."""
 
     node: Node
     attempt: Attempt
     task: asyncio.Task[None] | None = None
-    cancelled: bool = False
+    ending: StopReason | None = None
+    """Why the session is to end before its agent has, if so."""
 
 
 class Scheduler:
@@ -86,7 +87,7 @@ class Scheduler:
 
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start."""
-        await retry_store(self._resume)
+        await retry_store(partial(self._retake, float("inf")))  # the sessions of an earlier service: no lease is alive
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew(), name="renew leases")
             while True:
@@ -100,29 +101,30 @@ class Scheduler:
     def stats(self) -> list[NodeStats]:
         return [node.stats() for node in self._nodes]
 
-    async def cancel(self, sessions: Sequence[SessionRow]) -> None:
-        """End the sessions of a cancelled group: cancel the attempts under way, once; finish the queued sessions."""
+    async def end(self, sessions: Sequence[SessionRow]) -> None:
+        """End sessions that are to end: interrupt the attempts under way, once; finish the queued sessions."""
         for session in sessions:
+            if session.state is SessionState.DONE or session.ending is None:
+                continue
             placement = self._placements.get(session.id)
             if placement is None:
-                task = await self._task_of(session)
-                result = session_result(session, StopReason.CANCELLED, [], task=task)
+                result = session_result(session, session.ending, [], task=await self._task_of(session))
                 await self._finish(session.id, session.attempt, result)
-            elif not placement.cancelled:
-                placement.cancelled = True
+            elif placement.ending is None:
+                placement.ending = session.ending
                 if placement.task is not None:
                     placement.task.cancel()
 
-    async def _resume(self) -> None:
-        """Take over what an earlier service left: requeue its attempts, end the sessions of cancelled groups, and end
-        those that have lost their node too often."""
-        recovered = await self._store.recover(now=float("inf"))
-        cancelled = await self._store.cancelled()
-        for group_id in cancelled:
-            await self.cancel(await self._store.cancel_group(group_id))
+    async def _retake(self, now: float) -> None:
+        """Queue the sessions again whose lease ended before `now` and that do not run here, and end those that have
+        lost their node too often, and those that are to end."""
+        recovered = await self._store.recover(now=now, held=frozenset(self._placements))
         for session in recovered:
-            if session.recovered > MAX_RECOVERED and session.group_id not in cancelled:
+            if session.recovered > MAX_RECOVERED and session.ending is None:
                 await self._give_up(session, await self._task_of(session), session.last_error)
+        await self.end(await self._store.to_end())
+        if recovered:
+            self._work.set()
 
     async def _give_up(self, session: SessionRow, task: TaskSpec | None, error: ErrorRecord | None) -> None:
         """End a queued session as failed."""
@@ -168,7 +170,7 @@ class Scheduler:
                 lease_until=time.time() + LEASE_SECONDS,
                 policy_version=self._policy_version(),
             )
-        except Conflict:  # the group was cancelled since the queue was read
+        except Conflict:  # it was cancelled since the queue was read
             self._tasks.pop(session.group_id, None)
             return
         started = msgspec.structs.replace(session, attempt=number)
@@ -213,21 +215,22 @@ class Scheduler:
     async def _outcome(self, placement: _Placement) -> SessionResult:
         """How the attempt ended. A cancellation may come before the node has it; after its end it has no effect."""
         try:
-            if not placement.cancelled:
+            if placement.ending is None:
                 placement.task = asyncio.current_task()
                 return await placement.node.run(placement.attempt)
         except asyncio.CancelledError:
-            if not placement.cancelled:
+            if placement.ending is None:
                 raise
         finally:
             placement.task = None
-        return await retry_store(lambda: self._cancelled_result(placement))
+        return await retry_store(lambda: self._interrupted_result(placement))
 
-    async def _cancelled_result(self, placement: _Placement) -> SessionResult:
+    async def _interrupted_result(self, placement: _Placement) -> SessionResult:
         session, task = placement.attempt.session, placement.attempt.task
         turns = await self._store.turns(session.id, session.attempt)
         frozen = await self._store.frozen_turns(session.id, session.attempt)
-        return session_result(session, StopReason.CANCELLED, turns, task=task, frozen=frozen)
+        assert placement.ending is not None
+        return session_result(session, placement.ending, turns, task=task, frozen=frozen)
 
     async def _settle(self, placement: _Placement, result: SessionResult) -> SessionResult:
         """Requeue or finish the session; the result that was stored."""
@@ -265,8 +268,8 @@ class Scheduler:
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
-        if placement.cancelled:  # while this attempt was under way: `cancel` has left the session to it
-            await self._finish(session.id, session.attempt, await self._cancelled_result(placement))
+        if placement.ending is not None:  # while this attempt was under way: `end` has left the session to it
+            await self._finish(session.id, session.attempt, await self._interrupted_result(placement))
 
     async def _finish(self, session_id: str, attempt: int, result: SessionResult) -> None:
         try:
@@ -277,9 +280,17 @@ class Scheduler:
         if group_done:
             self._tasks.pop(result.group_id, None)
             self._on_done()
+        elif result.verdict is not None:  # it may have been the last that the group needed
+            await self.end(await self._store.to_end(result.group_id))
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(LEASE_SECONDS / 3)
-            for name in self._placed:
-                await retry_store(partial(self._store.renew_leases, name, time.time() + LEASE_SECONDS))
+            await retry_store(self._renew_and_retake)
+
+    async def _renew_and_retake(self) -> None:
+        """Renew the leases of the attempts that run, and queue the sessions of others that lapsed: their node died, or
+        a start was stored though the database had said that it failed."""
+        held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
+        await self._store.renew_leases(held, time.time() + LEASE_SECONDS)
+        await self._retake(time.time())

@@ -22,7 +22,7 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.schemas import EngineStatus, EventView, GroupView, PolicyStatus, ServiceStatus
+from outrider.schemas import EngineStatus, EventView, GroupView, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import PAUSES, Scheduler
@@ -121,6 +121,7 @@ class Service:
             finished=None,
             cursor=None,
             labels=spec.task.labels,
+            min_usable=spec.min_usable,
         )
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())
@@ -130,8 +131,13 @@ class Service:
 
     async def cancel(self, group_id: str) -> GroupView:
         """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing."""
-        await self._scheduler.cancel(await self.store.cancel_group(group_id))
+        await self._scheduler.end(await self.store.cancel_group(group_id))
         return await self.reader.group(group_id)
+
+    async def cancel_session(self, session_id: str) -> SessionView:
+        """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing."""
+        await self._scheduler.end([await self.store.cancel_session(session_id)])
+        return await self.reader.session(session_id)
 
     async def group(self, group_id: str, *, wait: float, samples: bool) -> GroupView:
         """A group as soon as it is done, or as it is after `wait` seconds."""
@@ -188,7 +194,7 @@ class Service:
         async def cancel_old() -> None:
             if update.cancel_older_than is not None:
                 for group_id in await self.store.began_before(update.cancel_older_than):
-                    await self._scheduler.cancel(await self.store.cancel_group(group_id))
+                    await self._scheduler.end(await self.store.cancel_group(group_id))
                     cancelled.append(group_id)
 
         await self.pool.policy.update(update.version, mode=update.mode, weights=update.weights, meanwhile=cancel_old)

@@ -172,6 +172,16 @@ MIGRATIONS: Migrations = (
             PRIMARY KEY (session_id, attempt, model, turn_index)
         )""",
     ),
+    (
+        # `ending` is why a session is to end, from the moment that this is decided; before, only whole groups were
+        # cancelled. `min_usable` is how many verdicts are enough for a group.
+        "ALTER TABLE sessions ADD COLUMN ending TEXT",
+        """UPDATE sessions SET ending = 'cancelled'
+            WHERE state <> 'done' AND group_id IN (SELECT id FROM groups WHERE cancelled = 1)""",
+        "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
+        "DROP INDEX groups_to_cancel",
+        "ALTER TABLE groups ADD COLUMN min_usable INTEGER",
+    ),
 )
 
 

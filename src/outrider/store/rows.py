@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 
 from outrider.errors import ErrorRecord
-from outrider.lifecycle import GroupState, SessionState
+from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.store.database import Row
 from outrider.trajectory import SessionResult, Turn
 
 GROUP_COLUMNS = (
     "id, n, priority, idempotency_key, callback_url, state, cancelled, created, finished, cursor, labels, "
-    "n - open_sessions, errors, rewarded, reward_total"
+    "n - open_sessions, errors, rewarded, reward_total, min_usable"
 )
 SESSION_COLUMNS = (
     "id, group_id, sample_index, state, attempt, node, lease_until, priority, created, updated, last_error, result, "
-    "due, recovered"
+    "due, recovered, ending"
 )
 EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
 DELIVERY_COLUMNS = "group_id, url, tries, next_try"
@@ -33,7 +33,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """A group, without its spec, which may be large (`Store.spec`). Times are seconds since the epoch.
 
     `cursor` is the group's place in the results once it is done. The store counts the outcomes of its `n` sessions:
-    `done`, those with an error (`errors`), those with a reward (`rewarded`), and the sum of the rewards.
+    `done`, those with an error (`errors`), those with a reward (`rewarded`), and the sum of the rewards. Once
+    `min_usable` have a reward, the others are ended.
     """
 
     id: str
@@ -51,6 +52,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     errors: int = 0
     rewarded: int = 0
     reward_total: float = 0.0
+    min_usable: int | None = None
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +60,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `attempt` counts from 1; it is 0 before the first attempt. `recovered` is how many attempts ended because their node
     died, which is not a failure of the session. A queued session is not started before `due`. `last_error` is why the
-    last attempt failed.
+    last attempt failed. `ending` is why the session is to end, if that is decided.
     """
 
     id: str
@@ -75,6 +77,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     result: SessionResult | None
     due: float = 0.0
     recovered: int = 0
+    ending: StopReason | None = None
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
@@ -87,8 +90,10 @@ class PolicyRow(msgspec.Struct, frozen=True):
 class EventKind(StrEnum):
     GROUP_CREATED = "group.created"
     GROUP_CANCELLED = "group.cancelled"
+    GROUP_ENOUGH = "group.enough"
     GROUP_DONE = "group.done"
     SESSION_STATE = "session.state"
+    SESSION_CANCELLED = "session.cancelled"
     SESSION_RETRY = "session.retry"
     SESSION_DONE = "session.done"
 
@@ -142,6 +147,7 @@ def group_from(row: Row) -> GroupRow:
         errors=row[12],
         rewarded=row[13],
         reward_total=row[14],
+        min_usable=row[15],
     )
 
 
@@ -162,6 +168,7 @@ def session_from(row: Row) -> SessionRow:
         result=None if row[11] is None else msgspec.msgpack.decode(row[11], type=SessionResult),
         due=row[12],
         recovered=row[13],
+        ending=None if row[14] is None else StopReason(row[14]),
     )
 
 

@@ -10,13 +10,13 @@ refused with Conflict. A session's result, its group's state, cursor, event and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from math import inf
 from types import TracebackType
 from typing import Any, Self
 
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
-from outrider.lifecycle import GroupState, SessionState, can_move
+from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
 from outrider.messages import Image
 from outrider.store import rows
 from outrider.store.database import Connection, Database
@@ -36,6 +36,8 @@ ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
 ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
     SELECT id, attempt, ?, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
+END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0
+    WHERE group_id = ? AND state <> 'done' AND ending IS NULL"""
 
 
 class Store:
@@ -44,10 +46,10 @@ class Store:
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write to a
     session raise Conflict if the session is done or `attempt` is not its newest attempt.
 
-    A cancelled group's sessions leave the queue at once: `queued` does not list them and `start_attempt` refuses them.
-    They are not done until the caller finishes each as cancelled, even when `requeue` or `recover` ends their attempt
-    (their state is then QUEUED). `cancel_group` may be repeated, for instance after a crash: it lists the sessions that
-    are left to finish.
+    Sessions that are to end (`SessionRow.ending`: cancelled, or not needed any more) leave the queue at once: `queued`
+    does not list them and `start_attempt` refuses them. They are not done until the caller finishes each for that
+    reason, even when `requeue` or `recover` ends their attempt (their state is then QUEUED). `to_end` lists those that
+    are left to finish, for instance after a crash.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class Store:
                     return known
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-                       open_sessions, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?) ON CONFLICT DO NOTHING""",
+                       open_sessions, created, min_usable) VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?)
+                       ON CONFLICT DO NOTHING""",
                 (
                     group.id,
                     spec,
@@ -111,6 +114,7 @@ class Store:
                     GroupState.ACTIVE.value,
                     group.n,
                     group.created,
+                    group.min_usable,
                 ),
             )
             if not inserted:
@@ -145,10 +149,11 @@ class Store:
         found = await self._db.read(lambda tx: tx.fetch(sql, (*values, limit)))
         return [rows.group_from(row) for row in found]
 
-    async def cancelled(self) -> list[str]:
-        """Ids of the cancelled groups that have sessions that are not done, oldest first."""
-        sql = "SELECT id FROM groups WHERE cancelled = 1 AND state = 'active' ORDER BY created, id"
-        return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql))]
+    async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
+        """The sessions that are to end and are not done yet, of one group or of all, in sample order."""
+        where, values = ("", ()) if group_id is None else ("AND group_id = ?", (group_id,))
+        where = f"ending IS NOT NULL AND state <> 'done' {where} ORDER BY group_id, sample_index"
+        return await self._db.read(lambda tx: _find_sessions(tx, where, *values))
 
     async def session(self, session_id: str) -> SessionRow:
         return await self._db.read(lambda tx: _find_session(tx, session_id))
@@ -179,15 +184,14 @@ class Store:
 
     async def start_attempt(self, session_id: str, *, node: str, lease_until: float, policy_version: int = 0) -> int:
         """Move a queued session to INITIALIZING under a lease; the number of the new attempt. If it is the first of its
-        group, the group has begun at `policy_version`. Raises Conflict if the session is not queued or its group is
-        cancelled."""
+        group, the group has begun at `policy_version`. Raises Conflict if the session is not queued or is to end."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
             if session.state is not SessionState.QUEUED:
                 raise Conflict(f"session {session_id} is {session.state}, not queued")
-            if (await _find_group(tx, session.group_id)).cancelled:
-                raise Conflict(f"group {session.group_id} is cancelled")
+            if session.ending is not None:
+                raise Conflict(f"session {session_id} is to end: {session.ending}")
             attempt = session.attempt + 1
             await tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, due = 0, attempt = ?, node = ?, lease_until = ?,
@@ -237,10 +241,11 @@ class Store:
 
         await self._db.write(body)
 
-    async def renew_leases(self, node: str, lease_until: float) -> None:
-        """Extend the leases of all attempts under way on a node."""
-        sql = "UPDATE sessions SET lease_until = ? WHERE node = ? AND lease_until IS NOT NULL"
-        await self._db.write(lambda tx: tx.execute(sql, (lease_until, node)))
+    async def renew_leases(self, attempts: Mapping[str, int], lease_until: float) -> None:
+        """Extend the leases of attempts, given by session id. Those that are not under way any more are passed over."""
+        sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
+        values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
+        await self._db.write(lambda tx: tx.execute_many(sql, values))
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
         """Store a turn of an attempt under way. Raises Conflict if the attempt already has a turn of that index.
@@ -304,6 +309,7 @@ class Store:
         """End a session for good; True if its group is now done.
 
         With its last session the group is done: it gets its cursor, an event, and an outbox row if it has a callback.
+        If its `min_usable` verdicts are there before that, the sessions that are left are to end early.
         A queued session (with `attempt` its last one) may be finished: that is how it is cancelled.
         """
         packed = rows.pack(result)
@@ -340,9 +346,12 @@ class Store:
                    WHERE id = ? AND open_sessions = 0""",
                 (GroupState.DONE.value, now, session.group_id),
             )
-            if not finished:
-                return False
             group = await _find_group(tx, session.group_id)
+            if not finished:
+                enough = group.min_usable is not None and group.rewarded >= group.min_usable
+                if enough and await tx.execute(END_OTHERS, (StopReason.EARLY_STOP.value, group.id)):
+                    await self._add_event(tx, EventKind.GROUP_ENOUGH, group.id, None, {"usable": group.rewarded})
+                return False
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             if group.callback_url is not None:
@@ -361,20 +370,36 @@ class Store:
             group = await _find_group(tx, group_id)
             if group.state is GroupState.ACTIVE and not group.cancelled:
                 await tx.execute("UPDATE groups SET cancelled = 1 WHERE id = ?", (group_id,))
-                await tx.execute("UPDATE sessions SET waiting = 0 WHERE group_id = ?", (group_id,))
+                await tx.execute(END_OTHERS, (StopReason.CANCELLED.value, group_id))
                 await self._add_event(tx, EventKind.GROUP_CANCELLED, group_id, None, {})
             return await _find_sessions(tx, "group_id = ? AND state <> 'done' ORDER BY sample_index", group_id)
 
         return await self._db.write(body)
 
-    async def recover(self, *, now: float) -> list[SessionRow]:
-        """Requeue every session whose lease ended before `now`: its node died. The attempt is counted as recovered.
+    async def cancel_session(self, session_id: str) -> SessionRow:
+        """Have one session end as cancelled; the session, which the caller must now end unless it is done. The others
+        of its group go on."""
 
-        Returns the sessions as they are afterwards, also those of cancelled groups.
+        sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE id = ? AND ending IS NULL AND state <> 'done'"
+
+        async def body(tx: Connection) -> SessionRow:
+            session = await _find_session(tx, session_id)
+            if await tx.execute(sql, (StopReason.CANCELLED.value, session_id)):
+                await self._add_event(tx, EventKind.SESSION_CANCELLED, session.group_id, session_id, {})
+            return await _find_session(tx, session_id)
+
+        return await self._db.write(body)
+
+    async def recover(self, *, now: float, held: Container[str] = ()) -> list[SessionRow]:
+        """Requeue every session whose lease ended before `now`, except those in `held`: its node died. The attempt is
+        counted as recovered.
+
+        Returns the sessions as they are afterwards, also those that are to end.
         """
 
         async def body(tx: Connection) -> list[SessionRow]:
-            lost = await _find_sessions(tx, "lease_until < ? ORDER BY lease_until, id", now)
+            lapsed = await _find_sessions(tx, "lease_until < ? ORDER BY lease_until, id", now)
+            lost = [session for session in lapsed if session.id not in held]
             for session in lost:
                 error = ErrorRecord(
                     boundary=Boundary.SERVICE,
@@ -435,8 +460,7 @@ class Store:
     ) -> None:
         await tx.execute(
             """UPDATE sessions SET state = ?, lease_until = NULL, updated = ?, last_error = ?, due = ?,
-                   recovered = recovered + ?,
-                   waiting = (SELECT 1 - cancelled FROM groups WHERE groups.id = sessions.group_id)
+                   recovered = recovered + ?, waiting = CASE WHEN ending IS NULL THEN 1 ELSE 0 END
                WHERE id = ?""",
             (SessionState.QUEUED.value, self._clock(), rows.pack(error), due, recovered, session.id),
         )
