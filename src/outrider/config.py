@@ -94,11 +94,12 @@ class FrozenConfig(Section):
 
 
 class Config(Section):
-    """All settings of a service."""
+    """All settings of a service. `stop_seconds`: how long sessions under way may go on after a signal to stop."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
     token: str | None = None
+    stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400)] = 20.0
     data: Path = Path(".outrider")
     files: Path = Path(".")
     model: ModelConfig = ModelConfig()

@@ -202,6 +202,11 @@ class ServiceError(OutriderError):
     retryable = True
 
 
+class ServiceStopping(ServiceError):
+    code = "service_stopping"
+    http_status = 503
+
+
 def record_of(error: BaseException) -> ErrorRecord:
     """The record of any exception. One that is not an OutriderError is a bug in Outrider, and is recorded as one."""
     if isinstance(error, OutriderError):

@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import tomllib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.world import REPLIES, TASK, Cli, program, write_task
+from outrider.client import AsyncClient
+from outrider.errors import ServiceStopping
+from outrider.schemas import ServiceStatus
+from outrider.store.sqlite import sqlite_store
+from support.service import call, say
 from support.tokenizer import write_tokenizer
 
 TRUSTED = TASK.replace('"memory"', '"process"').replace(
@@ -17,8 +26,8 @@ TRUSTED = TASK.replace('"memory"', '"process"').replace(
 )
 
 
-def flags(folder: Path) -> list[str]:
-    (folder / "script.json").write_text(json.dumps({"replies": REPLIES}))
+def flags(folder: Path, replies: Sequence[Any] = REPLIES) -> list[str]:
+    (folder / "script.json").write_text(json.dumps({"replies": replies}))
     write_tokenizer(folder / "tokenizer")
     engine = f"scripted={folder / 'script.json'}"
     return [
@@ -43,6 +52,62 @@ async def test_it_serves_until_a_signal_comes(cli: Cli, tmp_path: Path, number: 
     assert b"outrider.scheduler: session s-" in err
     assert err.endswith(b"stopped\n")
     assert b"Traceback" not in err
+
+
+@asynccontextmanager
+async def serving_a_slow_agent(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, AsyncClient, str]]:
+    """The service, a client of it, and a group whose agent has begun, and ends once `gate` is in the folder. Another
+    group is in the queue behind it."""
+    wait = f"touch {folder}/begun; until test -e {folder}/gate; do sleep 0.05; done; echo hi > out.txt"
+    words = flags(folder, [call(wait), say("done")])
+    process = await program("serve", *words, "--init-lane", "1", "--run-lane", "1", "--eval-lane", "1")
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().split()[-1]
+    async with AsyncClient(url) as client:
+        group = {"task": tomllib.loads(TRUSTED), "n": 4}
+        first = await client.submit(group)
+        while not (folder / "begun").exists():
+            assert (await client.group(first.id)).finished is None
+        yield process, client, first.id
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
+async def until_stopping(process: asyncio.subprocess.Process) -> None:
+    assert process.stderr is not None
+    while not (line := await process.stderr.readline()).startswith(b"stopping: "):
+        assert line, "the service ended"
+
+
+async def test_sessions_under_way_end_before_a_stopped_service_does(tmp_path: Path) -> None:
+    async with serving_a_slow_agent(tmp_path) as (process, client, group_id):
+        process.terminate()
+        await until_stopping(process)
+        with pytest.raises(ServiceStopping):
+            await client._call("GET", "/readyz", ServiceStatus)
+        begun = sum(session.state != "queued" for session in (await client.group(group_id)).sessions)
+        later = await client.submit({"task": tomllib.loads(TRUSTED)})
+        (tmp_path / "gate").touch()
+        _, err = await process.communicate()
+    assert (process.returncode, err.splitlines()[-1]) == (0, b"stopped")
+    async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
+        sessions = await store.sessions(group_id)
+        assert [session.state for session in sessions] == ["done"] * begun + ["queued"] * (4 - begun)
+        assert {session.result.stop_reason for session in sessions if session.result} == {"completed"}
+        assert [session.state for session in await store.sessions(later.id)] == ["queued"]
+
+
+async def test_a_second_signal_interrupts_them(tmp_path: Path) -> None:
+    async with serving_a_slow_agent(tmp_path) as (process, _, group_id):
+        process.send_signal(signal.SIGINT)
+        await until_stopping(process)
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+    assert (process.returncode, err.splitlines()[-1]) == (0, b"stopped")
+    assert b"Traceback" not in err
+    async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
+        assert [session.result for session in await store.sessions(group_id)] == [None] * 4
 
 
 async def test_its_settings_come_from_a_file_too(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from outrider.api.policy import policy_routes
 from outrider.api.relay import relay_routes
 from outrider.api.replies import bad_query, outrider_error, unknown_route
 from outrider.engines.relay.messages import MAX_TO_SERVICE
-from outrider.errors import EngineUnavailable, OutriderError, ServiceError
+from outrider.errors import EngineUnavailable, OutriderError, ServiceError, ServiceStopping
 from outrider.file_descriptors import raise_limit, shares
 from outrider.http_server import Application, Receive, Scope, Send, server_settings
 from outrider.service.service import Service
@@ -104,6 +104,8 @@ def control_app(service: Service) -> FastAPI:
     async def ready() -> Response:
         if not any(engine.ok for engine in service.pool.status()):
             raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
+        if service.stopping:
+            raise ServiceStopping("it starts no more sessions", hint="the next service on the same data will")
         return Response("ok\n", media_type="text/plain")
 
     description = cache(lambda: msgspec.json.encode(describe(app)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +32,14 @@ def serve(
     ] = None,
     port: Annotated[
         int | None, typer.Option(metavar="PORT", help="Port to listen on; 0 takes any free one.", show_default="8700")
+    ] = None,
+    stop_seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long sessions under way may go on after a signal to stop.",
+            show_default="20",
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for groups and results.", show_default=".outrider")
@@ -130,8 +137,9 @@ def serve(
 ) -> None:
     """Serve rollouts until Ctrl-C or SIGTERM.
 
-    Sessions that run at that time are started again by the next service on
-    the same data folder.
+    Sessions that run at that time get a while to end (--stop-seconds); a
+    second Ctrl-C interrupts them. The next service on the same data folder
+    starts again what was interrupted, and what is queued.
 
     Examples:
 
@@ -144,6 +152,7 @@ def serve(
     flags: dict[str, Any] = {
         "host": host,
         "port": port,
+        "stop_seconds": stop_seconds,
         "data": data,
         "files": files,
         "token": token,
@@ -177,36 +186,54 @@ async def _serve(terminal: Terminal, config: Config) -> None:
     from outrider.service.assembly import open_service
 
     check_address(config.host, config.token)
-    stopped = _cancel_on_signal()
+    signals = _StopSignals()
     try:
-        async with open_service(config) as opened, serving(*opened) as url:
+        async with open_service(config) as (service, node), serving(service, node) as url:
             shorten_pauses()
             terminal.out.print(f"outrider is ready at {url}")
             flags = "" if url == DEFAULT_URL else f" --url {url}"
             token = " --token TOKEN" if config.token else ""
             terminal.out.print(f"submit a task: outrider run TASK.toml -n 8{flags}{token}")
-            await asyncio.get_running_loop().create_future()  # until a signal cancels this task
+            await signals.first()
+            if number := service.under_way:
+                terminal.note(
+                    f"stopping: {number} sessions are under way, and have {config.stop_seconds:g} s to end "
+                    "(Ctrl-C again interrupts them)"
+                )
+            await service.run_dry(config.stop_seconds)
+            signals.restore()  # so that a stop that hangs can be ended with another Ctrl-C
     except asyncio.CancelledError:
-        if not stopped():
+        if not signals.came:
             raise
-        terminal.note("stopped")
+    terminal.note("stopped")
 
 
-def _cancel_on_signal() -> Callable[[], bool]:
-    """Make the first SIGINT or SIGTERM cancel the calling task, and a second one end the process as usual. The function
-    returned says whether a signal has come."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-    came: list[signal.Signals] = []
+class _StopSignals:
+    """What SIGINT and SIGTERM do to the task that makes this. The first one ends `first`, or cancels the task if it
+    does not wait there yet; the second one cancels it; the third one ends the process as usual."""
 
-    def stop(number: signal.Signals) -> None:
-        came.append(number)
-        # From now on a signal has its default effect, so that a stop that hangs can be ended with a second Ctrl-C.
-        for each in SIGNALS:
-            loop.remove_signal_handler(each)
-        task.cancel()
+    def __init__(self) -> None:
+        self.came = 0
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._waiting: asyncio.Future[None] | None = None
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self._stop)
 
-    for number in SIGNALS:
-        loop.add_signal_handler(number, stop, number)
-    return lambda: bool(came)
+    async def first(self) -> None:
+        self._waiting = self._loop.create_future()
+        await self._waiting
+
+    def restore(self) -> None:
+        """From now on, a signal has its usual effect."""
+        for number in SIGNALS:
+            self._loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.came += 1
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+            return
+        self.restore()
+        assert self._task is not None
+        self._task.cancel()

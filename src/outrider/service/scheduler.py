@@ -79,6 +79,9 @@ class Scheduler:
         self._policy_version = policy_version
         self._pauses = pauses
         self._work = asyncio.Event()
+        self._ended = asyncio.Event()
+        """Set whenever an attempt has ended."""
+        self._stopping = False
         self._placements: dict[str, _Placement] = {}
         self._placed: dict[str, int] = {node.name: 0 for node in nodes}
         """Attempts under way, by node."""
@@ -97,6 +100,23 @@ class Scheduler:
 
     def wake(self) -> None:
         self._work.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it runs dry."""
+        return self._stopping
+
+    @property
+    def under_way(self) -> int:
+        """How many attempts are."""
+        return len(self._placements)
+
+    async def run_dry(self) -> None:
+        """Start no more sessions, and return when none is under way. What is queued stays so."""
+        self._stopping = True
+        while self._placements:
+            self._ended.clear()
+            await self._ended.wait()
 
     def stats(self) -> list[NodeStats]:
         return [node.stats() for node in self._nodes]
@@ -136,12 +156,13 @@ class Scheduler:
     async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
         """Start queued sessions while nodes have slots; when the next one is due that waits for its time, if any."""
         looked = time.time()
-        while slots := sum(map(self._slots, self._nodes)):
+        while not self._stopping and (slots := sum(map(self._slots, self._nodes))):
             queued = await self._store.queued(slots, now=time.time())
             if not queued:
                 break
             for session in queued:
-                await self._start(group, session)
+                if not self._stopping:
+                    await self._start(group, session)
         # `wake` does not announce a session that becomes due, so the caller must not wait for longer than this.
         return await self._store.next_due(after=looked)
 
@@ -211,6 +232,7 @@ class Scheduler:
             if self._placements.get(session.id) is placement:
                 del self._placements[session.id]
             self._work.set()
+            self._ended.set()
 
     async def _outcome(self, placement: _Placement) -> SessionResult:
         """How the attempt ended. A cancellation may come before the node has it; after its end it has no effect."""

@@ -92,6 +92,26 @@ class Service:
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
             yield
 
+    @property
+    def stopping(self) -> bool:
+        """Whether it starts no more sessions, because it is about to end."""
+        return self._scheduler.stopping
+
+    @property
+    def under_way(self) -> int:
+        """How many sessions run."""
+        return self._scheduler.under_way
+
+    async def run_dry(self, seconds: float) -> bool:
+        """Start no more sessions, and give those under way up to `seconds` to end; whether all have. Groups are still
+        accepted and results still given out: the next service on the same data starts what is queued."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._scheduler.run_dry()
+        except TimeoutError:
+            return False
+        return True
+
     async def parse(self, body: bytes) -> GroupSpec:
         """The group in a request's body. Raises RequestError, or InvalidField naming the field."""
 
