@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from outrider.bridges.openrlhf import OpenRLHFSettings
+from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
 from outrider.bridges.slime import SlimeSettings
-from outrider.bridges.trajectories import BridgeSettings, read_settings, task_for
 from outrider.service.admission import validate_group
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

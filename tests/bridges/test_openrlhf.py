@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from outrider.bridges.openrlhf import EngineGenerate, Executor, OpenRLHFSettings, agent_executor
-from outrider.bridges.trajectories import read_settings
+from outrider.bridges.shared_settings import read_settings
 from outrider.client import AsyncClient
 from outrider.engines.base import GenerateRequest, SamplingParams
 from outrider.errors import EngineError, EngineUnavailable, HarnessError, InvalidField

@@ -10,14 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.bridges.trajectories import (
-    BridgeSettings,
-    chosen_metrics,
-    read_settings,
-    sampling_of,
-    task_for,
-    trajectories_of,
-)
+from outrider.bridges.shared_settings import BridgeSettings, read_settings, sampling_of, task_for
+from outrider.bridges.trajectories import chosen_metrics, trajectories_of
 from outrider.client import AsyncClient
 from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField
 from outrider.schemas import GroupView

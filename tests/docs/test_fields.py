@@ -24,7 +24,7 @@ from outrider.engines.relay.attached_worker import RelayOptions
 from outrider.engines.relay.messages import Close, ToService, ToWorker
 from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
-from outrider.harnesses.command import ENDPOINT_VARIABLES
+from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.harnesses.tool_agent import ToolOptions
 from outrider.lifecycle import SessionState, StopReason

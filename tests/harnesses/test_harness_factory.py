@@ -4,7 +4,8 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.harnesses.command import ENDPOINT_VARIABLES, CommandHarness
+from outrider.harnesses.command import CommandHarness
+from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.inprocess import InProcessHarness
 from outrider.spec import HarnessSpec

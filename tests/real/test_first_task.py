@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from outrider.errors import Boundary
-from outrider.harnesses.command import ENDPOINT_VARIABLES
+from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.install import check, install
 from outrider.harnesses.presets import load_preset
 from outrider.trajectory import BranchKind

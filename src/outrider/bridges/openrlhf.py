@@ -23,13 +23,8 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 from outrider.bridges.shared_client import shared_client
-from outrider.bridges.trajectories import (
-    BridgeSettings,
-    chosen_metrics,
-    read_settings,
-    task_for,
-    trajectories_of,
-)
+from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
+from outrider.bridges.trajectories import chosen_metrics, trajectories_of
 from outrider.engines.base import Chunk, GenerateRequest
 from outrider.errors import EngineRejected, EngineUnavailable, InvalidField
 from outrider.relay import FunctionEngine, Worker

@@ -17,15 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from outrider.bridges.shared_client import shared_client
-from outrider.bridges.trajectories import (
-    BridgeSettings,
-    Row,
-    Trajectory,
-    chosen_metrics,
-    read_settings,
-    task_for,
-    trajectories_of,
-)
+from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
+from outrider.bridges.trajectories import Row, Trajectory, chosen_metrics, trajectories_of
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.spec import EVALUATION_LABEL

@@ -28,15 +28,8 @@ from weakref import WeakKeyDictionary
 from pydantic import NonNegativeInt
 
 from outrider.bridges.shared_client import FIRST_PATIENCE, shared_client
-from outrider.bridges.trajectories import (
-    BridgeSettings,
-    Row,
-    Trajectory,
-    chosen_metrics,
-    read_settings,
-    task_for,
-    trajectories_of,
-)
+from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
+from outrider.bridges.trajectories import Row, Trajectory, chosen_metrics, trajectories_of
 from outrider.client import Client, patiently
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.sampling import Batch, Choice, DynamicSampler, rewards_of

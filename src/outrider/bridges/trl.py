@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import msgspec
 import numpy as np
 
-from outrider.bridges.trajectories import BridgeSettings, Row, Trajectory, trajectories_of
+from outrider.bridges.shared_settings import BridgeSettings
+from outrider.bridges.trajectories import Row, Trajectory, trajectories_of
 from outrider.bridges.weights import PolicyWeights
 from outrider.client import Client
 from outrider.errors import InvalidField, ServiceError

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outrider.bridges.trajectories import BridgeSettings, Row, Trajectory, chosen_metrics, read_settings, task_for
+from outrider.bridges.shared_settings import BridgeSettings, read_settings, task_for
+from outrider.bridges.trajectories import Row, Trajectory, chosen_metrics
 from outrider.errors import EngineError, InvalidField
 from outrider.spec import Name
 from outrider.trajectory import LogprobKind

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from outrider.constraint import Constraint
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, storable
 from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import FinishReason, Ids, Logprobs
 
@@ -171,3 +171,8 @@ class Dialect(Protocol):
     def count(self, request: ModelRequest, tokens: int) -> bytes: ...
     def error(self, error: OutriderError) -> tuple[int, bytes]: ...
     def models(self, call: WireCall, contexts: Mapping[str, int | None]) -> bytes: ...
+
+
+def error_text(error: OutriderError) -> str:
+    """What went wrong, and what to do about it where that is known. It can be encoded as UTF-8."""
+    return storable(error.message if error.hint is None else f"{error.message} ({error.hint})")

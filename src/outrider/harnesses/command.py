@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from outrider.errors import HarnessError, InvalidField, RuntimeFailure
-from outrider.harnesses.base import HarnessContext, HarnessOutcome, ModelEndpoint, ProgramExit
+from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
+from outrider.harnesses.endpoint_variables import endpoint_environment
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.missing_program import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
@@ -37,27 +38,6 @@ NOT_THE_PROGRAMS = (None, 126, 127)
 
 FIND_HOME = 'printf %s "$HOME"'
 FIND_PATH = 'printf %s "$PATH"'
-
-
-def endpoint_environment(endpoint: ModelEndpoint, instruction: str) -> dict[str, str]:
-    """The variables from which programs of every vendor read where their model is."""
-    base, key = endpoint.base_url, endpoint.api_key
-    return {
-        "OPENAI_BASE_URL": f"{base}/v1",
-        "OPENAI_API_BASE": f"{base}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": base,
-        "ANTHROPIC_API_KEY": key,
-        "GOOGLE_GEMINI_BASE_URL": base,
-        "GEMINI_API_KEY": key,
-        "OUTRIDER_BASE_URL": base,
-        "OUTRIDER_API_KEY": key,
-        "OUTRIDER_MODEL": endpoint.model,
-        "OUTRIDER_INSTRUCTION": instruction,
-    }
-
-
-ENDPOINT_VARIABLES = frozenset(endpoint_environment(ModelEndpoint(base_url="", api_key="", model=""), ""))
 
 
 class CommandHarness:

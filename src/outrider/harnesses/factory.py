@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from outrider.errors import InvalidField
 from outrider.harnesses.base import Harness
-from outrider.harnesses.command import ENDPOINT_VARIABLES, CommandHarness
+from outrider.harnesses.command import CommandHarness
+from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.inprocess import Agent, InProcessHarness
 from outrider.harnesses.placeholders import options_in
 from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset

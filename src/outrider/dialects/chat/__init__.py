@@ -13,8 +13,8 @@ from outrider.dialects.base import Action, Completion, Memory, ModelRequest, Wir
 from outrider.dialects.chat.reply import model_object, reply_object
 from outrider.dialects.chat.request import parse_request
 from outrider.dialects.chat.stream import ChatStream
-from outrider.dialects.errors import openai_error
 from outrider.dialects.json import named_model, quoted
+from outrider.dialects.openai_errors import openai_error
 from outrider.errors import NotFound, OutriderError
 
 MODEL = "/v1/models/"

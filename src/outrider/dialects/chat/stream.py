@@ -21,7 +21,7 @@ from outrider.dialects.chat.reply import (
     tool_call_object,
     usage,
 )
-from outrider.dialects.errors import openai_error
+from outrider.dialects.openai_errors import openai_error
 from outrider.errors import OutriderError
 from outrider.messages import Delta
 

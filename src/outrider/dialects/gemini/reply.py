@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.dialects.base import Completion
-from outrider.dialects.errors import error_text
+from outrider.dialects.base import Completion, error_text
 from outrider.dialects.gemini.contents import arguments_on_wire, signature
 from outrider.errors import ContextOverflow, OutriderError, storable
 from outrider.messages import ToolCall

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.dialects.base import Completion, ModelRequest
-from outrider.dialects.errors import error_text
+from outrider.dialects.base import Completion, ModelRequest, error_text
 from outrider.dialects.tools import INVALID_JSON, is_invalid_json_object
 from outrider.errors import ContextOverflow, OutriderError
 from outrider.messages import ToolCall

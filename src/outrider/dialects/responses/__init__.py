@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import msgspec
 
 from outrider.dialects.base import Action, Completion, Memory, ModelRequest, WireCall
-from outrider.dialects.errors import openai_error
 from outrider.dialects.json import named_model
+from outrider.dialects.openai_errors import openai_error
 from outrider.dialects.responses.reply import (
     ResponsesContext,
     finished,

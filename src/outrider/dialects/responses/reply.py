@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from outrider.dialects.base import Completion, Opening
-from outrider.dialects.errors import openai_error
+from outrider.dialects.openai_errors import openai_error
 from outrider.dialects.responses.round_trip import custom_call, seal
 from outrider.dialects.responses.tools import Tool
 from outrider.errors import ContextOverflow, OutriderError

@@ -15,7 +15,7 @@ import msgspec
 
 from outrider.dialects import sse
 from outrider.dialects.base import Completion, ModelRequest, Opening
-from outrider.dialects.errors import openai_error
+from outrider.dialects.openai_errors import openai_error
 from outrider.dialects.responses.reply import (
     Outcome,
     ResponsesContext,

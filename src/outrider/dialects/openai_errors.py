@@ -1,6 +1,6 @@
-"""Errors as clients are told them: the text that all dialects share, and OpenAI's error object.
+"""OpenAI's error object, for Chat Completions and Responses. Messages and Gemini write theirs in their `reply.py`.
 
-It knows no streams and no HTTP headers. Invariant: whatever an error says, its text can be encoded as UTF-8.
+It knows no streams and no HTTP headers.
 
 Source: OpenAI API reference, "Error codes".
 """
@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.dialects.base import error_text
 from outrider.errors import ContextOverflow, OutriderError, Unauthorized, storable
 
 _OPENAI_CODES = {ContextOverflow.code: "context_length_exceeded", Unauthorized.code: "invalid_api_key"}
-
-
-def error_text(error: OutriderError) -> str:
-    """What went wrong, and what to do about it where that is known."""
-    return storable(error.message if error.hint is None else f"{error.message} ({error.hint})")
 
 
 def openai_error(error: OutriderError) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""The environment variables that point an agent program at its session's model, whichever vendor's names it reads.
+
+Invariant: a task can set none of them.
+"""
+
+from __future__ import annotations
+
+from outrider.harnesses.base import ModelEndpoint
+
+
+def endpoint_environment(endpoint: ModelEndpoint, instruction: str) -> dict[str, str]:
+    """The variables from which programs of every vendor read where their model is."""
+    base, key = endpoint.base_url, endpoint.api_key
+    return {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_BASE": f"{base}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "GOOGLE_GEMINI_BASE_URL": base,
+        "GEMINI_API_KEY": key,
+        "OUTRIDER_BASE_URL": base,
+        "OUTRIDER_API_KEY": key,
+        "OUTRIDER_MODEL": endpoint.model,
+        "OUTRIDER_INSTRUCTION": instruction,
+    }
+
+
+ENDPOINT_VARIABLES = frozenset(endpoint_environment(ModelEndpoint(base_url="", api_key="", model=""), ""))
