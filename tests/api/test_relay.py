@@ -257,7 +257,7 @@ async def test_a_restarted_service_has_its_workers_back(tmp_path: Path) -> None:
                 group = await client.submit({"task": TASK, "n": 2})
                 [done] = await client.wait([group.id])
                 assert [session.result.error for session in done.sessions] == [None, None]
-                assert worker.connections == start
+                assert worker.connections >= start
 
 
 async def test_an_engine_that_is_removed_lets_its_workers_go(tmp_path: Path) -> None:
