@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from bench import dialects, floods, gateway, memory, report, sampling, sandboxes, sessions, store, tools, turns
+from bench import dialects, floods, gateway, memory, report, sampling, sandboxes, service, sessions, store, tools, turns
 
 BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "gateway": gateway.run,
@@ -29,6 +29,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "sandboxes": sandboxes.run,
     "tools": tools.run,
     "store": store.run,
+    "service": service.run,
     "sampling": sampling.run,
 }
 

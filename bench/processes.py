@@ -4,6 +4,7 @@
     python -m bench.processes gateway  TOKENIZER UPSTREAM_URL SESSIONS
     python -m bench.processes proxy    UPSTREAM_URL
     python -m bench.processes relay    UPSTREAM_URL
+    python -m bench.processes service  TOKENIZER DATA RUN_LANE
     python -m bench.processes echo
 
 Each prints its URLs, a line each, and ends when its standard input does: none outlives the one that started it.
@@ -27,8 +28,11 @@ import uvloop
 from bench.corpus import Corpus
 from bench.floors import Proxy, Receive, RoundTrip, Scope, Send, relay, round_trips
 from bench.parked import CONTEXT_TOKENS, parked
+from outrider.api import server
 from outrider.cli.event_loop import shorten_pauses
+from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
 from outrider.engines.base import EngineOptions
+from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
 from outrider.testing.engine_servers.app import engine_app, serving
 from outrider.testing.engine_servers.asgi import ServeSettings
@@ -45,6 +49,7 @@ class Process:
 
     def __init__(self, child: asyncio.subprocess.Process, urls: tuple[str, ...]) -> None:
         self.urls = urls
+        self.kill = child.kill
         self._pid = child.pid
 
     def cpu_seconds(self) -> float:
@@ -93,6 +98,13 @@ async def world(corpus: Corpus, *, reply_tokens: int, sessions: int) -> AsyncIte
 @asynccontextmanager
 async def upstream(corpus: Corpus, *, reply_tokens: int) -> AsyncIterator[Process]:
     async with _process(1, "upstream", str(corpus.folder), str(reply_tokens)) as process:
+        yield process
+
+
+@asynccontextmanager
+async def service_process(tokenizer: Path, data: Path, run_lane: int) -> AsyncIterator[Process]:
+    """A service on a scripted engine, with its store in the folder `data`. It may be killed."""
+    async with _process(1, "service", str(tokenizer), str(data), str(run_lane)) as process:
         yield process
 
 
@@ -149,6 +161,25 @@ async def _serve_gateway(folder: str, url: str, sessions: str) -> None:
         await _until_told(parking.base_urls)
 
 
+async def _serve_service(tokenizer: str, data: str, run_lane: str) -> None:
+    config = Config(
+        port=0,
+        data=Path(data),
+        model=ModelConfig(tokenizer=tokenizer, renderer="qwen3", context_tokens=CONTEXT_TOKENS),
+        lanes=LanesConfig(run=int(run_lane)),
+        # More than the machine has: the sandboxes are in memory and take none of it.
+        sandboxes=SandboxesConfig(cpus=float(run_lane), memory_mb=int(run_lane) * 1024),
+        engines=(
+            EngineSpec(
+                kind="scripted", options={"replies": ["It is done.<|im_end|>"], "context_tokens": CONTEXT_TOKENS}
+            ),
+        ),
+    )
+    async with open_service(config) as opened, server.serving(*opened) as url:
+        shorten_pauses()
+        await _until_told([url])
+
+
 async def _serve_proxy(url: str) -> None:
     proxy = Proxy(url)
     await _serve_bare(proxy)
@@ -193,6 +224,7 @@ async def _until_told(urls: list[str] | tuple[str, ...]) -> None:
 ROLES: dict[str, Callable[..., Awaitable[None]]] = {
     "upstream": _serve_upstream,
     "gateway": _serve_gateway,
+    "service": _serve_service,
     "proxy": _serve_proxy,
     "relay": _serve_relay,
     "echo": _serve_echo,

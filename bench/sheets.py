@@ -282,6 +282,24 @@ def _store(found: Any) -> list[Sheet]:
     return [Sheet(title="Store: SQLite in a file", columns=("what", "p50 ms", "p99 ms", "per second"), rows=rows)]
 
 
+def _service(found: Any) -> list[Sheet]:
+    memory, results, after = found["memory_mib"], found["results_per_second"], found["after_kill"]
+    rows = [
+        (f"groups accepted a second, {found['clients']} clients", number(found["accepted_groups_per_second"])),
+        ("groups read a second", number(results["without_samples"])),
+        ("groups read a second, with samples", number(results["with_samples"])),
+        (f"seconds to start, {found['finished']:,} sessions finished", number(found["ready_seconds"])),
+        (f"seconds to start after kill -9, {found['live']:,} sessions under way", number(after["ready_seconds"])),
+        ("seconds until all of them run again", number(after["running_seconds"])),
+        ("MiB of memory, nothing stored", number(memory["empty"])),
+        (f"MiB, {found['finished']:,} sessions finished", number(memory["with_finished"])),
+        (f"MiB, {found['live']:,} sessions under way beside them", number(memory["with_live"])),
+        ("KiB for each session under way", number(found["kib_per_live_session"])),
+    ]
+    note = "Groups of 8 sessions with one model call each, over HTTP; the service is a process of its own."
+    return [Sheet(title="Service: groups in, results out, and kill -9", columns=("what", ""), rows=rows, note=note)]
+
+
 def _sampling(found: Any) -> list[Sheet]:
     return [
         Sheet(
@@ -328,5 +346,6 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "sandboxes": _sandboxes,
     "tools": _tools,
     "store": _store,
+    "service": _service,
     "sampling": _sampling,
 }

@@ -16,7 +16,21 @@ import orjson
 import pytest
 from rich.console import Console
 
-from bench import dialects, floods, gateway, memory, report, sampling, sandboxes, sessions, sheets, store, tools, turns
+from bench import (
+    dialects,
+    floods,
+    gateway,
+    memory,
+    report,
+    sampling,
+    sandboxes,
+    service,
+    sessions,
+    sheets,
+    store,
+    tools,
+    turns,
+)
 from outrider.runtimes.namespace.runtime import NamespaceRuntime
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +147,12 @@ async def test_the_sampler_is_compared_with_those_that_wait() -> None:
     assert simulated["asynchronous, 3 batches running"] < simulated["synchronous, waves of 3 batches"]
     assert [row["way"] for row in found["real"]] == [way.name for way in sampling.WAYS]
     check_shown("sampling", found)
+
+
+async def test_a_killed_service_has_its_sessions_running_again() -> None:
+    found = await service.measure(service.Plan(finished=16, live=16, submitted=8, pages=1))
+    assert found["after_kill"]["running_seconds"] > found["after_kill"]["ready_seconds"]
+    check_shown("service", found)
 
 
 async def test_the_store_takes_turns() -> None:

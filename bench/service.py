@@ -1,0 +1,217 @@
+"""What a service does besides rollouts: it takes groups in, gives results out, and comes back after `kill -9`.
+
+It is a process of its own, asked over HTTP, with its store in a file that already has many finished sessions. All
+sessions are copies of one that really ran: a model call of a scripted engine, then an agent that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.corpus import Corpus
+from bench.processes import Process, service_process
+from outrider.client import AsyncClient
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.lifecycle import GroupState
+from outrider.messages import Message, Role
+from outrider.spec import GroupSpec
+from outrider.store.rows import GroupRow
+from outrider.store.sqlite import sqlite_store
+from outrider.store.store import Store
+from outrider.trajectory import SessionResult, Turn
+
+DATABASE = "outrider.sqlite3"
+GROUP_SIZE = 8
+CLIENTS = 8
+PAGE = 100
+FILLED_AT_ONCE = 64
+LOOK_SECONDS = 0.05
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Sessions that are finished, and sessions under way, both multiples of the group size; groups that are submitted;
+    pages of results that are read."""
+
+    finished: int
+    live: int
+    submitted: int
+    pages: int
+
+
+FULL = Plan(finished=100_000, live=10_000, submitted=2_000, pages=20)
+QUICK = Plan(finished=2_000, live=200, submitted=200, pages=2)
+
+
+class OneCall:
+    """Calls its model once. With the option `wait` it then waits to be ended."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._wait = bool(options.get("wait"))
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing to prepare."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        await context.model.chat([Message(role=Role.USER, content=context.task.instruction)])
+        if self._wait:
+            await asyncio.get_running_loop().create_future()
+        return HarnessOutcome()
+
+
+async def run(quick: bool) -> dict[str, Any]:
+    return await measure(QUICK if quick else FULL)
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as name:
+        folder = Path(name)
+        corpus = await asyncio.to_thread(Corpus.make, folder)
+        data = folder / "data"
+
+        def serving() -> Any:
+            return service_process(corpus.folder, data, plan.live)
+
+        async with serving() as process:
+            copied = await _run_one(process)
+            empty = process.memory_mib()
+        async with sqlite_store(data / DATABASE) as store:
+            filling = await _fill(store, plan.finished, copied)
+        begun = time.perf_counter()
+        async with serving() as process, AsyncClient(process.urls[0]) as client:
+            ready = time.perf_counter() - begun
+            filled = process.memory_mib()
+            results = {
+                "without_samples": await _read_results(client, plan.pages, samples=False),
+                "with_samples": await _read_results(client, plan.pages, samples=True),
+            }
+            before = process.memory_mib()
+            await _start_live(client, plan.live)
+            live = process.memory_mib()
+            accepted = await _submit(client, plan.submitted)
+            process.kill()
+        begun = time.perf_counter()
+        async with serving() as process, AsyncClient(process.urls[0]) as client:
+            ready_again = time.perf_counter() - begun
+            await _under_way(client, plan.live)
+            running_again = time.perf_counter() - begun
+        return {
+            "finished": plan.finished,
+            "live": plan.live,
+            "filled_per_second": filling,
+            "ready_seconds": ready,
+            "results_per_second": results,
+            "accepted_groups_per_second": accepted,
+            "clients": CLIENTS,
+            "memory_mib": {"empty": empty, "with_finished": filled, "with_live": live},
+            "kib_per_live_session": 1024 * (live - before) / plan.live,
+            "after_kill": {"ready_seconds": ready_again, "running_seconds": running_again},
+        }
+
+
+async def _run_one(process: Process) -> SessionResult:
+    """How a session ended that really ran."""
+    async with AsyncClient(process.urls[0]) as client:
+        group = await client.submit(_group(1, wait=False))
+        [done] = await client.wait([group.id])
+    result = done.sessions[0].result
+    if result is None or result.error is not None or result.turns != 1:
+        raise RuntimeError(f"the session to copy failed: {result}")
+    return result
+
+
+async def _fill(store: Store, sessions: int, copied: SessionResult) -> float:
+    """Store copies of a finished session, in groups; how many a second."""
+    spec = await store.spec(copied.group_id)
+    (turn,) = await store.turns(copied.session_id)
+    numbers = iter(range(sessions // GROUP_SIZE))
+
+    async def fill() -> None:
+        for number in numbers:
+            await _store_group(store, f"g-filled-{number:08}", spec, copied, turn)
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(fill() for _ in range(FILLED_AT_ONCE)))
+    return sessions / (time.perf_counter() - begun)
+
+
+async def _store_group(store: Store, id: str, spec: bytes, copied: SessionResult, turn: Turn) -> None:
+    group = GroupRow(
+        id=id,
+        n=GROUP_SIZE,
+        priority=0,
+        idempotency_key=None,
+        callback_url=None,
+        state=GroupState.ACTIVE,
+        cancelled=False,
+        created=time.time(),
+        finished=None,
+        cursor=None,
+    )
+    ids = [f"s-{id[2:]}-{index}" for index in range(GROUP_SIZE)]
+    await store.create_group(group, spec, ids)
+    for index, session_id in enumerate(ids):
+        attempt = await store.start_attempt(session_id, node="local", lease_until=time.time() + 3600)
+        await store.add_turn(session_id, attempt, turn)
+        result = msgspec.structs.replace(copied, session_id=session_id, group_id=id, sample_index=index)
+        await store.finish(session_id, attempt, result)
+
+
+async def _read_results(client: AsyncClient, pages: int, *, samples: bool) -> float:
+    """Groups a second, page after page, as one consumer reads them."""
+    begun, groups, after = time.perf_counter(), 0, 0
+    for _ in range(pages):
+        page = await client.results(after=after, limit=PAGE, samples=samples)
+        groups, after = groups + len(page.groups), page.cursor
+    return groups / (time.perf_counter() - begun)
+
+
+async def _start_live(client: AsyncClient, sessions: int) -> None:
+    for _ in range(sessions // GROUP_SIZE):
+        await client.submit(_group(GROUP_SIZE, wait=True))
+    await _under_way(client, sessions)
+
+
+async def _under_way(client: AsyncClient, sessions: int) -> None:
+    """Wait until so many sessions run, and each has had its model call."""
+    while True:
+        status = await client.status()
+        if status.sessions["running"] >= sessions and sum(e.sessions for e in status.engines) >= sessions:
+            return
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _submit(client: AsyncClient, groups: int) -> float:
+    """Groups a second that are accepted from several clients at once; no slot is free, so none of them starts."""
+    numbers = iter(range(groups))
+
+    async def submit() -> None:
+        for _ in numbers:
+            await client.submit(_group(GROUP_SIZE, wait=True))
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(submit() for _ in range(CLIENTS)))
+    return groups / (time.perf_counter() - begun)
+
+
+def _group(n: int, *, wait: bool) -> GroupSpec:
+    task = {
+        "instruction": "Answer once.",
+        "harness": {"agent": "bench.service:OneCall", "options": {"wait": wait}},
+        "runtime": {"kind": "memory", "resources": {"memory_mb": 16}},
+        "evaluator": {"kind": "callable", "path": "bench.service:grade"},
+        "limits": {"agent_seconds": 86_400, "session_seconds": 86_400},
+    }
+    return GroupSpec.model_validate({"task": task, "n": n})
+
+
+def grade(outcome: Outcome) -> float:
+    """The evaluator of the session that is copied."""
+    return 1.0
