@@ -85,6 +85,19 @@ async def test_a_cancel_that_the_service_did_not_live_to_carry_out(world: MakeWo
         w.assert_quiet()
 
 
+async def test_an_attempt_whose_lease_has_lapsed_does_not_end_its_session(world: MakeWorld) -> None:
+    """Another service takes a node for dead that is only slow: what it does to the store is done here."""
+    async with world() as w:
+        view = await w.submit("ask", "wait door", n=2)
+        await w.stage.arrived["door"].wait()
+        assert len(await w.service.store.recover(now=float("inf"))) == 2
+        w.stage.open["door"].set()
+        done = await w.done(view.id)
+        assert [result_of(session).attempt for session in done.sessions] == [2, 2]
+        assert [result_of(session).stop_reason for session in done.sessions] == [StopReason.COMPLETED] * 2
+        w.assert_quiet()
+
+
 async def test_a_data_folder_has_one_service(world: MakeWorld, tmp_path: Path, tokenizer: Path) -> None:
     async with world() as w:
         with pytest.raises(ServiceError, match="another service is using"):

@@ -91,6 +91,7 @@ async def test_an_ended_attempt_can_write_nothing(store: Store) -> None:
             store.set_state("g.0", old, SessionState.READY),
             store.add_turn("g.0", old, turn(1)),
             store.requeue("g.0", old, FAILURE),
+            store.finish("g.0", old, result("g.0", old), under_way=True),
         ):
             with pytest.raises(Conflict):
                 await call

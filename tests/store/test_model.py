@@ -161,12 +161,13 @@ class StoreMachine(RuleBasedStateMachine):
             self._requeued(session)
 
     @precondition(lambda self: self.groups)
-    @rule(number=st.integers(0, 99), behind=st.sampled_from([0, 0, 0, 1]))
-    def finish(self, number: int, behind: int) -> None:
+    @rule(number=st.integers(0, 99), behind=st.sampled_from([0, 0, 0, 1]), under_way=st.booleans())
+    def finish(self, number: int, behind: int, under_way: bool) -> None:
         session = self.pick(number)
         attempt = session.attempt - behind
-        allowed = behind == 0 and session.state is not SessionState.DONE
-        last = self.expect(allowed, self.store.finish(session.id, attempt, result(session.id, attempt)))
+        allowed = behind == 0 and (session.lease is not None if under_way else session.state is not SessionState.DONE)
+        finished = self.store.finish(session.id, attempt, result(session.id, attempt), under_way=under_way)
+        last = self.expect(allowed, finished)
         if allowed:
             session.state, session.lease = SessionState.DONE, None
             self.counted[EventKind.SESSION_DONE] += 1

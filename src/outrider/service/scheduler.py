@@ -267,7 +267,7 @@ class Scheduler:
             log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = msgspec.structs.replace(result, stop_reason=StopReason.ERROR, verdict=None, error=record)
-            await self._finish(session.id, session.attempt, failed)
+            await self._finish(session.id, session.attempt, failed, under_way=True)
             return failed
 
     async def _requeue_or_finish(self, placement: _Placement, result: SessionResult) -> None:
@@ -281,7 +281,7 @@ class Scheduler:
             or error.boundary is Boundary.EVALUATOR
             or failures >= placement.attempt.task.max_attempts
         ):
-            await self._finish(session.id, session.attempt, result)
+            await self._finish(session.id, session.attempt, result, under_way=True)
             return
         log.warning("session %s attempt %d failed: %s", session.id, session.attempt, error.message)
         try:
@@ -293,9 +293,9 @@ class Scheduler:
         if placement.ending is not None:  # while this attempt was under way: `end` has left the session to it
             await self._finish(session.id, session.attempt, await self._interrupted_result(placement))
 
-    async def _finish(self, session_id: str, attempt: int, result: SessionResult) -> None:
+    async def _finish(self, session_id: str, attempt: int, result: SessionResult, *, under_way: bool = False) -> None:
         try:
-            group_done = await self._store.finish(session_id, attempt, result)
+            group_done = await self._store.finish(session_id, attempt, result, under_way=under_way)
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
             return

@@ -305,17 +305,19 @@ class Store:
 
         await self._db.write(body)
 
-    async def finish(self, session_id: str, attempt: int, result: SessionResult) -> bool:
+    async def finish(self, session_id: str, attempt: int, result: SessionResult, *, under_way: bool = False) -> bool:
         """End a session for good; True if its group is now done.
 
         With its last session the group is done: it gets its cursor, an event, and an outbox row if it has a callback.
         If its `min_usable` verdicts are there before that, the sessions that are left are to end early.
-        A queued session (with `attempt` its last one) may be finished: that is how it is cancelled.
+        A queued session (with `attempt` its last one) may be finished: that is how it is cancelled. An attempt that ends
+        its own session says `under_way`: it is refused if its lease has lapsed, and its session waits for another one.
         """
         packed = rows.pack(result)
+        check = _under_way if under_way else _unfinished
 
         async def body(tx: Connection) -> bool:
-            session = await _unfinished(tx, session_id, attempt)
+            session = await check(tx, session_id, attempt)
             await tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, lease_until = NULL, updated = ?, result = ?
                    WHERE id = ?""",
