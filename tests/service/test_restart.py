@@ -80,8 +80,12 @@ async def test_a_cancel_that_the_service_did_not_live_to_carry_out(world: MakeWo
     async with sqlite_store(tmp_path / "data" / "outrider.sqlite3") as store:
         await store.cancel_group(view.id)
     async with world() as w:
-        done = await w.done(view.id)
+        done = await w.done(view.id, samples=True)
         assert [result_of(session).stop_reason for session in done.sessions] == [StopReason.CANCELLED] * 3
+        # What the interrupted attempts had sampled is theirs.
+        turns = [len(await w.service.store.turns(session.id, 1)) for session in done.sessions]
+        assert [result_of(session).turns for session in done.sessions] == turns
+        assert len(done.samples or ()) == sum(turns) >= 1
         w.assert_quiet()
 
 

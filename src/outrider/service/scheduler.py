@@ -128,8 +128,7 @@ class Scheduler:
                 continue
             placement = self._placements.get(session.id)
             if placement is None:
-                result = session_result(session, session.ending, [], task=await self._task_of(session))
-                await self._finish(session.id, session.attempt, result)
+                await self._give_up(session, await self._task_of(session), None, reason=session.ending)
             elif placement.ending is None:
                 placement.ending = session.ending
                 if placement.task is not None:
@@ -146,11 +145,18 @@ class Scheduler:
         if recovered:
             self._work.set()
 
-    async def _give_up(self, session: SessionRow, task: TaskSpec | None, error: ErrorRecord | None) -> None:
-        """End a queued session as failed."""
+    async def _give_up(
+        self,
+        session: SessionRow,
+        task: TaskSpec | None,
+        error: ErrorRecord | None,
+        *,
+        reason: StopReason = StopReason.ERROR,
+    ) -> None:
+        """End a queued session, with what its last attempt has sampled."""
         turns = await self._store.turns(session.id, session.attempt)
         frozen = await self._store.frozen_turns(session.id, session.attempt)
-        result = session_result(session, StopReason.ERROR, turns, task=task, error=error, frozen=frozen)
+        result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
         await self._finish(session.id, session.attempt, result)
 
     async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
