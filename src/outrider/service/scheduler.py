@@ -304,6 +304,7 @@ class Scheduler:
             group_done = await self._store.finish(session_id, attempt, result, under_way=under_way)
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
+            self._on_done()  # perhaps it was settled here, by a commit whose answer was lost, and ended the group
             return
         if group_done:
             self._tasks.pop(result.group_id, None)

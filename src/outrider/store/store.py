@@ -310,8 +310,8 @@ class Store:
 
         With its last session the group is done: it gets its cursor, an event, and an outbox row if it has a callback.
         If its `min_usable` verdicts are there before that, the sessions that are left are to end early.
-        A queued session (with `attempt` its last one) may be finished: that is how it is cancelled. An attempt that ends
-        its own session says `under_way`: it is refused if its lease has lapsed, and its session waits for another one.
+        A queued session (with `attempt` its last one) may be finished: that is how it is cancelled. An attempt that
+        ends its own session says `under_way`: it is refused if its lease has lapsed, and its session waits for another.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
