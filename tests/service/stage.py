@@ -78,9 +78,10 @@ class Actor:
 
     consult MODEL: a call of a frozen model · consult MODEL quietly: its errors are swallowed ·
     ask: a model call · ask quietly: its errors are swallowed · leave: go on while one is under way · wait PLACE: until
-    the test opens it · crash: raise · crash at COUNT: raise in the first attempts only · oddly HOW: raise one of ODD ·
-    break: the sandbox is gone · sleep SECONDS · pass SECONDS: of the event loop's clock, at once · run COMMAND: in the
-    sandbox, failing as it does · note NAME: remember the order
+    the test opens it · admit COUNT: the first attempts go on, others wait for ever · crash: raise · crash at COUNT:
+    raise in the first attempts only · oddly HOW: raise one of ODD · break: the sandbox is gone · sleep SECONDS ·
+    pass SECONDS: of the event loop's clock, at once · run COMMAND: in the sandbox, failing as it does · note NAME:
+    remember the order
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -114,6 +115,10 @@ class Actor:
                 await asyncio.sleep(0.1)
             case "wait":
                 await stage.wait_at(rest)
+            case "admit":
+                stage.count["admit"] += 1
+                if stage.count["admit"] > int(rest):
+                    await stage.wait_at("never opened")
             case "crash":
                 stage.count["crash"] += 1
                 if not rest or stage.count["crash"] <= int(rest.removeprefix("at ")):

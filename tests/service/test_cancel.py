@@ -175,9 +175,8 @@ async def test_one_session_is_cancelled(world: MakeWorld, reach: Callable[[World
 
 @pytest.mark.parametrize("lanes", [NARROW, LanesConfig()], ids=["waiting", "running"])
 async def test_a_group_with_enough_rewards_waits_for_nobody(world: MakeWorld, lanes: LanesConfig) -> None:
-    """The third and fourth call are never answered."""
-    async with world([SAY, SAY, STALLING, STALLING], lanes=lanes) as w:
-        view = await w.submit("ask", n=4, min_usable=2)
+    async with world(lanes=lanes) as w:
+        view = await w.submit("ask", "admit 2", n=4, min_usable=2)
         async with asyncio.timeout(10):
             done = await w.done(view.id, samples=True)
         reasons = [result_of(session).stop_reason for session in done.sessions]
