@@ -100,6 +100,7 @@ class Config(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
     token: str | None = None
     data: Path = Path(".outrider")
+    store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None
     files: Path = Path(".")
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()
