@@ -44,6 +44,7 @@ class PostgresqlServer:
         self._run("initdb", "--no-sync", "--username", USER, "--auth=trust", "--encoding=UTF8", "--locale=C", "data")
 
     def start(self) -> None:
+        """Call it in the main thread: the server ends with the thread that has started it."""
         settings = [
             f"-c{name}={value}" for name, value in (SETTINGS | {"unix_socket_directories": self._folder}).items()
         ]

@@ -1,6 +1,6 @@
 """What the store needs of a database: to run transactions, each of them a coroutine function of a connection.
 
-It knows no table. Implementations: SQLite (`sqlite.py`) and PostgreSQL (`postgresql.py`). Statements use `?` placeholders
+It knows no table. SQLite (`sqlite.py`) and PostgreSQL (`postgresql.py`) implement it. Statements use `?` placeholders
 and the SQL that both share; a database with other placeholders translates them.
 Invariant: the changes of a transaction are committed as a whole before its caller sees the result, or not at all.
 """

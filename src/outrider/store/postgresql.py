@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, NoReturn, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from uuid import uuid4
 
 import asyncpg
@@ -37,6 +37,7 @@ READERS = 4
 CONNECT_SECONDS = 10.0
 STATEMENT_SECONDS = 60.0
 """A server that has not answered a statement by then is taken for lost."""
+FOREVER = 1e7
 PATIENCE_SECONDS = 30.0
 """How long a transaction is tried again while the server cannot be reached: it may be restarting."""
 HANDOVER_SECONDS = 5.0
@@ -65,9 +66,16 @@ COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
 # be taken before the lock is given.
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+# Connections that we have lost, and the server has not: they may hold locks. A writer's name is its own.
+END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+    WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
 HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
     WHERE locktype = 'advisory' AND classid = {LOCKS} AND objid = {SERVICE} AND granted
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
+
+# asyncpg calls it an error of its own when a connection is used between the server's farewell and its end.
+BROKEN = (TimeoutError, asyncpg.InternalClientError)
+FAULTS = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
 
 HINTS: dict[str, str] = {
     "08": "is the server running, and is this its address?",
@@ -77,6 +85,7 @@ HINTS: dict[str, str] = {
     "42501": "make the user the owner of the database: createdb --owner USER NAME",
     "53100": "the server's disk is full: free some space",
     "53300": "the server has no connection left: raise its max_connections",
+    "55P03": "another process holds the database: a long migration, or an administrator's statement",
     "57": "the server's log says why",
 }
 """By the beginning of the SQLSTATE."""
@@ -89,11 +98,10 @@ def postgresql_store(url: str, *, sole: bool = True) -> Store:
 
 def without_password(url: str) -> str:
     """The URL as it may be shown."""
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    query = [(name, "***" if name == "password" else value) for name, value in parse_qsl(parts.query)]
-    user = f"{user.partition(':')[0]}:***" if ":" in user else user
-    return urlunsplit(parts._replace(netloc=f"{user}{at}{host}", query=urlencode(query, safe="/*")))
+    scheme, _, rest = url.partition("://")
+    credentials, at, place = rest.rpartition("@")
+    user, colon, _ = credentials.partition(":")
+    return re.sub("password=[^&]*", "password=***", f"{scheme}://{user}{colon and ':***'}{at}{place}")
 
 
 class PostgresqlDatabase:
@@ -106,8 +114,10 @@ class PostgresqlDatabase:
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
 
-    def __init__(self, url: str, *, sole: bool = False, patience: float = PATIENCE_SECONDS) -> None:
-        self._server = _Server(url)
+    def __init__(
+        self, url: str, *, sole: bool = False, patience: float = PATIENCE_SECONDS, limit: float = STATEMENT_SECONDS
+    ) -> None:
+        self._server = _Server(url, limit)
         self._sole = sole
         self._patience = patience
         self._writer: _Writer | None = None
@@ -145,11 +155,11 @@ class PostgresqlDatabase:
     async def _read(self, body: Body[T]) -> T:
         if self._writer is None:
             raise ServiceError("the store is not open")
-        raw = self._idle.pop() if self._idle else await self._server.connect()
+        raw = self._idle.pop() if self._idle else await self._server.connect("reader")
         try:
-            await raw.execute(BEGIN_READ, timeout=STATEMENT_SECONDS)
-            found = await body(_Connection(raw, STATEMENT_SECONDS))
-            await raw.execute("COMMIT", timeout=STATEMENT_SECONDS)
+            await raw.execute(BEGIN_READ)
+            found = await body(_Connection(raw))
+            await raw.execute("COMMIT")
         except Exception as error:
             await _roll_back(raw, error)
             self._put_back(raw)
@@ -181,9 +191,9 @@ class _Unreachable(ServiceError):
 class _Connection:
     """`Connection` over a connection of asyncpg, which prepares each statement once."""
 
-    def __init__(self, raw: asyncpg.Connection, limit: float | None) -> None:
+    def __init__(self, raw: asyncpg.Connection, limit: float | None = None) -> None:
         self._raw = raw
-        self._limit = limit
+        self._limit = limit  # None: the connection's own
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         # The server says `UPDATE 3`, `INSERT 0 1` or, of what changes no rows, `CREATE TABLE`.
@@ -201,17 +211,22 @@ class _Connection:
 class _Server:
     """Where connections come from. Its connections carry a name that people and `_Writer` know them by."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, limit: float) -> None:
         self.shown = without_password(url)
         self.id = uuid4().hex
-        self.name = f"outrider {self.id[:8]} process {os.getpid()} on {socket.gethostname()}"[:63]
+        self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
         self._url = url
+        self._limit = limit
+        # The server gives up before we do: else it would go on waiting for a lock that nobody wants any more.
+        self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
 
-    async def connect(self) -> asyncpg.Connection:
-        settings = {"application_name": self.name, **SESSION_SETTINGS}
+    async def connect(self, purpose: str) -> asyncpg.Connection:
+        settings = self._settings | {"application_name": f"outrider {purpose} {self._name}"[:63]}
         try:
-            return await asyncpg.connect(self._url, timeout=CONNECT_SECONDS, server_settings=settings)
-        except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            return await asyncpg.connect(
+                self._url, timeout=CONNECT_SECONDS, command_timeout=self._limit, server_settings=settings
+            )
+        except FAULTS as error:
             code = getattr(error, "sqlstate", None) or "08"
             reason = str(error) or "it does not answer"
             raise _Unreachable(f"cannot connect to {self.shown}: {reason}", hint=_hint(code)) from error
@@ -236,7 +251,7 @@ class _Writer:
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
         self._batches = time.time_ns()  # no number comes twice, whatever an earlier writer has left
-        self._limit: float | None = None
+        self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None
 
     def put(self, body: Body[T]) -> asyncio.Future[T]:
@@ -260,7 +275,7 @@ class _Writer:
                     jobs.append(job)
                 await self._settle(jobs)
             if self._raw is not None and not self._raw.is_closed():
-                with suppress(OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                with suppress(*FAULTS):
                     await self._raw.execute("DELETE FROM writers WHERE writer = $1", self._server.id, timeout=1.0)
         finally:
             if self._raw is not None:
@@ -269,11 +284,12 @@ class _Writer:
     async def connection(self) -> asyncpg.Connection:
         """The open connection, which holds the service's lock if that is asked for."""
         if self._raw is None or self._raw.is_closed():
-            raw = await self._server.connect()
+            raw = await self._server.connect("writer")
             try:
+                await raw.execute(END_LOST)
                 if self._sole:
                     await self._hold(raw)
-                await raw.execute(f"{BEGIN_WRITE}; {CREATE_WRITERS}; COMMIT", timeout=STATEMENT_SECONDS)
+                await raw.execute(f"{BEGIN_WRITE}; {CREATE_WRITERS}; COMMIT")
             except Exception as error:
                 await _roll_back(raw, error)
                 raw.terminate()
@@ -287,17 +303,15 @@ class _Writer:
     async def _hold(self, raw: asyncpg.Connection) -> None:
         """Take the service's lock for as long as the connection lasts."""
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + HANDOVER_SECONDS
-        while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})", timeout=STATEMENT_SECONDS):
-            for pid, name, address, since in await raw.fetch(HOLDER, timeout=STATEMENT_SECONDS):
-                if name == self._server.name:  # a connection that we have lost, and the server has not
-                    await raw.execute("SELECT pg_terminate_backend($1)", pid, timeout=STATEMENT_SECONDS)
-                elif loop.time() > give_up:
-                    raise _Unreachable(
-                        f"another service is using {self._server.shown}: {name or 'one of another user'}, from "
-                        f"{address or 'the same host'}, since {since} (server process {pid})",
-                        hint="stop it, or give this one a database of its own: --store URL",
-                    )
+        give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
+        while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):
+            if loop.time() > give_up and (holder := await raw.fetchrow(HOLDER)):
+                pid, name, address, since = holder
+                raise _Unreachable(
+                    f"another service is using {self._server.shown}: {name or 'one of another user'}, from "
+                    f"{address or 'the same host'}, since {since:%Y-%m-%d %H:%M:%S %Z} (server process {pid})",
+                    hint="stop it, or give this one a database of its own: --store URL",
+                )
             await asyncio.sleep(0.1)
 
     async def _settle(self, jobs: Sequence[_Job]) -> None:
@@ -330,24 +344,27 @@ class _Writer:
         raw = await self.connection()
         writer, number = self._server.id, batch.number
         try:
-            await raw.execute(BEGIN_WRITE, timeout=STATEMENT_SECONDS)
+            await raw.execute(BEGIN_WRITE)
             if batch.results is not None:
                 # An earlier try has lost the reply to its COMMIT. It has ended, as the lock is ours.
                 sql = "SELECT 1 FROM writers WHERE writer = $1 AND batch = $2"
-                if await raw.fetchval(sql, writer, number, timeout=STATEMENT_SECONDS):
-                    await raw.execute("ROLLBACK", timeout=STATEMENT_SECONDS)
+                if await raw.fetchval(sql, writer, number):
+                    await raw.execute("ROLLBACK")
                     return batch.results
                 batch.results = None
             connection = _Connection(raw, self._limit)
             results = [await body(connection) for body in batch.bodies]
             batch.results = results
-            await raw.execute(COMMIT_WRITE.format(writer, number), timeout=STATEMENT_SECONDS)
+            try:
+                await raw.execute(COMMIT_WRITE.format(writer, number))
+            except asyncpg.PostgresError:
+                if not raw.is_closed():
+                    batch.results = None  # it was refused
+                raise
         except Exception as error:
             await _roll_back(raw, error)
-            if not raw.is_closed():
-                batch.results = None  # the server has refused the COMMIT
             _fail(error, raw)
-        self._limit = STATEMENT_SECONDS
+        self._limit = None
         return results
 
 
@@ -371,18 +388,18 @@ async def _patiently(
 async def _roll_back(raw: asyncpg.Connection, error: Exception) -> None:
     """Undo the transaction after an error. A connection that cannot do that is closed."""
     try:
-        if isinstance(error, TimeoutError):  # nothing will be answered on it
+        if isinstance(error, BROKEN):
             raw.terminate()
         elif not raw.is_closed():
-            await raw.execute("ROLLBACK", timeout=STATEMENT_SECONDS)
-    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            await raw.execute("ROLLBACK")
+    except FAULTS:
         raw.terminate()
 
 
 async def _closed(raw: asyncpg.Connection) -> None:
     try:
         await raw.close(timeout=1.0)
-    except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+    except FAULTS:
         raw.terminate()
 
 
