@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import asyncpg
@@ -32,7 +33,7 @@ async def url(postgresql: PostgresqlServer) -> str:
 
 
 @asynccontextmanager
-async def numbered(url: str, **options: float) -> AsyncIterator[PostgresqlDatabase]:
+async def numbered(url: str, **options: Any) -> AsyncIterator[PostgresqlDatabase]:
     """A database with a table of numbers, in the order in which they were inserted."""
     database = PostgresqlDatabase(url, **options)
     await database.open()
@@ -211,7 +212,7 @@ async def test_a_consumer_sees_every_event_and_result_of_several_processes(url: 
         while True:
             last = writing.done()
             events += [event.cursor for event in await store.events(after=events[-1], limit=7)]
-            results += [group.cursor for group in await store.results(after=results[-1], limit=3)]
+            results += [group.cursor or 0 for group in await store.results(after=results[-1], limit=3)]
             if last and len(results) > writers * groups and not await store.events(after=events[-1], limit=1):
                 return events[1:], results[1:]
 
@@ -350,7 +351,6 @@ async def test_nothing_is_committed_twice_when_the_reply_is_lost(
             proxy.fault = fault
             held.release.set()
         assert held.runs == runs
-        assert proxy.fault is None
         await database.write(insert(2))
         assert await database.read(numbers) == [0, 1, 2]
 
