@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from support.postgresql import PostgresqlServer
 
 PROGRAMS = f"{Path(__file__).parent.name}/real/"
 
@@ -50,6 +54,15 @@ def ipython_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An OUTRIDER_HOME for all tests that open an IPython, of every worker: to make what they show takes seconds."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "ipython-home"
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresqlServer]:
+    """One server for all tests of a worker: it takes a second to make. A test that ends it starts it again."""
+    from support.postgresql import postgresql_server  # here: the tests of trainers have no asyncpg
+
+    with postgresql_server() as server:
+        yield server
 
 
 class TwoHalves(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

@@ -101,6 +101,7 @@ class Config(Section):
     token: str | None = None
     stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400)] = 20.0
     data: Path = Path(".outrider")
+    store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None
     files: Path = Path(".")
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()

@@ -1,4 +1,4 @@
-"""One empty store, in memory and in a file: both keep every promise."""
+"""One empty store, in memory, in a file and in PostgreSQL: all keep every promise."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from outrider.store.database import Database
+from outrider.store.postgresql import PostgresqlDatabase
 from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store
+from support.postgresql import PostgresqlServer
 
 NOW = 1000.0
 
 
-@pytest_asyncio.fixture(params=["memory", "file"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    path = None if request.param == "memory" else tmp_path / "outrider.db"
-    async with Store(SqliteDatabase(path), clock=lambda: NOW) as opened:
+@pytest_asyncio.fixture(params=["memory", "file", "postgresql"])
+async def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
+    """A database without tables, not open."""
+    if request.param == "postgresql":
+        server: PostgresqlServer = request.getfixturevalue("postgresql")
+        return PostgresqlDatabase(await server.new_database(), sole=True)
+    return SqliteDatabase(None if request.param == "memory" else tmp_path / "outrider.db")
+
+
+@pytest_asyncio.fixture
+async def store(empty: Database) -> AsyncIterator[Store]:
+    async with Store(empty, clock=lambda: NOW) as opened:
         yield opened

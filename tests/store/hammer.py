@@ -1,7 +1,8 @@
 """A little service that lives on a store, to be killed: `python -m store.hammer DATABASE SEED [drain]`.
 
-It prints one line for each write that the store has acknowledged: `group ID`, `turn SESSION ATTEMPT INDEX` or
-`done GROUP`. With `drain` it submits nothing and leaves once every group is done.
+DATABASE is a file of SQLite's or the URL of a PostgreSQL database. It prints one line for each write that the store has
+acknowledged: `group ID`, `turn SESSION ATTEMPT INDEX` or `done GROUP`. With `drain` it submits nothing and leaves once
+every group is done.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider.errors import Conflict
+from outrider.store.postgresql import postgresql_store
 from outrider.store.rows import SessionRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
@@ -102,8 +104,8 @@ def acknowledge(*words: object) -> None:
 
 
 async def main() -> None:
-    path, seed = Path(sys.argv[1]), int(sys.argv[2])
-    async with sqlite_store(path) as store:
+    database, seed = sys.argv[1], int(sys.argv[2])
+    async with postgresql_store(database) if "://" in database else sqlite_store(Path(database)) as store:
         await Hammer(store, seed, drain=sys.argv[3:] == ["drain"]).run()
 
 

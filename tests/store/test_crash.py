@@ -1,16 +1,24 @@
-"""A process that hammers the store is killed again and again; what it was told was stored is there."""
+"""A process that hammers the store is killed again and again, and PostgreSQL with it; what it was told was stored is
+there."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from support.postgresql import PostgresqlServer
 
 TESTS = Path(__file__).parent.parent
 KILLS = 4
@@ -37,55 +45,99 @@ class Acknowledged:
                 raise AssertionError(f"the hammer said {line!r}")
 
 
-def hammer(path: Path, seed: int, *mode: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "store.hammer", str(path), str(seed), *mode]
+Rows = Callable[[str], list[Any]]
+"""Runs a query."""
+
+
+class SqliteFile:
+    def __init__(self, path: Path) -> None:
+        self.place = str(path)
+
+    def crash(self) -> None:
+        """The process that is killed is the database's."""
+
+    @contextmanager
+    def opened(self) -> Iterator[Rows]:
+        with closing(sqlite3.connect(self.place)) as database:
+            assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            assert database.execute("PRAGMA foreign_key_check").fetchall() == []
+            yield lambda sql: database.execute(sql).fetchall()
+
+
+class PostgresqlServerDatabase:
+    def __init__(self, server: PostgresqlServer) -> None:
+        self._server = server
+        self.place = asyncio.run(server.new_database())
+        self._name = urlsplit(self.place).path.removeprefix("/")
+
+    def crash(self) -> None:
+        self._server.restart()
+
+    @contextmanager
+    def opened(self) -> Iterator[Rows]:
+        yield lambda sql: [
+            tuple(row) for row in asyncio.run(self._server.execute(sql.replace("rowid", "ctid"), self._name))
+        ]
+
+
+Place = SqliteFile | PostgresqlServerDatabase
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "sqlite":
+        return SqliteFile(tmp_path / "outrider.db")
+    return PostgresqlServerDatabase(request.getfixturevalue("postgresql"))
+
+
+def hammer(place: Place, seed: int, *mode: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "store.hammer", place.place, str(seed), *mode]
     return subprocess.Popen(command, cwd=TESTS, stdout=subprocess.PIPE, text=True)
 
 
-def hammer_and_kill(path: Path, seed: int, lines: int) -> list[str]:
-    """The whole lines that it printed until it was killed, some time after the given number of them."""
-    with hammer(path, seed) as process:
+def hammer_and_kill(place: Place, seed: int, lines: int) -> list[str]:
+    """The whole lines that it printed until it was killed, some time after the given number of them. Half-way its
+    database crashes, too."""
+    with hammer(place, seed) as process:
         assert process.stdout is not None
         try:
-            said = [process.stdout.readline() for _ in range(lines)]
+            said = [process.stdout.readline() for _ in range(lines // 2)]
+            place.crash()
+            said += [process.stdout.readline() for _ in range(lines - lines // 2)]
         finally:
             process.kill()
         said += process.stdout.readlines()
     return [line for line in said if line.endswith("\n")]
 
 
-def test_nothing_acknowledged_is_lost_by_kill_9(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
+def test_nothing_acknowledged_is_lost_by_kill_9(place: Place) -> None:
     told = Acknowledged()
     history: dict[str, list[Any]] = {"events": [], "results": []}
     chance = random.Random(20_26)
     for seed in range(KILLS):
-        for line in hammer_and_kill(path, seed, chance.randrange(1, MAX_LINES)):
+        for line in hammer_and_kill(place, seed, chance.randrange(1, MAX_LINES)):
             told.add(line)
-        check(path, told, history)
-    with hammer(path, KILLS, "drain") as process:
+        check(place, told, history)
+    with hammer(place, KILLS, "drain") as process:
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0
     for line in output.splitlines():
         told.add(line)
-    check(path, told, history)
-    with closing(sqlite3.connect(path)) as database:
-        assert database.execute("SELECT id FROM groups WHERE state <> 'done'").fetchall() == []
+    check(place, told, history)
+    with place.opened() as rows:
+        assert rows("SELECT id FROM groups WHERE state <> 'done'") == []
     assert len(told.groups) > KILLS
     assert told.turns
 
 
-def check(path: Path, told: Acknowledged, history: dict[str, list[Any]]) -> None:
-    with closing(sqlite3.connect(path)) as database:
-        query = database.execute
-        assert query("PRAGMA integrity_check").fetchall() == [("ok",)]
-        assert query("PRAGMA foreign_key_check").fetchall() == []
-        check_acknowledged(database, told)
-        check_groups(database)
-        check_turns(database)
+def check(place: Place, told: Acknowledged, history: dict[str, list[Any]]) -> None:
+    with place.opened() as rows:
+        check_acknowledged(rows, told)
+        check_groups(rows)
+        check_turns(rows)
         now = {
-            "events": query("SELECT cursor, kind, group_id, session_id FROM events ORDER BY cursor").fetchall(),
-            "results": query("SELECT id, cursor FROM groups WHERE state = 'done' ORDER BY cursor").fetchall(),
+            "events": rows("SELECT cursor, kind, group_id, session_id FROM events ORDER BY cursor"),
+            "results": rows("SELECT id, cursor FROM groups WHERE state = 'done' ORDER BY cursor"),
         }
     for name, before in history.items():
         assert now[name][: len(before)] == before, f"{name} that a consumer may have read have changed"
@@ -93,16 +145,16 @@ def check(path: Path, told: Acknowledged, history: dict[str, list[Any]]) -> None
     assert [cursor for _, cursor in now["results"]] == list(range(1, len(now["results"]) + 1))
 
 
-def check_acknowledged(database: sqlite3.Connection, told: Acknowledged) -> None:
-    groups = dict(database.execute("SELECT id, state FROM groups"))
+def check_acknowledged(rows: Rows, told: Acknowledged) -> None:
+    groups = dict(rows("SELECT id, state FROM groups"))
     assert told.groups <= groups.keys()
     assert {groups[id] for id in told.done} <= {"done"}
-    assert told.turns <= set(database.execute("SELECT session_id, attempt, turn_index FROM turns"))
+    assert told.turns <= set(rows("SELECT session_id, attempt, turn_index FROM turns"))
 
 
-def check_groups(database: sqlite3.Connection) -> None:
+def check_groups(rows: Rows) -> None:
     """Each group agrees with its sessions, and tells of its end exactly once, everywhere."""
-    rows = database.execute(
+    found = rows(
         """SELECT id, state, n, open_sessions, cursor,
                (SELECT COUNT(*) FROM sessions WHERE group_id = groups.id),
                (SELECT COUNT(*) FROM sessions WHERE group_id = groups.id AND state <> 'done'),
@@ -112,19 +164,19 @@ def check_groups(database: sqlite3.Connection) -> None:
                (SELECT COUNT(*) FROM outbox WHERE group_id = groups.id)
            FROM groups"""
     )
-    for id, state, n, counter, cursor, sessions, left, results, group_events, session_events, deliveries in rows:
+    for id, state, n, counter, cursor, sessions, left, results, group_events, session_events, deliveries in found:
         done = int(left == 0)
         assert (sessions, counter, results, session_events) == (n, left, n - left, n - left), id
         assert (state == "done", cursor is not None) == (done, done), id
         assert (group_events, deliveries) == (done, done), id
 
 
-def check_turns(database: sqlite3.Connection) -> None:
+def check_turns(rows: Rows) -> None:
     """No attempt stored a turn after a newer one did, or before it was started."""
     stored: dict[str, list[int]] = {}
-    for session, attempt in database.execute("SELECT session_id, attempt FROM turns ORDER BY rowid"):
+    for session, attempt in rows("SELECT session_id, attempt FROM turns ORDER BY rowid"):
         stored.setdefault(session, []).append(attempt)
-    newest = dict(database.execute("SELECT id, attempt FROM sessions"))
+    newest = dict(rows("SELECT id, attempt FROM sessions"))
     for session, attempts in stored.items():
         assert all(before <= after for before, after in pairwise(attempts)), session
         assert attempts[-1] <= newest[session], session

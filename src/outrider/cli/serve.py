@@ -44,6 +44,14 @@ def serve(
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for groups and results.", show_default=".outrider")
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Database: postgresql://USER@HOST/NAME. A password is safer in OUTRIDER_STORE.",
+            show_default="SQLite in --data",
+        ),
+    ] = None,
     files: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the files that `upload` steps name.", show_default=".")
     ] = None,
@@ -154,6 +162,7 @@ def serve(
         "port": port,
         "stop_seconds": stop_seconds,
         "data": data,
+        "store": store,
         "files": files,
         "token": token,
         "engines": [parse_engine(text) for text in engine] if engine else None,

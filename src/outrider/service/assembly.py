@@ -31,6 +31,7 @@ from outrider.sessions.resources import NodeResources, ResourceAmount, machine_c
 from outrider.spec import Limits
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.sqlite import sqlite_store
+from outrider.store.store import Store
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
@@ -46,7 +47,8 @@ class Opened(NamedTuple):
 async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIterator[Opened]:
     """A service with one node, both in this process. `pauses` are the waits between a session's failed attempts.
 
-    Raises InvalidField for settings that cannot work on this machine, and ServiceError if the data folder is in use.
+    Raises InvalidField for settings that cannot work on this machine, and ServiceError if the data folder or the
+    database is in use or cannot be used.
     """
     if config.model.tokenizer is None:
         raise InvalidField(
@@ -70,7 +72,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             raise ServiceError(f"another service is using {config.data}", hint=hint) from error
         intake, offload = Intake(), OffloadThread()
         stack.push_async_callback(offload.close)
-        store = await stack.enter_async_context(sqlite_store(config.data / "outrider.sqlite3"))
+        store = await stack.enter_async_context(_store(config))
         artifacts = ArtifactStore(config.data / "artifacts")
         engine_names: set[str] = set()
         kept = await store.policy()
@@ -142,6 +144,17 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
                     )
                 await service.add_engine(spec.model_copy(update={"serves": model.name}))
         yield Opened(service, node)
+
+
+def _store(config: Config) -> Store:
+    if config.store is None:
+        return sqlite_store(config.data / "outrider.sqlite3")
+    try:
+        from outrider.store.postgresql import postgresql_store
+    except ImportError as error:
+        hint = "pip install 'outrider[postgresql]'"
+        raise InvalidField("a store in PostgreSQL needs asyncpg", field="store", hint=hint) from error
+    return postgresql_store(config.store)
 
 
 def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:

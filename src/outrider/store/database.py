@@ -1,7 +1,7 @@
 """What the store needs of a database: to run transactions, each of them a coroutine function of a connection.
 
-It knows no table. SQLite is the only implementation (`sqlite.py`); PostgreSQL is to follow. Statements use `?`
-placeholders and the SQL that both share; a database with other placeholders translates them.
+It knows no table. SQLite (`sqlite.py`) and PostgreSQL (`postgresql.py`) implement it. Statements use `?` placeholders
+and the SQL that both share; a database with other placeholders translates them.
 Invariant: the changes of a transaction are committed as a whole before its caller sees the result, or not at all.
 """
 

@@ -1,0 +1,428 @@
+"""`Database` over PostgreSQL: one transaction writes at a time, in all processes together; a few connections read.
+
+It knows no table but its own, `writers`. A transaction that writes first takes a lock of the whole database, so that
+commits happen in the order in which cursors are given: a reader that pages by cursor never misses one that is committed
+later. (Sequences alone do not give that, nor does SERIALIZABLE.) Writes that arrive during a commit share the next one,
+so its cost is paid once for all of them. A commit that was acknowledged survives a loss of power, unless the server is
+told otherwise (synchronous_commit).
+Invariant: ServiceError means that nothing was committed. Where the reply to a COMMIT is lost, the database is asked for
+the outcome before anything else is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple, NoReturn, TypeVar
+from uuid import uuid4
+
+import asyncpg
+
+from outrider.concurrency.backoff import Backoff
+from outrider.errors import InvalidField, OutriderError, ServiceError
+from outrider.store.database import Body, Row
+from outrider.store.store import Store
+
+T = TypeVar("T")
+
+MAX_BATCH = 256
+"""Maximum number of writes in one commit."""
+READERS = 4
+CONNECT_SECONDS = 10.0
+STATEMENT_SECONDS = 60.0
+"""A server that has not answered a statement by then is taken for lost."""
+FOREVER = 1e7
+PATIENCE_SECONDS = 30.0
+"""How long a transaction is tried again while the server cannot be reached: it may be restarting."""
+HANDOVER_SECONDS = 5.0
+"""How long to wait for the end of another service on the same database: the server may not have noticed its death."""
+PAUSES = Backoff(first=0.05, longest=1.0)
+
+# Advisory locks are a database's own, and known by two numbers. The first of ours is "outr" in ASCII.
+LOCKS = 0x6F757472
+SERVICE, WRITE = 1, 2
+
+SESSION_SETTINGS = {
+    # What holds the lock of all writers and does not go on is cut off: a stopped process, a host that is gone.
+    "idle_in_transaction_session_timeout": "15s",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}
+
+# The batch that each writer has committed last. Those of a day ago are of processes that were killed.
+CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
+    (writer TEXT PRIMARY KEY, batch BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now());
+    DELETE FROM writers WHERE at < now() - INTERVAL '1 day'"""
+COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
+    ON CONFLICT (writer) DO UPDATE SET batch = excluded.batch, at = excluded.at; COMMIT"""
+# READ COMMITTED, in which each statement sees what was committed before it: a snapshot of the whole transaction would
+# be taken before the lock is given.
+BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
+BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+# Connections that we have lost, and the server has not: they may hold locks. A writer's name is its own.
+END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+    WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
+HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
+    WHERE locktype = 'advisory' AND classid = {LOCKS} AND objid = {SERVICE} AND granted
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
+
+# asyncpg calls it an error of its own when a connection is used between the server's farewell and its end.
+BROKEN = (TimeoutError, asyncpg.InternalClientError)
+FAULTS = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+
+HINTS: dict[str, str] = {
+    "08": "is the server running, and is this its address?",
+    "25006": "this server is a standby: name the primary",
+    "28": "name the right user and password, in the URL, in ~/.pgpass or as PGPASSWORD",
+    "3D": "create the database: createdb NAME",
+    "42501": "make the user the owner of the database: createdb --owner USER NAME",
+    "53100": "the server's disk is full: free some space",
+    "53300": "the server has no connection left: raise its max_connections",
+    "55P03": "another process holds the database: a long migration, or an administrator's statement",
+    "57": "the server's log says why",
+}
+"""By the beginning of the SQLSTATE."""
+
+
+def postgresql_store(url: str, *, sole: bool = True) -> Store:
+    """A store in the PostgreSQL database at `url` (postgresql://USER@HOST/NAME)."""
+    return Store(PostgresqlDatabase(url, sole=sole))
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown."""
+    scheme, _, rest = url.partition("://")
+    credentials, at, place = rest.rpartition("@")
+    user, colon, _ = credentials.partition(":")
+    return re.sub("password=[^&]*", "password=***", f"{scheme}://{user}{colon and ':***'}{at}{place}")
+
+
+class PostgresqlDatabase:
+    """`Database` over one PostgreSQL database.
+
+    `sole` is for a service, of which there may be one: it writes only while it holds a lock of the server's, and a
+    second one is refused with ServiceError that says who holds it. Other processes may write at any time. The first
+    write, which is the migration, has no time limit.
+    """
+
+    types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
+
+    def __init__(
+        self, url: str, *, sole: bool = False, patience: float = PATIENCE_SECONDS, limit: float = STATEMENT_SECONDS
+    ) -> None:
+        self._server = _Server(url, limit)
+        self._sole = sole
+        self._patience = patience
+        self._writer: _Writer | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._readers = asyncio.Semaphore(READERS)
+        self._idle: list[asyncpg.Connection] = []
+
+    async def open(self) -> None:
+        """Connect. Raises ServiceError when the database cannot be used."""
+        writer = _Writer(self._server, sole=self._sole, patience=self._patience)
+        await writer.connection()
+        self._tasks = asyncio.TaskGroup()
+        await self._tasks.__aenter__()
+        self._tasks.create_task(writer.serve(), name="store writer")
+        self._writer = writer
+
+    async def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        writer.stop()
+        await self._tasks.__aexit__(None, None, None)
+        while self._idle:
+            await _closed(self._idle.pop())
+
+    async def write(self, body: Body[T]) -> T:
+        if self._writer is None:
+            raise ServiceError("the store is not open")
+        return await self._writer.put(body)
+
+    async def read(self, body: Body[T]) -> T:
+        async with self._readers:
+            return await _patiently(lambda: self._read(body), self._patience)
+
+    async def _read(self, body: Body[T]) -> T:
+        if self._writer is None:
+            raise ServiceError("the store is not open")
+        raw = self._idle.pop() if self._idle else await self._server.connect("reader")
+        try:
+            await raw.execute(BEGIN_READ)
+            found = await body(_Connection(raw))
+            await raw.execute("COMMIT")
+        except Exception as error:
+            await _roll_back(raw, error)
+            self._put_back(raw)
+            _fail(error, raw)
+        except BaseException:  # cancelled: a query may be under way
+            raw.terminate()
+            raise
+        self._put_back(raw)
+        return found
+
+    def _put_back(self, raw: asyncpg.Connection) -> None:
+        if raw.is_closed():
+            return
+        if self._writer is None:
+            raw.terminate()
+        else:
+            self._idle.append(raw)
+
+
+class _Job(NamedTuple):
+    body: Body[Any]
+    future: asyncio.Future[Any]
+
+
+class _Unreachable(ServiceError):
+    """There is no connection, or no longer, or not the service's lock: another try may get it."""
+
+
+class _Connection:
+    """`Connection` over a connection of asyncpg, which prepares each statement once."""
+
+    def __init__(self, raw: asyncpg.Connection, limit: float | None = None) -> None:
+        self._raw = raw
+        self._limit = limit  # None: the connection's own
+
+    async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+        # The server says `UPDATE 3`, `INSERT 0 1` or, of what changes no rows, `CREATE TABLE`.
+        said: str = await self._raw.execute(_numbered(sql), *values, timeout=self._limit)
+        count = said.rpartition(" ")[2]
+        return int(count) if count.isdigit() else 0
+
+    async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
+        return len(await self._raw.fetchmany(f"{_numbered(sql)} RETURNING 1", rows, timeout=self._limit))
+
+    async def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
+        return [tuple(row) for row in await self._raw.fetch(_numbered(sql), *values, timeout=self._limit)]
+
+
+class _Server:
+    """Where connections come from. Its connections carry a name that people and `_Writer` know them by."""
+
+    def __init__(self, url: str, limit: float) -> None:
+        self.shown = without_password(url)
+        self.id = uuid4().hex
+        self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
+        self._url = url
+        self._limit = limit
+        # The server gives up before we do: else it would go on waiting for a lock that nobody wants any more.
+        self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
+
+    async def connect(self, purpose: str) -> asyncpg.Connection:
+        settings = self._settings | {"application_name": f"outrider {purpose} {self._name}"[:63]}
+        try:
+            return await asyncpg.connect(
+                self._url, timeout=CONNECT_SECONDS, command_timeout=self._limit, server_settings=settings
+            )
+        except FAULTS as error:
+            code = getattr(error, "sqlstate", None) or "08"
+            reason = str(error) or "it does not answer"
+            raise _Unreachable(f"cannot connect to {self.shown}: {reason}", hint=_hint(code)) from error
+
+
+class _Batch:
+    """Bodies to run in one transaction. `results` are set once its COMMIT was sent."""
+
+    def __init__(self, number: int, bodies: Sequence[Body[Any]]) -> None:
+        self.number = number
+        self.bodies = bodies
+        self.results: list[Any] | None = None
+
+
+class _Writer:
+    """The one connection that writes, and its queue. The queue needs no bound: every entry has a caller that waits."""
+
+    def __init__(self, server: _Server, *, sole: bool, patience: float) -> None:
+        self._server = server
+        self._sole = sole
+        self._patience = patience
+        self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
+        self._stopping = False
+        self._batches = time.time_ns()  # no number comes twice, whatever an earlier writer has left
+        self._limit: float | None = FOREVER
+        self._raw: asyncpg.Connection | None = None
+
+    def put(self, body: Body[T]) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait(_Job(body, future))
+        return future
+
+    def stop(self) -> None:
+        """Make `serve` return, once the jobs put before are done."""
+        self._stopping = True
+        self._waiting.put_nowait(None)
+
+    async def serve(self) -> None:
+        try:
+            while (job := await self._waiting.get()) is not None:
+                jobs = [job]
+                while len(jobs) < MAX_BATCH and not self._waiting.empty():
+                    if (job := self._waiting.get_nowait()) is None:
+                        self._waiting.put_nowait(None)  # for the next round
+                        break
+                    jobs.append(job)
+                await self._settle(jobs)
+            if self._raw is not None and not self._raw.is_closed():
+                with suppress(*FAULTS):
+                    await self._raw.execute("DELETE FROM writers WHERE writer = $1", self._server.id, timeout=1.0)
+        finally:
+            if self._raw is not None:
+                await _closed(self._raw)
+
+    async def connection(self) -> asyncpg.Connection:
+        """The open connection, which holds the service's lock if that is asked for."""
+        if self._raw is None or self._raw.is_closed():
+            raw = await self._server.connect("writer")
+            try:
+                await raw.execute(END_LOST)
+                if self._sole:
+                    await self._hold(raw)
+                await raw.execute(f"{BEGIN_WRITE}; {CREATE_WRITERS}; COMMIT")
+            except Exception as error:
+                await _roll_back(raw, error)
+                raw.terminate()
+                _fail(error, raw)
+            except BaseException:
+                raw.terminate()
+                raise
+            self._raw = raw
+        return self._raw
+
+    async def _hold(self, raw: asyncpg.Connection) -> None:
+        """Take the service's lock for as long as the connection lasts."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
+        while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):
+            if loop.time() > give_up and (holder := await raw.fetchrow(HOLDER)):
+                pid, name, address, since = holder
+                raise _Unreachable(
+                    f"another service is using {self._server.shown}: {name or 'one of another user'}, from "
+                    f"{address or 'the same host'}, since {since:%Y-%m-%d %H:%M:%S %Z} (server process {pid})",
+                    hint="stop it, or give this one a database of its own: --store URL",
+                )
+            await asyncio.sleep(0.1)
+
+    async def _settle(self, jobs: Sequence[_Job]) -> None:
+        """Run the jobs in one transaction. When a body fails, each half is run again by itself, until only the failing
+        body is refused. Savepoints would do without the repetition, but every batch would pay for them."""
+        self._batches += 1
+        batch = _Batch(self._batches, [job.body for job in jobs])
+        try:
+            results = await _patiently(
+                lambda: self._commit(batch),
+                self._patience,
+                lasting=lambda: batch.results is not None and not self._stopping,
+            )
+        except Exception as error:  # whatever a body raises
+            if len(jobs) > 1 and not isinstance(error, _Unreachable):
+                middle = len(jobs) // 2
+                await self._settle(jobs[:middle])
+                await self._settle(jobs[middle:])
+                return
+            for job in jobs:
+                if not job.future.done():  # else its caller was cancelled
+                    job.future.set_exception(error)
+        else:
+            for job, result in zip(jobs, results, strict=True):
+                if not job.future.done():
+                    job.future.set_result(result)
+
+    async def _commit(self, batch: _Batch) -> list[Any]:
+        """The results of the batch, once they are committed."""
+        raw = await self.connection()
+        writer, number = self._server.id, batch.number
+        try:
+            await raw.execute(BEGIN_WRITE)
+            if batch.results is not None:
+                # An earlier try has lost the reply to its COMMIT. It has ended, as the lock is ours.
+                sql = "SELECT 1 FROM writers WHERE writer = $1 AND batch = $2"
+                if await raw.fetchval(sql, writer, number):
+                    await raw.execute("ROLLBACK")
+                    return batch.results
+                batch.results = None
+            connection = _Connection(raw, self._limit)
+            results = [await body(connection) for body in batch.bodies]
+            batch.results = results
+            try:
+                await raw.execute(COMMIT_WRITE.format(writer, number))
+            except asyncpg.PostgresError:
+                if not raw.is_closed():
+                    batch.results = None  # it was refused
+                raise
+        except Exception as error:
+            await _roll_back(raw, error)
+            _fail(error, raw)
+        self._limit = None
+        return results
+
+
+async def _patiently(
+    once: Callable[[], Awaitable[T]], patience: float, lasting: Callable[[], bool] = lambda: False
+) -> T:
+    """Call `once` until it does not raise `_Unreachable`, for `patience` seconds, and further while it is `lasting`."""
+    loop = asyncio.get_running_loop()
+    give_up = loop.time() + patience
+    tries = 0
+    while True:
+        try:
+            return await once()
+        except _Unreachable:
+            if loop.time() >= give_up and not lasting():
+                raise
+            await asyncio.sleep(PAUSES.wait(tries))
+            tries += 1
+
+
+async def _roll_back(raw: asyncpg.Connection, error: Exception) -> None:
+    """Undo the transaction after an error. A connection that cannot do that is closed."""
+    try:
+        if isinstance(error, BROKEN):
+            raw.terminate()
+        elif not raw.is_closed():
+            await raw.execute("ROLLBACK")
+    except FAULTS:
+        raw.terminate()
+
+
+async def _closed(raw: asyncpg.Connection) -> None:
+    try:
+        await raw.close(timeout=1.0)
+    except FAULTS:
+        raw.terminate()
+
+
+@cache
+def _numbered(sql: str) -> str:
+    """With $1, $2 ... for each `?`. No statement has one in a literal."""
+    first, *others = sql.split("?")
+    return first + "".join(f"${number}{other}" for number, other in enumerate(others, start=1))
+
+
+def _hint(code: str) -> str | None:
+    return next((hint for start, hint in HINTS.items() if code.startswith(start)), None)
+
+
+def _fail(error: Exception, raw: asyncpg.Connection) -> NoReturn:
+    """Raise what the caller of a transaction is told of an error in it."""
+    if isinstance(error, asyncpg.CharacterNotInRepertoireError):
+        raise InvalidField("PostgreSQL cannot store text with a NUL character", field="text") from error
+    if isinstance(error, OutriderError):
+        raise error
+    if raw.is_closed() or isinstance(error, asyncpg.SerializationError | asyncpg.DeadlockDetectedError):
+        text = str(error) or type(error).__name__
+        raise _Unreachable(f"the database broke off a transaction: {text}", hint=HINTS["57"]) from error
+    if not isinstance(error, asyncpg.PostgresError) or error.sqlstate[:2] in ("22", "23"):
+        raise error  # the statement is wrong, not the database: another try would fail in the same way
+    raise ServiceError(f"the database failed: {error}", hint=_hint(error.sqlstate)) from error
