@@ -25,6 +25,7 @@ LAYERS = (
         "environment",
         "plugins",
         "schemas",
+        "callbacks",
         "concurrency",
     ),
     ("tokens", "dialects"),

@@ -14,8 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
+from outrider.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.spec import EngineSpec
@@ -93,6 +94,30 @@ class FrozenConfig(Section):
     response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
 
 
+class CallbacksConfig(Section):
+    """Callbacks. `secret`: the key of their signatures (see callbacks.py); without one they are not signed."""
+
+    secret: SecretStr | None = None
+
+    @field_validator("secret")
+    @classmethod
+    def _usable(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None:
+            try:
+                check_secret(secret.get_secret_value())
+            except InvalidField as error:
+                raise ValueError(f"{error.message}: {error.hint}" if error.hint else error.message) from None
+        return secret
+
+
+class RetentionConfig(Section):
+    """Bounds beyond which the service removes finished groups, the oldest first: `days` since their end, and `size_mb`
+    (MiB) that all of them take."""
+
+    days: Annotated[float, Field(gt=0)] | None = None
+    size_mb: Annotated[int, Field(ge=1)] | None = None
+
+
 class Config(Section):
     """All settings of a service. `stop_seconds`: how long sessions under way may go on after a signal to stop."""
 
@@ -108,6 +133,8 @@ class Config(Section):
     sandboxes: SandboxesConfig = SandboxesConfig()
     engines: tuple[EngineSpec, ...] = ()
     frozen: tuple[FrozenConfig, ...] = ()
+    callbacks: CallbacksConfig = CallbacksConfig()
+    retention: RetentionConfig = RetentionConfig()
 
 
 def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:

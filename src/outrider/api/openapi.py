@@ -12,17 +12,22 @@ from pydantic.json_schema import models_json_schema
 
 from outrider import schemas
 from outrider.errors import ErrorRecord
-from outrider.spec import EngineSpec, GroupSpec, PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
+from outrider.spec import AckSpec, EngineSpec, GcSpec, GroupSpec, PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
 
 REF = "#/components/schemas/{name}"
 REPLIES = (
     schemas.ArtifactList,
+    schemas.CallbackList,
+    schemas.ConsumerList,
+    schemas.ConsumerView,
     schemas.EngineList,
     schemas.EngineStatus,
     schemas.EventView,
+    schemas.GcReport,
     schemas.GroupList,
     schemas.GroupView,
     schemas.PolicyStatus,
+    schemas.Redelivered,
     schemas.ResultsPage,
     schemas.ChatList,
     schemas.SampleList,
@@ -37,6 +42,8 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     PolicyPauseSpec,
     PolicyResumeSpec,
     PolicyUpdateSpec,
+    AckSpec,
+    GcSpec,
 )
 
 

@@ -19,6 +19,7 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
 from outrider.api.access import AccessControl, check_address
+from outrider.api.delivery import delivery_routes
 from outrider.api.engines import engine_routes
 from outrider.api.files import artifact_routes, image_routes
 from outrider.api.gateway import Gateway
@@ -87,6 +88,7 @@ def control_app(service: Service) -> FastAPI:
     app.include_router(group_routes(service))
     app.include_router(image_routes(service))
     app.include_router(artifact_routes(service))
+    app.include_router(delivery_routes(service))
     app.include_router(engine_routes(service))
     app.include_router(policy_routes(service))
     app.include_router(relay_routes(service))

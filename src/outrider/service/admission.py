@@ -59,8 +59,8 @@ def parse_engine(body: bytes) -> EngineSpec:
     return _validated(EngineSpec, _json_object(body))
 
 
-def parse_policy(kind: type[S], body: bytes) -> S:
-    """A request about the policy, as `parse_group`; no body stands for `{}`."""
+def parse_body(kind: type[S], body: bytes) -> S:
+    """The spec in the body of any other request, as `parse_group`; no body stands for `{}`."""
     return _validated(kind, _json_object(body or b"{}"))
 
 
