@@ -20,7 +20,7 @@ import msgspec
 
 from bench.store import _group, _turn
 from outrider.lifecycle import GroupState, StopReason
-from outrider.service.retention import STEP_ROWS
+from outrider.service.retention import SESSIONS_AT_ONCE, STEP_ROWS
 from outrider.store.database import Connection
 from outrider.store.rows import pack
 from outrider.store.sqlite import SqliteDatabase
@@ -176,7 +176,7 @@ async def _operations(store: Store) -> Mapping[str, Operation]:
 async def _removal(store: Store) -> dict[str, float]:
     """The rate at which the oldest groups are removed, and how long its longest transaction keeps the writer."""
     await store.consumers.remove("bench")
-    candidates = await store.removals.candidates(force=False, limit=64)
+    candidates = await store.removals.candidates(force=False, limit=SESSIONS_AT_ONCE // GROUP_SIZE)
     spent: list[float] = []
     begun = time.perf_counter()
     await store.removals.hide([one.id for one in candidates], force=False)

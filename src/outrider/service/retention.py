@@ -24,9 +24,9 @@ log = logging.getLogger("outrider.retention")
 
 CHECK_SECONDS = 60.0
 """How often the service looks whether the settings' bounds are exceeded."""
-STEP_ROWS = 400
+STEP_ROWS = 100
 """Rows deleted in one transaction: the store's other writers wait for it for a few milliseconds."""
-SESSIONS_AT_ONCE = 512
+SESSIONS_AT_ONCE = 128
 """Groups are hidden in batches of so many sessions."""
 COUNTED_AT_ONCE = 10_000
 REQUEST_SECONDS = 20.0

@@ -34,8 +34,8 @@ CHECKPOINT_PAGES = 16_384
 
 INCREMENTAL = 2
 """The mode of SQLite's auto_vacuum in which `shrink` can return pages."""
-SHRINK_PAGES = 256
-"""Pages (1 MiB) that one call of `shrink` returns. The writer is busy for a few milliseconds."""
+SHRINK_PAGES = 64
+"""Pages (256 KiB) that one call of `shrink` returns. The writer is busy for a few milliseconds."""
 SPARE = 10
 """One page in so many is kept free for what is stored next: a file that shrinks and grows all the time is slower."""
 
