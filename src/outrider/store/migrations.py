@@ -204,7 +204,7 @@ MIGRATIONS: Migrations = (
             waiting INTEGER NOT NULL,
             served BIGINT NOT NULL,
             since DOUBLE PRECISION NOT NULL,
-            PRIMARY KEY (priority, bucket)
+            PRIMARY KEY (bucket, priority)
         )""",
         "CREATE INDEX queue_shares_order ON queue_shares (priority, served, since, bucket) WHERE waiting = 1",
         """CREATE INDEX queue_shares_evaluations ON queue_shares (priority, served, since, bucket)

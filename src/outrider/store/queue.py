@@ -24,6 +24,11 @@ from outrider.store.rows import SessionRow
 BUCKET_LABELS = ("run", "user")
 """Labels that name a group's bucket; the first that it has counts."""
 
+COUNT_OF_BUCKET = """SELECT COUNT(*) FROM (
+    SELECT 1 FROM queue_shares JOIN sessions
+        ON sessions.priority = queue_shares.priority AND sessions.bucket = queue_shares.bucket
+    WHERE queue_shares.bucket = ? AND queue_shares.waiting = 1 AND sessions.waiting = 1 LIMIT ?) AS counted"""
+
 ABOVE_ALL = (1 << 31) - 1
 """Above every priority."""
 
@@ -50,7 +55,7 @@ async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: 
     """Note that sessions of a bucket wait, the oldest since then."""
     await tx.execute(
         """INSERT INTO queue_shares (priority, bucket, evaluation, waiting, served, since) VALUES (?, ?, ?, 1, 0, ?)
-           ON CONFLICT (priority, bucket) DO UPDATE SET waiting = 1""",
+           ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
         (priority, bucket, int(evaluation), since),
     )
 

@@ -82,6 +82,13 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     bucket: str = ""
 
 
+class QueueLength(msgspec.Struct, frozen=True):
+    """How many sessions wait, and in how many buckets."""
+
+    sessions: int
+    buckets: int
+
+
 class PolicyRow(msgspec.Struct, frozen=True):
     """The version that a trainer has set last, and where its weights are, if the engines were told."""
 

@@ -23,7 +23,7 @@ from outrider.store import queue, rows
 from outrider.store.database import Connection, Database
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
-from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, SessionRow
+from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow
 from outrider.trajectory import SessionResult, Turn
 
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
@@ -204,11 +204,26 @@ class Store:
 
         return await self._db.read(body)
 
-    async def waiting(self) -> int:
-        """How many sessions wait in the queue."""
-        sql = "SELECT COUNT(*) FROM sessions WHERE waiting = 1"
-        found: int = (await self._db.read(lambda tx: tx.fetch(sql)))[0][0]
+    async def queue_length(self) -> QueueLength:
+        """Reads the whole queue."""
+
+        async def body(tx: Connection) -> QueueLength:
+            sessions = await tx.fetch("SELECT COUNT(*) FROM sessions WHERE waiting = 1")
+            buckets = await tx.fetch("SELECT COUNT(DISTINCT bucket) FROM queue_shares WHERE waiting = 1")
+            return QueueLength(sessions[0][0], buckets[0][0])
+
+        return await self._db.read(body)
+
+    async def waiting_with(self, labels: Mapping[str, str], *, most: int) -> int:
+        """How many sessions wait in the bucket of groups with these labels, counted up to `most`."""
+        bucket = queue.bucket_of(labels)
+        found: int = (await self._db.read(lambda tx: tx.fetch(queue.COUNT_OF_BUCKET, (bucket, most))))[0][0]
         return found
+
+    async def has_key(self, idempotency_key: str) -> bool:
+        """Whether a group was stored with this key."""
+        sql = "SELECT 1 FROM groups WHERE idempotency_key = ?"
+        return bool(await self._db.read(lambda tx: tx.fetch(sql, (idempotency_key,))))
 
     async def drained_nodes(self) -> set[str]:
         """Names of the nodes that take no new sessions."""
