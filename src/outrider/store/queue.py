@@ -10,6 +10,7 @@ who finds nothing in a bucket tells `close_shares`.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -100,6 +101,7 @@ async def pick(
     Its cost grows with `limit` and the number of buckets with work under way, not with the length of the queue.
     """
     picked = Picked([], [])
+    busy = Counter(under_way)
     which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
     priority = ABOVE_ALL
     while len(picked.sessions) < limit:
@@ -110,7 +112,7 @@ async def pick(
         if found[0][0] is None:
             break
         priority = found[0][0]
-        line = _Line(tx, priority, which, now=now, under_way=under_way, skip=skip)
+        line = _Line(tx, priority, which, now=now, busy=busy, skip=skip)
         await line.pick(limit, picked)
     return picked
 
@@ -125,14 +127,15 @@ class _Line:
         which: str,
         *,
         now: float,
-        under_way: Mapping[str, int],
+        busy: Counter[str],
         skip: Collection[str],
     ) -> None:
         self._tx = tx
         self._priority = priority
         self._which = which
         self._now = now
-        self._under_way = under_way
+        self._busy = busy
+        """Work under way by bucket, with what is picked."""
         self._skip = skip
         self._order = count()
         self._buckets: list[tuple[int, int, str]] = []
@@ -147,14 +150,15 @@ class _Line:
         while len(picked.sessions) < limit:
             # A bucket without work under way may still come; one with some has to wait for all of these.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
-                await self._read_buckets(limit + len(self._under_way) + len(self._skip))
+                await self._read_buckets(limit + len(self._busy) + len(self._skip))
             if not self._buckets:
                 return
-            load, _, bucket = heappop(self._buckets)
+            bucket = heappop(self._buckets)[-1]
             session = await self._next(bucket, limit - len(picked.sessions))
             if session is not None:
                 picked.sessions.append(rows.session_from(session))
-                heappush(self._buckets, (load + 1, next(self._order), bucket))
+                self._busy[bucket] += 1
+                heappush(self._buckets, (self._busy[bucket], next(self._order), bucket))
             elif not self._taken.get(bucket) and await self._is_empty(bucket):
                 picked.empty.append((self._priority, bucket))
 
@@ -168,7 +172,7 @@ class _Line:
         )
         for _, _, bucket in found:
             if bucket not in self._skip:
-                heappush(self._buckets, (self._under_way.get(bucket, 0), next(self._order), bucket))
+                heappush(self._buckets, (self._busy[bucket], next(self._order), bucket))
         self._last = found[-1] if len(found) == number else None
 
     async def _next(self, bucket: str, wanted: int) -> Row | None:
