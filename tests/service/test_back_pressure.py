@@ -54,6 +54,14 @@ async def test_a_full_queue_takes_more_once_sessions_have_started() -> None:
         await submit(pressure, store, group("b", 1))
 
 
+async def test_sessions_that_have_started_since_do_not_count() -> None:
+    async with sqlite_store(None) as store:
+        pressure = BackPressure(store, 2, clock=Clock())
+        for number in range(10):
+            await submit(pressure, store, group(f"g{number}", 1))
+            await start(store, f"g{number}.0")
+
+
 async def test_a_group_that_was_accepted_is_never_refused() -> None:
     async with sqlite_store(None) as store:
         pressure = BackPressure(store, 1, clock=Clock())

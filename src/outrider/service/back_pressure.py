@@ -59,8 +59,10 @@ class BackPressure:
     async def _count(self) -> QueueLength:
         async with self._counting:
             known = self._length
-            stale = self._clock() - self._counted_at >= COUNT_SECONDS
-            if known is None or (known.sessions + self._added >= self._bound and stale):
+            fresh = self._clock() - self._counted_at < COUNT_SECONDS
+            # Sessions that were added since the count may have started: they alone make no queue full.
+            full = known is not None and known.sessions >= self._bound and fresh
+            if known is None or (known.sessions + self._added >= self._bound and not full):
                 self._added, self._counted_at = 0, self._clock()
                 known = self._length = await self._store.queue_length()
             return known
