@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from outrider.errors import Boundary
 from outrider.lifecycle import GroupState, StopReason
@@ -124,9 +125,7 @@ class Scheduled:
 
 
 @asynccontextmanager
-async def scheduled(
-    capacity: int = 6, *, share: float = 0.0, store: Store | None = None
-) -> AsyncIterator[Scheduled]:
+async def scheduled(capacity: int = 6, *, share: float = 0.0, store: Store | None = None) -> AsyncIterator[Scheduled]:
     node = HeldNode(capacity)
     async with asyncio.timeout(30), sqlite_store(None) as own, asyncio.TaskGroup() as tasks:
         kept = store or own
@@ -136,7 +135,7 @@ async def scheduled(
         running.cancel()
 
 
-def of_run(name: str, n: int = 1, **fields: object) -> GroupSpec:
+def of_run(name: str, n: int = 1, **fields: Any) -> GroupSpec:
     return group("ask", n=n, labels={"run": name}, **fields)
 
 
@@ -300,7 +299,7 @@ async def test_a_node_that_is_drained_while_sessions_start_gets_no_more_of_them(
                 await s.scheduler.drain("held")
             return number
 
-        s.store.start_attempt = drained  # type: ignore[method-assign,assignment]
+        s.store.start_attempt = drained  # type: ignore[method-assign]
         await s.submit("g", of_run("a", 6))
         await s.until(lambda: bool(s.node.ran))
         await s.settled()

@@ -97,7 +97,19 @@ class OnceMore:
 
 
 @pytest.mark.parametrize(
-    "method", ["recover", "to_end", "spec", "queued", "next_due", "expire", "drained_nodes", "start_attempt", "requeue", "finish"]
+    "method",
+    [
+        "recover",
+        "to_end",
+        "spec",
+        "queued",
+        "next_due",
+        "expire",
+        "drained_nodes",
+        "start_attempt",
+        "requeue",
+        "finish",
+    ],
 )
 async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
     done = asyncio.Event()

@@ -177,7 +177,7 @@ async def test_sessions_of_an_earlier_version_are_queued_on(tmp_path: Path) -> N
     database = SqliteDatabase(path)
     async with Store(database, migrations=MIGRATIONS[:2]):
         await put_old(database, [turn(0)])
-        labels = "UPDATE groups SET labels = '{\"run\": \"a\"}'"
+        labels = 'UPDATE groups SET labels = \'{"run": "a"}\''
         await database.write(lambda tx: tx.execute(labels))
     async with sqlite_store(path) as store:
         await store.recover(now=math.inf)

@@ -18,7 +18,6 @@ from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
 from outrider.trajectory import FrozenUse, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
-
 RESERVED_PRIORITY = 1 << 20
 """Above every priority that a group can have."""
 

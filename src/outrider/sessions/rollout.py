@@ -1,7 +1,8 @@
 """One attempt of a session, from the wait for resources to its result, as one coroutine over the lanes.
 
     resources set aside → ready slot → init slot → sandbox started and prepared (then the init slot is released)
-    → READY → run slot (then the ready slot is released) → harness runs → artifacts collected → eval slot (then the run slot is released) → verdict → teardown → result
+    → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
+    → eval slot (then the run slot is released) → verdict → teardown → result
 
 To cancel the session is to cancel this coroutine. It knows no scheduler and no HTTP. Invariant: whatever happens,
 the sandbox is stopped exactly once and every slot is given back, the resources last.
