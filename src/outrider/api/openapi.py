@@ -62,7 +62,7 @@ QUEUE_FULL: dict[int | str, dict[str, Any]] = {
 def answers(
     shape: type[msgspec.Struct], *, status: int = 200, also: Mapping[int | str, dict[str, Any]] = {}
 ) -> dict[str, Any]:
-    """Route arguments that describe a route's JSON reply, and its errors; `also` are those with a shape of their own."""
+    """Route arguments that describe a route's JSON reply and its errors, `also` those with headers of their own."""
     reply = {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
     return {"responses": {status: reply, **also, "default": _ERROR}}
 

@@ -62,7 +62,7 @@ MOST_PASSED = 64
 """So many buckets whose next session finds no room are passed over at each look, so that a look has a bound."""
 
 LOOK_SECONDS = 30.0
-"""The queue is looked at so often even if nothing happens: the clock that says when a session is due may be set back."""
+"""The queue is looked at so often even if nothing happens: the clock by which a session is due may be set back."""
 
 
 @dataclass(eq=False)
@@ -78,7 +78,8 @@ class _Placement:
 
 class Scheduler:
     """Run `run` in a task group; call `wake` when something was queued. `on_done` is called when a group is done,
-    `on_session_done` when a session is. `evaluation_share`: see `Places`. `policy_version` tells the version at which sessions that start now begin."""
+    `on_session_done` when a session is. `evaluation_share`: see `Places`. `policy_version` tells the version at which
+    sessions that start now begin."""
 
     def __init__(
         self,

@@ -128,8 +128,8 @@ class Service:
         return await self._offload.run_steps(steps())
 
     async def submit(self, spec: GroupSpec) -> GroupView:
-        """Check and store a group, and wake the scheduler. Raises the errors of admission, QueueFull, and Conflict for a
-        known idempotency key with another body."""
+        """Check and store a group, and wake the scheduler. Raises the errors of admission, QueueFull while too many
+        sessions wait, and Conflict for a known idempotency key with another body."""
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
         await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
         group_id = f"g-{self._ids.next()}"
