@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from outrider.api.openapi import answers, takes
+from outrider.api.openapi import QUEUE_FULL, answers, takes
 from outrider.api.replies import json_reply, long_reply, whole_body
 from outrider.errors import Conflict, InvalidField
 from outrider.lifecycle import GroupState
@@ -38,7 +38,7 @@ Samples = Annotated[bool, Query(description="include the training rows")]
 def group_routes(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
-    @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201))
+    @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201, also=QUEUE_FULL))
     async def submit(request: Request) -> Response:
         """Submit a group of sessions of one task. It is stored before the reply is sent."""
         return json_reply(await service.submit(await service.parse(await whole_body(request))), status=201)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ REPLIES = (
     schemas.GcReport,
     schemas.GroupList,
     schemas.GroupView,
+    schemas.NodeList,
     schemas.PolicyStatus,
     schemas.Redelivered,
     schemas.ResultsPage,
@@ -54,11 +56,22 @@ def _json(name: str) -> dict[str, Any]:
 _ERROR: dict[str, Any] = {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)}
 
 
-def answers(shape: type[msgspec.Struct], *, status: int = 200) -> dict[str, Any]:
-    """Route arguments that describe a route's JSON reply, and its errors."""
-    return {
-        "responses": {status: {"description": shape.__doc__ or "", "content": _json(shape.__name__)}, "default": _ERROR}
+QUEUE_FULL: dict[int | str, dict[str, Any]] = {
+    429: {
+        "description": "Too many sessions wait in the queue. Submit the same again later.",
+        "headers": {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}},
+        "content": _json(ErrorRecord.__name__),
     }
+}
+"""The reply of a route that may be refused because the queue is full."""
+
+
+def answers(
+    shape: type[msgspec.Struct], *, status: int = 200, also: Mapping[int | str, dict[str, Any]] = {}
+) -> dict[str, Any]:
+    """Route arguments that describe a route's JSON reply and its errors, `also` those with headers of their own."""
+    reply = {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
+    return {"responses": {status: reply, **also, "default": _ERROR}}
 
 
 def binary_answers(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 
-from outrider.errors import InvalidField, NotFound, OutriderError, TooLarge, record_of
+from outrider.errors import InvalidField, NotFound, OutriderError, QueueFull, TooLarge, record_of
 from outrider.sessions.calls.body_limits import MAX_BODY
 
 PIECE = 256 << 10
@@ -47,7 +47,10 @@ def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:
 async def outrider_error(request: Request, error: Exception) -> Response:
     """The reply to an error: an OutriderError has its own status; any other is a bug, reported as one with a 500."""
     status = error.http_status if isinstance(error, OutriderError) else 500
-    return json_reply(record_of(error), status=status)
+    reply = json_reply(record_of(error), status=status)
+    if isinstance(error, QueueFull):
+        reply.headers["Retry-After"] = f"{error.retry_after:.0f}"
+    return reply
 
 
 async def bad_query(request: Request, error: Exception) -> Response:

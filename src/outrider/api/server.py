@@ -24,6 +24,7 @@ from outrider.api.engines import engine_routes
 from outrider.api.files import artifact_routes, image_routes
 from outrider.api.gateway import Gateway
 from outrider.api.groups import group_routes
+from outrider.api.nodes import node_routes
 from outrider.api.openapi import describe
 from outrider.api.policy import policy_routes
 from outrider.api.relay import relay_routes
@@ -90,6 +91,7 @@ def control_app(service: Service) -> FastAPI:
     app.include_router(artifact_routes(service))
     app.include_router(delivery_routes(service))
     app.include_router(engine_routes(service))
+    app.include_router(node_routes(service))
     app.include_router(policy_routes(service))
     app.include_router(relay_routes(service))
     app.add_exception_handler(OutriderError, outrider_error)
