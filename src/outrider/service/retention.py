@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from math import inf
+from typing import TypeVar
 
 from outrider.config import RetentionConfig
 from outrider.errors import InvalidField, ServiceError
@@ -21,6 +24,8 @@ from outrider.store.removals import Candidate
 from outrider.store.store import Store
 
 log = logging.getLogger("outrider.retention")
+
+T = TypeVar("T")
 
 CHECK_SECONDS = 60.0
 """How often the service looks whether the settings' bounds are exceeded."""
@@ -110,27 +115,29 @@ class Retention:
             await self._erase()
             # Artifacts are written before their session's end is stored: a loss of power may keep the one without the
             # other.
-            kept = await asyncio.to_thread(self._artifacts.sessions)
+            kept = await _on_disk(self._artifacts.sessions)
             for start in range(0, len(kept), SESSIONS_AT_ONCE):
                 unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
-                await self._remove_artifacts(unknown)
+                await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
         """Delete all that is hidden: files first, because they are found by their sessions' rows."""
-        await self._remove_artifacts(await self._store.removals.hidden_sessions())
+        await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:
             begun = time.monotonic()
             more = await self._store.removals.erase(STEP_ROWS)
             await asyncio.sleep(time.monotonic() - begun)  # so that half of the writer's time is left to the others
 
-    async def _remove_artifacts(self, session_ids: list[str]) -> None:
-        try:
-            await asyncio.to_thread(self._artifacts.remove, session_ids)
-        except OSError as error:
-            raise ServiceError(
-                f"cannot remove artifacts: {error}", hint="the service's user must be able to write to the data folder"
-            ) from error
+
+async def _on_disk(work: Callable[[], T]) -> T:
+    """Look at artifacts, or remove them, in a thread. Raises ServiceError, after which it may be tried again."""
+    try:
+        return await asyncio.to_thread(work)
+    except OSError as error:
+        raise ServiceError(
+            f"cannot remove artifacts: {error}", hint="the service's user must be able to write to the data folder"
+        ) from error
 
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
