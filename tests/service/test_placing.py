@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from outrider.errors import NotFound
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service.placing import OVERBOOKING, Places
-from outrider.sessions.attempt import Attempt
 from outrider.spec import Resources, RuntimeSpec
-from outrider.trajectory import SessionResult
 
 ANY = RuntimeSpec()
 
@@ -36,9 +34,6 @@ class Plain:
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return runtime.image in self._images
 
-    async def run(self, attempt: Attempt) -> SessionResult:
-        raise NotImplementedError
-
 
 def needing(cpus: float, memory_mb: int | None = None, image: str | None = None) -> RuntimeSpec:
     return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb), image=image)
@@ -46,10 +41,10 @@ def needing(cpus: float, memory_mb: int | None = None, image: str | None = None)
 
 def put(places: Places, runtime: RuntimeSpec, *, reserved: bool = False) -> str | None:
     """Place a session, if there is room; the node's name."""
-    node = places.find(runtime)
-    if node is not None:
-        places.take(node, runtime, reserved=reserved)
-    return node.name if node is not None else None
+    name = places.find(runtime)
+    if name is not None:
+        places.take(name, runtime, reserved=reserved)
+    return name
 
 
 def test_the_node_with_the_most_free_slots_is_chosen() -> None:
@@ -82,7 +77,7 @@ def test_a_large_session_waits_but_is_not_overtaken_by_small_ones() -> None:
         assert put(places, large) == ("a" if freed == 4 else None)
         assert put(places, small) is None, "it would take what the large one waits for"
         assert put(places, ANY) == "a", "it takes nothing that others wait for"
-        places.give_back(a, small, reserved=False)
+        places.give_back(a.name, small, reserved=False)
 
 
 def test_only_nodes_that_could_take_it_are_held() -> None:
@@ -117,7 +112,7 @@ def test_a_node_that_loses_slots_gets_nothing_until_it_has_some() -> None:
     for _ in range(3):
         put(places, ANY)
     a.capacity = 2
-    places.give_back(a, ANY, reserved=False)
+    places.give_back(a.name, ANY, reserved=False)
     assert (places.free_slots(), put(places, ANY)) == (0, None)
 
 
@@ -130,7 +125,7 @@ def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, re
     for left in range(reserved):
         put(places, ANY, reserved=True)
         assert places.free_share() == reserved - left - 1
-    places.give_back(a, ANY, reserved=bool(reserved))
+    places.give_back(a.name, ANY, reserved=bool(reserved))
     assert places.free_share() == min(reserved, 1)
 
 
@@ -138,19 +133,18 @@ def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, re
 def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int]]) -> None:
     nodes = [Plain("a", 3), Plain("b", 9, cpus=2.0)]
     places = Places(nodes)
-    placed: list[tuple[Plain, RuntimeSpec]] = []
+    placed: list[tuple[str, RuntimeSpec]] = []
     for arrives, cpus, number in steps:
         places.look_again()
         if arrives:
             runtime = needing(cpus) if cpus else ANY
-            node = places.find(runtime)
-            if node is not None:
-                places.take(node, runtime, reserved=False)
-                placed.append((next(each for each in nodes if each is node), runtime))
+            name = put(places, runtime)
+            if name is not None:
+                placed.append((name, runtime))
         elif placed:
-            node, runtime = placed.pop(number % len(placed))
-            places.give_back(node, runtime, reserved=False)
+            name, runtime = placed.pop(number % len(placed))
+            places.give_back(name, runtime, reserved=False)
         for each in nodes:
-            here = [runtime.resources.cpus or 0 for node, runtime in placed if node is each]
+            here = [runtime.resources.cpus or 0 for name, runtime in placed if name == each.name]
             assert len(here) <= each.capacity
             assert sum(here) <= OVERBOOKING * each.resources.cpus

@@ -13,12 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, sub
+from typing import Protocol
 
 import msgspec
 
 from outrider.errors import NotFound
 from outrider.schemas import NodeStats
-from outrider.sessions.attempt import Node
 from outrider.sessions.priority_semaphore import Quantities
 from outrider.sessions.resources import ResourceAmount, free_of, required, total_of
 from outrider.spec import RuntimeSpec
@@ -29,11 +29,20 @@ OVERBOOKING = 2
 RUN_LANE = "run"
 
 
+class Placeable(Protocol):
+    """What is asked of a node; see `sessions.attempt.Node`."""
+
+    name: str
+
+    def stats(self) -> NodeStats: ...
+    def has_image(self, runtime: RuntimeSpec) -> bool: ...
+
+
 @dataclass(eq=False)
 class _Place:
     """A node, the number of sessions that were placed on it, and what they ask for in all."""
 
-    node: Node
+    node: Placeable
     sessions: int = 0
     needs: Quantities = ResourceAmount().quantities
     held: bool = False
@@ -45,9 +54,9 @@ class _Place:
 
 
 class Places:
-    """`evaluation_share` of the run slots is for evaluations, as long as some wait."""
+    """Nodes are known by name. `evaluation_share` of the run slots is for evaluations, as long as some wait."""
 
-    def __init__(self, nodes: Sequence[Node], *, evaluation_share: float = 0.0) -> None:
+    def __init__(self, nodes: Sequence[Placeable], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
         """Names of nodes that take no new sessions."""
         self._places = {node.name: _Place(node) for node in nodes}
@@ -83,7 +92,7 @@ class Places:
         for place in self._places.values():
             place.held = False
 
-    def find(self, runtime: RuntimeSpec) -> Node | None:
+    def find(self, runtime: RuntimeSpec) -> str | None:
         """The node for a session: of those with a slot, and room for what it asks for, one where that is free now, then
         one that has its image, then the one with the most free slots. None if the session must wait."""
         needs = required(runtime.resources)
@@ -100,18 +109,18 @@ class Places:
             free = needs.within(free_of(place.node.stats().resources))
             return free, place.node.has_image(runtime), self._slots(place)
 
-        return max(found, key=fitness).node if found else None
+        return max(found, key=fitness).node.name if found else None
 
-    def take(self, node: Node, runtime: RuntimeSpec, *, reserved: bool) -> None:
+    def take(self, node: str, runtime: RuntimeSpec, *, reserved: bool) -> None:
         """Count a session on a node."""
-        place = self._places[node.name]
+        place = self._places[node]
         place.sessions += 1
         place.needs = tuple(map(add, place.needs, required(runtime.resources).quantities))
         self._reserved += reserved
 
-    def give_back(self, node: Node, runtime: RuntimeSpec, *, reserved: bool) -> None:
+    def give_back(self, node: str, runtime: RuntimeSpec, *, reserved: bool) -> None:
         """To be called once for each `take`."""
-        place = self._places[node.name]
+        place = self._places[node]
         place.sessions -= 1
         place.needs = tuple(map(sub, place.needs, required(runtime.resources).quantities))
         self._reserved -= reserved

@@ -93,6 +93,7 @@ class Scheduler:
         on_session_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._nodes = {node.name: node for node in nodes}
         self._places = Places(nodes, evaluation_share=evaluation_share)
         self._on_done = on_done
         self._on_session_done = on_session_done
@@ -221,13 +222,13 @@ class Scheduler:
         if task is None:
             await self._give_up(session, None, UNREADABLE)
             return True
-        node = self._places.find(task.runtime)
-        if node is None:
+        name = self._places.find(task.runtime)
+        if name is None:
             return False
         try:
             number = await self._store.start_attempt(
                 session.id,
-                node=node.name,
+                node=name,
                 lease_until=time.time() + LEASE_SECONDS,
                 policy_version=self._policy_version(),
             )
@@ -236,8 +237,8 @@ class Scheduler:
             return True
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
-        placement = _Placement(node, attempt)
-        self._places.take(node, task.runtime, reserved=reserved)
+        placement = _Placement(self._nodes[name], attempt)
+        self._places.take(name, task.runtime, reserved=reserved)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         group.create_task(self._run(placement), name=f"session {session.id}")
@@ -271,7 +272,7 @@ class Scheduler:
             )
         finally:
             attempt = placement.attempt
-            self._places.give_back(placement.node, attempt.task.runtime, reserved=attempt.reserved)
+            self._places.give_back(placement.node.name, attempt.task.runtime, reserved=attempt.reserved)
             self._under_way[session.bucket] -= 1
             if not self._under_way[session.bucket]:  # there may be any number of buckets
                 del self._under_way[session.bucket]
