@@ -23,6 +23,7 @@ LAYERS = (
         "spec",
         "config",
         "environment",
+        "tls",
         "plugins",
         "schemas",
         "concurrency",

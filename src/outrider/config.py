@@ -24,6 +24,7 @@ PREFIX = "OUTRIDER_"
 OWN_VARIABLES = (
     "OUTRIDER_HOME",
     "OUTRIDER_URL",
+    "OUTRIDER_CA",
     "OUTRIDER_OPENRLHF",
     "OUTRIDER_SKYRL",
     "OUTRIDER_SLIME",
@@ -93,12 +94,26 @@ class FrozenConfig(Section):
     response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
 
 
+class TlsConfig(Section):
+    """TLS of the service's address.
+
+    `certificate`: PEM file with the certificate and those between it and its authority. `key`: PEM file of its private
+    key (None: it is in the certificate's file). `insecure`: listen beyond this machine without TLS, because a proxy in
+    front has it, or because nobody else is on the network.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    insecure: bool = False
+
+
 class Config(Section):
     """All settings of a service. `stop_seconds`: how long sessions under way may go on after a signal to stop."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
-    token: str | None = None
+    token: Annotated[str, Field(min_length=1)] | None = None
+    tls: TlsConfig = TlsConfig()
     stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400)] = 20.0
     data: Path = Path(".outrider")
     store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None

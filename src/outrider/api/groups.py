@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from outrider.api.access import caller_in, made
 from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, long_reply, whole_body
 from outrider.errors import InvalidField
@@ -40,7 +41,9 @@ def group_routes(service: Service) -> APIRouter:
     @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201))
     async def submit(request: Request) -> Response:
         """Submit a group of sessions of one task. It is stored before the reply is sent."""
-        return json_reply(await service.submit(await service.parse(await whole_body(request))), status=201)
+        group = await service.submit(await service.parse(await whole_body(request)), caller_in(request.scope))
+        made(request, group_id=group.id)
+        return json_reply(group, status=201)
 
     @routes.get("/groups", **answers(GroupList))
     async def groups(state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Response:
@@ -64,9 +67,9 @@ def group_routes(service: Service) -> APIRouter:
         return long_reply(await service.reader.encoded(view))
 
     @routes.delete("/groups/{group_id}", **answers(GroupView))
-    async def cancel(group_id: str) -> Response:
+    async def cancel(request: Request, group_id: str) -> Response:
         """Cancel a group, whatever its sessions are doing. Cancelling it again changes nothing."""
-        return json_reply(await service.cancel(group_id))
+        return json_reply(await service.cancel(group_id, caller_in(request.scope)))
 
     @routes.get("/results", **answers(ResultsPage))
     async def results(
@@ -91,9 +94,9 @@ def group_routes(service: Service) -> APIRouter:
         return json_reply(await service.reader.session(session_id))
 
     @routes.delete("/sessions/{session_id}", **answers(SessionView))
-    async def cancel_session(session_id: str) -> Response:
+    async def cancel_session(request: Request, session_id: str) -> Response:
         """Cancel one session, whatever it is doing; the others of its group go on. Repeating it changes nothing."""
-        return json_reply(await service.cancel_session(session_id))
+        return json_reply(await service.cancel_session(session_id, caller_in(request.scope)))
 
     @routes.get("/sessions/{session_id}/turns", **answers(TurnList))
     async def turns(session_id: str) -> Response:

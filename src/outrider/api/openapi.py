@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from outrider import schemas
 from outrider.errors import ErrorRecord
-from outrider.spec import EngineSpec, GroupSpec, PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
+from outrider.spec import EngineSpec, GroupSpec, PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec, TokenSpec
 
 REF = "#/components/schemas/{name}"
 REPLIES = (
@@ -29,6 +29,9 @@ REPLIES = (
     schemas.ServiceStatus,
     schemas.SessionView,
     schemas.TurnList,
+    schemas.NewToken,
+    schemas.TokenList,
+    schemas.TokenView,
     ErrorRecord,
 )
 REQUESTS: tuple[type[BaseModel], ...] = (
@@ -37,6 +40,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     PolicyPauseSpec,
     PolicyResumeSpec,
     PolicyUpdateSpec,
+    TokenSpec,
 )
 
 

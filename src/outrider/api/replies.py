@@ -14,6 +14,8 @@ from outrider.sessions.calls.body_limits import MAX_BODY
 
 PIECE = 256 << 10
 """Bytes of a long reply that are passed to the connection at once."""
+RETRY_AFTER = 10
+"""Seconds after which a caller may ask again that has too much queued."""
 
 
 async def whole_body(request: Request) -> bytes:
@@ -41,7 +43,9 @@ def long_reply(body: bytes) -> Response:
 
 
 def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+    # How long to wait is not known: sessions take from seconds to hours.
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER)}}.get(status)
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json", headers=headers)
 
 
 async def outrider_error(request: Request, error: Exception) -> Response:

@@ -25,6 +25,7 @@ from outrider.cli.serve import serve
 from outrider.cli.show import show
 from outrider.cli.status import cancel, status
 from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.token import token_commands
 from outrider.config import unknown_variables
 from outrider.errors import OutriderError, RequestError
 
@@ -94,6 +95,7 @@ def commands() -> typer.Typer:
     app.add_typer(harness_commands(), name="harness")
     app.add_typer(image_commands(), name="image")
     app.add_typer(policy_commands(), name="policy")
+    app.add_typer(token_commands(), name="token")
     return app
 
 

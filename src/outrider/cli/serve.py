@@ -16,6 +16,7 @@ from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import DEFAULT_URL
 from outrider.config import Config, load_config
 
+NETWORK = "Network"
 LANES = "Lanes"
 SANDBOXES = "Sandboxes"
 MODEL = "Model"
@@ -57,6 +58,28 @@ def serve(
     ] = None,
     token: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="Token that clients must send. Safer: OUTRIDER_TOKEN.")
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate (PEM) to serve with TLS.", rich_help_panel=NETWORK),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Its private key (PEM).",
+            show_default="in the certificate's file",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool | None,
+        typer.Option(
+            "--insecure",
+            help="Let other machines connect without TLS: a proxy in front has it, or the network is your own.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
     ] = None,
     engine: Annotated[list[str] | None, typer.Option(metavar=KIND, help=f"{KIND_HELP} May be repeated.")] = None,
     tokenizer: Annotated[
@@ -165,6 +188,7 @@ def serve(
         "store": store,
         "files": files,
         "token": token,
+        "tls": {"certificate": tls_certificate, "key": tls_key, "insecure": insecure},
         "engines": [parse_engine(text) for text in engine] if engine else None,
         "model": {"tokenizer": tokenizer, "renderer": renderer, "name": model_name, "context_tokens": context},
         "lanes": {"init": init_lane, "run": run_lane, "eval": eval_lane},
@@ -190,11 +214,9 @@ def serve(
 
 async def _serve(terminal: Terminal, config: Config) -> None:
     # Imported here because most commands do not need the server's libraries.
-    from outrider.api.access import check_address
     from outrider.api.server import serving
     from outrider.service.assembly import open_service
 
-    check_address(config.host, config.token)
     signals = _StopSignals()
     try:
         async with open_service(config) as (service, node), serving(service, node) as url:

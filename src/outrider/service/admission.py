@@ -27,7 +27,17 @@ from outrider.plugins import resolve
 from outrider.runtimes.base import RuntimeKind
 from outrider.schemas import NodeStats
 from outrider.sessions.resources import required, total_of
-from outrider.spec import MAX_INLINE_FILE, EngineSpec, GroupSpec, Resources, RuntimeSpec, Spec, TaskSpec, Upload
+from outrider.spec import (
+    MAX_INLINE_FILE,
+    EngineSpec,
+    GroupSpec,
+    Resources,
+    RuntimeSpec,
+    Spec,
+    TaskSpec,
+    TokenSpec,
+    Upload,
+)
 
 S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
@@ -57,6 +67,11 @@ def parse_group(body: bytes) -> GroupSpec:
 def parse_engine(body: bytes) -> EngineSpec:
     """As `parse_group`."""
     return _validated(EngineSpec, _json_object(body))
+
+
+def parse_token(body: bytes) -> TokenSpec:
+    """As `parse_group`."""
+    return _validated(TokenSpec, _json_object(body))
 
 
 def parse_policy(kind: type[S], body: bytes) -> S:

@@ -20,12 +20,14 @@ from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import InvalidField
+from outrider.errors import Forbidden, InvalidField
 from outrider.lifecycle import GroupState
 from outrider.schemas import EngineStatus, EventView, GroupView, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
+from outrider.service.audit import AuditLog
 from outrider.service.delivery import Deliverer
 from outrider.service.scheduler import PAUSES, Scheduler
+from outrider.service.tokens import LOCAL, Caller, Tokens
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
@@ -59,6 +61,8 @@ class Service:
         self.config = config
         self.store = store
         self.artifacts = artifacts
+        self.tokens = Tokens(store, config.token)
+        self.audit = AuditLog(config.data)
         self.pool = pool = backend.pool
         """The policy's engines."""
         self._frozen = {model.model: model.pool for model in frozen}
@@ -123,9 +127,16 @@ class Service:
 
         return await self._offload.run_steps(steps())
 
-    async def submit(self, spec: GroupSpec) -> GroupView:
-        """Check and store a group, and wake the scheduler. Raises the errors of admission, and Conflict for a known
-        idempotency key with another body."""
+    async def submit(self, spec: GroupSpec, caller: Caller = LOCAL) -> GroupView:
+        """Check and store a group, and wake the scheduler. Raises the errors of admission, Conflict for a known
+        idempotency key with another body, and QuotaExceeded."""
+        quota = caller.max_queued
+        if quota is not None and spec.n > quota:
+            raise InvalidField(
+                f"{spec.n} sessions are more than token {caller.name!r} may ever have queued and running: {quota}",
+                field="n",
+                hint="submit smaller groups, or ask the operator for a token with a higher --max-queued",
+            )
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
         await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
         group_id = f"g-{self._ids.next()}"
@@ -142,22 +153,34 @@ class Service:
             cursor=None,
             labels=spec.task.labels,
             min_usable=spec.min_usable,
+            submitted_by=caller.name,
         )
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())
-        stored = await self.store.create_group(row, body, session_ids)
+        stored = await self.store.create_group(row, body, session_ids, quota=quota)
         self._scheduler.wake()
         return await self.reader.view(stored)
 
-    async def cancel(self, group_id: str) -> GroupView:
-        """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing."""
+    async def cancel(self, group_id: str, caller: Caller = LOCAL) -> GroupView:
+        """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing. Raises
+        Forbidden if it is another's, and the caller no admin."""
+        await self._check_owner(group_id, caller)
         await self._scheduler.end(await self.store.cancel_group(group_id))
         return await self.reader.group(group_id)
 
-    async def cancel_session(self, session_id: str) -> SessionView:
-        """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing."""
+    async def cancel_session(self, session_id: str, caller: Caller = LOCAL) -> SessionView:
+        """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing.
+        Raises Forbidden as `cancel`."""
+        await self._check_owner((await self.store.session(session_id)).group_id, caller)
         await self._scheduler.end([await self.store.cancel_session(session_id)])
         return await self.reader.session(session_id)
+
+    async def _check_owner(self, group_id: str, caller: Caller) -> None:
+        if not caller.may("admin") and (owner := (await self.store.group(group_id)).submitted_by) != caller.name:
+            raise Forbidden(
+                f"group {group_id} was submitted by {owner!r}; {caller.name!r} may cancel its own groups only",
+                hint="an admin's token may cancel any",
+            )
 
     async def group(self, group_id: str, *, wait: float, samples: bool) -> GroupView:
         """A group as soon as it is done, or as it is after `wait` seconds."""

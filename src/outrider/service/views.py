@@ -64,6 +64,7 @@ class ViewReader:
             finished=row.finished,
             cursor=row.cursor,
             labels=row.labels,
+            submitted_by=row.submitted_by,
             sessions=tuple(map(session_view, sessions)),
             samples=None if rows is None else tuple(rows),
         )
@@ -214,6 +215,7 @@ def group_summary(row: GroupRow) -> GroupSummary:
         finished=row.finished,
         cursor=row.cursor,
         labels=row.labels,
+        submitted_by=row.submitted_by,
         done=row.done,
         errors=row.errors,
         mean_reward=row.reward_total / row.rewarded if row.rewarded else None,
