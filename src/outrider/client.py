@@ -296,6 +296,11 @@ class AsyncClient:
         return _Reply(data, reply.content_type)
 
     def _unreachable(self, error: Exception) -> ServiceError:
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return ServiceError(
+                f"the service at {self.url} cannot be trusted: {error.certificate_error}",
+                hint="name the authority of its certificate with --ca or OUTRIDER_CA, and it by a name that is in it",
+            )
         number = getattr(getattr(error, "os_error", None), "errno", None)
         reason = os.strerror(number) if number else str(error) or type(error).__name__
         return ServiceError(

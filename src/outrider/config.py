@@ -11,10 +11,11 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from outrider.environment import variables
 from outrider.errors import InvalidField
@@ -54,10 +55,21 @@ class SandboxesConfig(Section):
 
     `allow`: files and folders of the host that tasks may name, with everything below them. `cpus` and `memory_mb`:
     how much all sandboxes together may reserve (None: all that the machine has). `warm`: how many sandboxes of each
-    recently used kind are started ahead of time, within `warm_memory_mb` in all.
+    recently used kind are started ahead of time, within `warm_memory_mb` in all. `runtimes`: the kinds that tokens of
+    the role submit may use. `images`: how the names of images begin that tasks may use (None: of all that are here).
     """
 
     allow: tuple[Path, ...] = ()
+    runtimes: tuple[str, ...] = (
+        "namespace",
+        "docker",
+        "podman",
+        "gvisor",
+        "apptainer",
+        "process-landlock",
+        "memory",
+    )
+    images: tuple[str, ...] | None = None
     cpus: Annotated[float, Field(gt=0)] | None = None
     memory_mb: Annotated[int, Field(ge=16)] | None = None
     warm: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -94,6 +106,30 @@ class FrozenConfig(Section):
     response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
 
 
+class PluginsConfig(Section):
+    """Python that may be named as `package.module:attribute`, and runs inside the service.
+
+    `allow`: a package or module, with all in it, or one whole path. "*" allows all Python that can be imported.
+    """
+
+    allow: tuple[str, ...] = ("outrider.demo.task",)
+
+
+class CallbacksConfig(Section):
+    """Where callbacks may go. `allow`: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8; without any,
+    everywhere but to link-local addresses, and to this machine if others can reach it."""
+
+    allow: tuple[str, ...] = ()
+
+    @field_validator("allow")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for place in value:
+            if "/" in place:
+                ip_network(place)
+        return value
+
+
 class TlsConfig(Section):
     """TLS of the service's address.
 
@@ -121,8 +157,23 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()
     sandboxes: SandboxesConfig = SandboxesConfig()
+    plugins: PluginsConfig = PluginsConfig()
+    callbacks: CallbacksConfig = CallbacksConfig()
     engines: tuple[EngineSpec, ...] = ()
     frozen: tuple[FrozenConfig, ...] = ()
+
+    @property
+    def public(self) -> bool:
+        """Whether other machines can reach the service."""
+        return not is_local(self.host)
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name or address can only refer to this machine."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:

@@ -11,9 +11,11 @@ import msgspec
 from aiohttp import web
 
 from outrider.concurrency.offload import OffloadThread
+from outrider.config import CallbacksConfig, Config
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import GroupView
 from outrider.service.delivery import Deliverer
+from outrider.service.permits import Permits
 from outrider.service.views import ViewReader
 from outrider.store.rows import Delivery, GroupRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
@@ -86,7 +88,9 @@ async def test_a_cancelled_group_is_pushed_too(world: MakeWorld) -> None:
 async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: Path) -> None:
     async with receiving(500, 404) as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "g", receiver.url)
-        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(
+            store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), Permits(Config()), pauses=HASTY
+        )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
             await receiver.accepted.wait()
@@ -94,6 +98,22 @@ async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: P
                 await store.counts()
             running.cancel()
         assert receiver.keys == ["g", "g", "g"]
+
+
+async def test_a_name_that_leads_to_a_refused_address_is_not_pushed_to(tmp_path: Path, tokenizer: Path) -> None:
+    """`localhost` stands for a name whose address was harmless when the group was submitted."""
+    async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
+        await finished_group(store, "g", receiver.url.replace("127.0.0.1", "localhost"))
+        permits = Permits(Config(host="0.0.0.0", callbacks=CallbacksConfig(allow=("localhost",))))
+        deliverer = Deliverer(
+            store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), permits, pauses=HASTY
+        )
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(deliverer.run())
+            while (await store.deliveries(now=1e12, limit=1))[0].tries < 2:
+                await store.counts()
+            running.cancel()
+        assert receiver.keys == []
 
 
 async def test_a_receiver_that_is_not_there_is_no_failure_of_the_service(world: MakeWorld) -> None:
@@ -111,7 +131,9 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
     async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "bad", "http://a..b/")
         await finished_group(store, "good", receiver.url)
-        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(
+            store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), Permits(Config()), pauses=HASTY
+        )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
             await receiver.accepted.wait()
@@ -154,7 +176,9 @@ class Moments(Store):
 async def test_what_is_delivered_while_the_next_are_looked_for_is_not_pushed_again(tokenizer: Path) -> None:
     async with receiving() as receiver, Moments() as store, asyncio.timeout(20):
         await finished_group(store, "first", receiver.url)
-        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(
+            store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), Permits(Config()), pauses=HASTY
+        )
         receiver.answering.clear()
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())

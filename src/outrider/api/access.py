@@ -7,14 +7,13 @@ something is in the audit log before it is answered.
 from __future__ import annotations
 
 import time
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.requests import HTTPConnection
 
 from outrider.api.replies import json_reply
-from outrider.config import Config
+from outrider.config import Config, is_local
 from outrider.errors import Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
 from outrider.http_server import Application, Message, Receive, Scope, Send
 from outrider.service.audit import AuditEntry, AuditLog
@@ -198,17 +197,9 @@ def check_place(headers: dict[bytes, bytes]) -> None:
             )
 
 
-def is_local(host: str) -> bool:
-    """Whether a host name or address can only refer to this machine."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def check_address(config: Config, *, has_token: bool) -> None:
     """Raises InvalidField for an address that other machines can reach, if there is no token, or no TLS."""
-    if is_local(config.host):
+    if not config.public:
         return
     if not has_token:
         raise InvalidField(

@@ -24,7 +24,7 @@ def engine_routes(service: Service) -> APIRouter:
     @routes.post("/engines", status_code=201, **takes(EngineSpec), **answers(EngineStatus, status=201))
     async def add(request: Request) -> Response:
         """Attach an engine while sessions run. It must answer and have its model's tokenizer."""
-        engine = await service.add_engine(parse_engine(await whole_body(request)))
+        engine = await service.attach_engine(parse_engine(await whole_body(request)))
         made(request, name=engine.name)
         return json_reply(engine, status=201)
 

@@ -128,6 +128,15 @@ def serve(
             rich_help_panel=SANDBOXES,
         ),
     ] = None,
+    allow_plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="Python that tasks may name, and that runs inside the service. May be repeated.",
+            show_default="outrider.demo.task",
+            rich_help_panel=SANDBOXES,
+        ),
+    ] = None,
     sandbox_cpus: Annotated[
         float | None,
         typer.Option(
@@ -192,6 +201,7 @@ def serve(
         "engines": [parse_engine(text) for text in engine] if engine else None,
         "model": {"tokenizer": tokenizer, "renderer": renderer, "name": model_name, "context_tokens": context},
         "lanes": {"init": init_lane, "run": run_lane, "eval": eval_lane},
+        "plugins": {"allow": allow_plugin or None},
         "sandboxes": {
             "allow": allow_path or None,
             "cpus": sandbox_cpus,

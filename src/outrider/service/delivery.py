@@ -17,6 +17,7 @@ import aiohttp
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
+from outrider.service.permits import Permits
 from outrider.service.retry_store import retry_store
 from outrider.service.views import ViewReader
 from outrider.store.rows import Delivery
@@ -37,11 +38,13 @@ LOOK_AHEAD = 1000
 
 
 class Deliverer:
-    """Run `run` in a task group; call `wake` when a group is done. `pauses` are the waits between tries of a push."""
+    """Run `run` in a task group; call `wake` when a group is done. `permits` say where a push may go; `pauses` are the
+    waits between tries of a push."""
 
-    def __init__(self, store: Store, reader: ViewReader, *, pauses: Backoff = PAUSES) -> None:
+    def __init__(self, store: Store, reader: ViewReader, permits: Permits, *, pauses: Backoff = PAUSES) -> None:
         self._store = store
         self._reader = reader
+        self._permits = permits
         self._pauses = pauses
         self._work = asyncio.Event()
         self._under_way: dict[str, str] = {}
@@ -53,7 +56,8 @@ class Deliverer:
     async def run(self) -> None:
         """Push until cancelled."""
         timeout = aiohttp.ClientTimeout(total=TRY_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as group:
+        connector = aiohttp.TCPConnector(socket_factory=self._permits.socket)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http, asyncio.TaskGroup() as group:
             while True:
                 self._work.clear()
                 # A push that ends while the outbox is read may still be listed as due. It must not be sent again.

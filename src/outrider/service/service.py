@@ -26,6 +26,7 @@ from outrider.schemas import EngineStatus, EventView, GroupView, PolicyStatus, S
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.audit import AuditLog
 from outrider.service.delivery import Deliverer
+from outrider.service.permits import Permits
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import LOCAL, Caller, Tokens
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
@@ -63,6 +64,7 @@ class Service:
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
         self.audit = AuditLog(config.data)
+        self._permits = Permits(config)
         self.pool = pool = backend.pool
         """The policy's engines."""
         self._frozen = {model.model: model.pool for model in frozen}
@@ -70,7 +72,7 @@ class Service:
         self.reader = ViewReader(store, backend.renderer.tokenizer, backend.offload, frozen=tokenizers)
         self._offload = backend.offload
         self._ids = Ids()
-        self._deliverer = Deliverer(store, self.reader)
+        self._deliverer = Deliverer(store, self.reader, self._permits)
         self._scheduler = Scheduler(
             store,
             [node],
@@ -137,6 +139,7 @@ class Service:
                 field="n",
                 hint="submit smaller groups, or ask the operator for a token with a higher --max-queued",
             )
+        self._permits.check(spec, caller)
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
         await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
         group_id = f"g-{self._ids.next()}"
@@ -242,6 +245,12 @@ class Service:
 
         await self.pool.policy.update(update.version, mode=update.mode, weights=update.weights, meanwhile=cancel_old)
         return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
+
+    async def attach_engine(self, spec: EngineSpec) -> EngineStatus:
+        """As `add_engine`, for an engine that the settings do not name. Raises InvalidField for Python that is not
+        allowed."""
+        self._permits.check_python(spec.kind, field="kind")
+        return await self.add_engine(spec)
 
     async def add_engine(self, spec: EngineSpec) -> EngineStatus:
         """Attach an engine to the model that it serves. Raises as `EnginePool.add`, and InvalidField for an unknown
