@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 
 LAYERS = (
     (
+        "redaction",
         "errors",
         "lifecycle",
         "messages",

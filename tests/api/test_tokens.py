@@ -17,9 +17,10 @@ from outrider.client import AsyncClient
 from outrider.concurrency.backoff import Backoff
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, QuotaExceeded, Unauthorized
 from outrider.lifecycle import GroupState
+from outrider.redaction import KEY_PREFIX
 from outrider.relay import Worker
 from outrider.service.audit import AuditEntry, AuditLog
-from outrider.service.tokens import PREFIX, ROLES, Tokens
+from outrider.service.tokens import ROLES, Tokens
 from outrider.spec import Role, TokenSpec
 from outrider.store.sqlite import sqlite_store
 from support.service import running_node, running_service, say, scripted_engine
@@ -209,11 +210,11 @@ async def test_the_store_has_no_text_of_a_token(tmp_path: Path) -> None:
     async with sqlite_store(tmp_path / "db") as store:
         tokens = Tokens(store, None)
         new = await tokens.create(TokenSpec(name="me", role="admin"))
-        assert new.text.startswith(PREFIX)
-        assert len(new.text) == len(PREFIX) + 43
+        assert new.text.startswith(KEY_PREFIX)
+        assert len(new.text) == len(KEY_PREFIX) + 43
     stored = b"".join(path.read_bytes() for path in files(tmp_path))
     assert b"me" in stored
-    assert new.text.removeprefix(PREFIX).encode() not in stored
+    assert new.text.removeprefix(KEY_PREFIX).encode() not in stored
 
 
 async def test_the_first_token_closes_the_service_and_is_an_admins(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from outrider.cli.event_loop import run_service, shorten_pauses
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import DEFAULT_URL
 from outrider.config import Config, load_config
+from outrider.redaction import SHORTEST, redacted
 
 NETWORK = "Network"
 LANES = "Lanes"
@@ -216,10 +217,21 @@ def serve(
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )
+    log = logging.StreamHandler()
+    log.setFormatter(_WithoutSecrets(settings.token))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[log])
     run_service(_serve(terminal_of(ctx), settings))
+
+
+class _WithoutSecrets(logging.Formatter):
+    """Lines of the log, tracebacks included, without secrets."""
+
+    def __init__(self, token: str | None) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        self._secrets = [token] if token and len(token) >= SHORTEST else []
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record), self._secrets)
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:

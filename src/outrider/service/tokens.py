@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from typing import NamedTuple, get_args
 
 from outrider.errors import InvalidField, Unauthorized
+from outrider.redaction import KEY_PREFIX
 from outrider.schemas import NewToken, TokenView
 from outrider.spec import Role, TokenSpec
 from outrider.store.rows import TokenRow
 from outrider.store.store import Store
 
-PREFIX = "outrider_"
-"""How the text of every token begins, so that people and scanners for secrets recognise one."""
 DAY = 86400.0
 ROLES: tuple[Role, ...] = get_args(Role)
 HINT = (
@@ -114,7 +113,7 @@ class Tokens:
                 field="role",
                 hint="make one with `outrider token create --role admin`, or set OUTRIDER_TOKEN for the service",
             )
-        text = PREFIX + secrets.token_urlsafe(32)
+        text = KEY_PREFIX + secrets.token_urlsafe(32)
         now = self._clock()
         row = TokenRow(
             name=spec.name,

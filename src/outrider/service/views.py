@@ -12,6 +12,7 @@ import msgspec
 
 from outrider.concurrency.offload import OffloadThread, Steps
 from outrider.errors import NotFound
+from outrider.redaction import without_keys
 from outrider.schemas import ChatList, GroupSummary, GroupView, SampleList, SessionView, TurnList, TurnView
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.store.store import Store
@@ -155,8 +156,9 @@ def _turn_view(
 
 
 def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
-    """The ids as text; `words` where there are none, as in the turns of a text engine, or nothing decodes them."""
-    return tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words
+    """The ids as text; `words` where there are none, as in the turns of a text engine, or nothing decodes them. Without
+    the key of the session: while it runs, whoever may look must not be able to make its model calls."""
+    return without_keys(tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words)
 
 
 def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]:
