@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from outrider.api.access import caller_in, made
 from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, long_reply, whole_body
-from outrider.errors import InvalidField
+from outrider.errors import Conflict, InvalidField, QuotaExceeded, RuntimeUnavailable
 from outrider.lifecycle import GroupState
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 from outrider.service.service import Service
@@ -38,7 +38,12 @@ Samples = Annotated[bool, Query(description="include the training rows")]
 def group_routes(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
-    @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201))
+    @routes.post(
+        "/groups",
+        status_code=201,
+        **takes(GroupSpec),
+        **answers(GroupView, Conflict, QuotaExceeded, RuntimeUnavailable, status=201),
+    )
     async def submit(request: Request) -> Response:
         """Submit a group of sessions of one task. It is stored before the reply is sent."""
         group = await service.submit(await service.parse(await whole_body(request)), caller_in(request.scope))

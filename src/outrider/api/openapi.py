@@ -11,7 +11,17 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from outrider import schemas
-from outrider.errors import ErrorRecord
+from outrider.errors import (
+    ErrorRecord,
+    Forbidden,
+    InvalidField,
+    NotFound,
+    OutriderError,
+    RequestError,
+    ServiceError,
+    TooLarge,
+    Unauthorized,
+)
 from outrider.spec import EngineSpec, GroupSpec, PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec, TokenSpec
 
 REF = "#/components/schemas/{name}"
@@ -49,19 +59,23 @@ def _json(name: str) -> dict[str, Any]:
 
 
 _ERROR: dict[str, Any] = {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)}
+ALWAYS = (Unauthorized, Forbidden, ServiceError)
+"""Errors that every route may answer with."""
+WITH_A_BODY = (RequestError, TooLarge, InvalidField)
 
 
-def answers(shape: type[msgspec.Struct], *, status: int = 200) -> dict[str, Any]:
-    """Route arguments that describe a route's JSON reply, and its errors."""
-    return {
-        "responses": {status: {"description": shape.__doc__ or "", "content": _json(shape.__name__)}, "default": _ERROR}
-    }
+def answers(shape: type[msgspec.Struct], *errors: type[OutriderError], status: int = 200) -> dict[str, Any]:
+    """Route arguments that describe a route's JSON reply, and the errors that `describe` cannot tell from its path, its
+    parameters and its body."""
+    found: dict[int | str, dict[str, Any]] = {error.http_status: _ERROR for error in errors}
+    return {"responses": found | {status: {"description": shape.__doc__ or "", "content": _json(shape.__name__)}}}
 
 
 def binary_answers(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that replies with a file."""
-    content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
-    return {200: {"description": description, "content": content}, "default": _ERROR}
+    return {
+        200: {"description": description, "content": {media_type: {"schema": {"type": "string", "format": "binary"}}}}
+    }
 
 
 def takes(shape: type[BaseModel]) -> dict[str, Any]:
@@ -79,4 +93,12 @@ def describe(app: FastAPI) -> dict[str, Any]:
     )
     schemas.update(replies)
     schemas.update(requests["$defs"])
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            errors = [*ALWAYS, *(WITH_A_BODY if "requestBody" in operation else ())]
+            errors += [InvalidField] if operation.get("parameters") else []
+            errors += [NotFound] if "{" in path else []
+            operation["responses"] |= {str(error.http_status): _ERROR for error in errors}
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, in whose place `bad_query` answers
+        schemas.pop(unused, None)
     return document

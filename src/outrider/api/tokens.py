@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from outrider.api.access import made
 from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, whole_body
+from outrider.errors import Conflict
 from outrider.schemas import NewToken, TokenList, TokenView
 from outrider.service.admission import parse_token
 from outrider.service.service import Service
@@ -21,7 +22,7 @@ def token_routes(service: Service) -> APIRouter:
         """Every token by its name, also expired and revoked ones, without their texts."""
         return json_reply(TokenList(tokens=await service.tokens.listed()))
 
-    @routes.post("", status_code=201, **takes(TokenSpec), **answers(NewToken, status=201))
+    @routes.post("", status_code=201, **takes(TokenSpec), **answers(NewToken, Conflict, status=201))
     async def create(request: Request) -> Response:
         """Make a token. Its text is in this reply and nowhere else."""
         new = await service.tokens.create(parse_token(await whole_body(request)))
