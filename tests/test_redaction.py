@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 
+from outrider.api.replies import error_reply
 from outrider.cli.serve import _WithoutSecrets
-from outrider.errors import EngineUnavailable, record_of
+from outrider.errors import EngineUnavailable
 from outrider.redaction import redacted, secrets_in, without_keys
 
 KEY = "outrider_s_" + "Ab3-_" * 6 + "xy"
@@ -55,11 +57,12 @@ def test_variables_are_secrets_by_their_names() -> None:
 
 def test_errors_and_lines_of_the_log_are_written_without_them() -> None:
     error = EngineUnavailable("no answer from http://me:pass@engine:80", log_tail=f"curl /s/{KEY}/v1")
-    assert (error.record().message, error.record().log_tail) == (
+    told = msgspec.json.decode(error_reply(error).body)
+    assert (told["message"], told["log_tail"]) == (
         "no answer from http://[redacted]@engine:80",
         "curl /s/[redacted]/v1",
     )
-    assert "pass" not in record_of(ValueError("http://me:pass@engine")).message
+    assert b"pass" not in error_reply(ValueError("http://me:pass@engine")).body
     line = logging.LogRecord("x", logging.ERROR, "f", 1, "token %s of %s", ("root-token", "http://a:b@c"), None)
     assert _WithoutSecrets("root-token").format(line).endswith("token [redacted] of http://[redacted]@c")
 

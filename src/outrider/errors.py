@@ -35,8 +35,6 @@ from typing import ClassVar, overload
 
 import msgspec
 
-from outrider.redaction import redacted
-
 
 class Boundary(StrEnum):
     """The boundary that a failure crossed, in order of rank: if several fail in one session, the first one listed here
@@ -98,10 +96,10 @@ class OutriderError(Exception):
         return ErrorRecord(
             boundary=self.boundary,
             code=self.code,
-            message=storable(redacted(self.message)),
+            message=storable(self.message),
             hint=storable(self.hint),
             field=storable(self.field),
-            log_tail=storable(self.log_tail and redacted(self.log_tail)),
+            log_tail=storable(self.log_tail),
             retryable=self.retryable,
         )
 
@@ -228,7 +226,7 @@ def record_of(error: BaseException) -> ErrorRecord:
     return ErrorRecord(
         boundary=Boundary.SERVICE,
         code="internal_error",
-        message=storable(redacted(f"{type(error).__name__}: {error}")),
+        message=storable(f"{type(error).__name__}: {error}"),
         hint="this is a bug in Outrider: please report it with the service log",
         retryable=True,
     )

@@ -27,8 +27,7 @@ async def test_tokens_are_made_listed_and_revoked(cli: Cli, tmp_path: Path) -> N
             "error: GET /v1/tokens needs a token with the role 'admin'; 'alice' has 'submit'",
         )
         listed = await cli("token", "list", *root)
-        assert listed.out.splitlines()[1:] == ["─" * len(listed.out.splitlines()[1])] + listed.out.splitlines()[2:]
-        assert ["alice", "submit", "9", "1.0", "d", "more"] == listed.out.splitlines()[-1].split()
+        assert listed.out.splitlines()[-1].split() == ["alice", "submit", "9", "1.0", "d", "more"]
         assert (await cli("token", "revoke", "alice", *root)).out == "alice is revoked\n"
         assert "revoked" in (await cli("token", "list", *root)).out
         ended = await cli("status", "--url", url, "--token", text)
@@ -42,7 +41,7 @@ async def test_tokens_are_made_listed_and_revoked(cli: Cli, tmp_path: Path) -> N
 async def test_the_first_token_is_made_before_the_service_starts(cli: Cli, tmp_path: Path) -> None:
     data = tmp_path / "data"
     nowhere = await cli("token", "create", "--role", "admin", "--name", "me", "--data", data)
-    assert (nowhere.code, nowhere.err.splitlines()[0]) == (2, f"error: data: there is no folder {data}")
+    assert (nowhere.code, nowhere.err.splitlines()[0]) == (2, f"error: there is no folder {data}")
     data.mkdir()
     weak = await cli("token", "create", "--role", "read", "--name", "me", "--data", data)
     assert (weak.code, "first token must be an admin's" in weak.err) == (2, True)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from starlette.requests import HTTPConnection
 
-from outrider.api.replies import json_reply
+from outrider.api.replies import error_reply
 from outrider.config import Config, is_local
 from outrider.errors import Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
 from outrider.http_server import Application, Message, Receive, Scope, Send
@@ -85,7 +85,7 @@ class AccessControl:
         except OutriderError as error:
             # Not in the audit log: it changes nothing, and anybody could fill the log with such calls.
             # Starlette answers a WebSocket's request before it is accepted as it answers any other.
-            await json_reply(error.record(), status=error.http_status)(scope, receive, send)
+            await error_reply(error)(scope, receive, send)
             return
         scope[CALLER], scope[MADE] = caller, {}
         reply = _Reply(scope, send, self._audit)
@@ -116,7 +116,7 @@ class _Reply:
         """End the reply to a caller whose token was revoked."""
         if not self._begun:
             refusal = Unauthorized("this token was revoked", hint="ask the operator for another one")
-            await json_reply(refusal.record(), status=refusal.http_status)(self._scope, receive, self)
+            await error_reply(refusal)(self._scope, receive, self)
         elif self._scope["type"] == "websocket":
             await self._send({"type": "websocket.close", "code": 1008, "reason": "this token was revoked"})
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 from fastapi import Request, Response
@@ -10,12 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 
 from outrider.errors import InvalidField, NotFound, OutriderError, TooLarge, record_of
+from outrider.redaction import redacted
 from outrider.sessions.calls.body_limits import MAX_BODY
 
 PIECE = 256 << 10
 """Bytes of a long reply that are passed to the connection at once."""
-RETRY_AFTER = 10
-"""Seconds after which a caller may ask again that has too much queued."""
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "10"}}
+"""Headers of errors by status. How long to wait is a guess: sessions take from seconds to hours."""
 
 
 async def whole_body(request: Request) -> bytes:
@@ -42,16 +43,25 @@ def long_reply(body: bytes) -> Response:
     return StreamingResponse(pieces(), media_type="application/json", headers={"Content-Length": str(len(body))})
 
 
-def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:
-    # How long to wait is not known: sessions take from seconds to hours.
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER)}}.get(status)
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json", headers=headers)
+def json_reply(value: msgspec.Struct, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(value), status_code=status, media_type="application/json", headers=dict(headers or {})
+    )
+
+
+def error_reply(error: BaseException) -> Response:
+    """The reply to an error, without secrets: an OutriderError has its own status; any other is a bug, reported as one
+    with a 500."""
+    status = error.http_status if isinstance(error, OutriderError) else 500
+    record = record_of(error)
+    shown = msgspec.structs.replace(
+        record, message=redacted(record.message), log_tail=record.log_tail and redacted(record.log_tail)
+    )
+    return json_reply(shown, status=status, headers=HEADERS.get(status))
 
 
 async def outrider_error(request: Request, error: Exception) -> Response:
-    """The reply to an error: an OutriderError has its own status; any other is a bug, reported as one with a 500."""
-    status = error.http_status if isinstance(error, OutriderError) else 500
-    return json_reply(record_of(error), status=status)
+    return error_reply(error)
 
 
 async def bad_query(request: Request, error: Exception) -> Response:
