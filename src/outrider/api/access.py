@@ -80,8 +80,6 @@ class AccessControl:
             caller = await self._tokens.caller(_token(headers))
             if caller is LOCAL:
                 check_place(headers)
-            if scope["type"] == "websocket":
-                check_worker(scope["path"], caller)
         except OutriderError as error:
             # Not in the audit log: it changes nothing, and anybody could fill the log with such calls.
             # Starlette answers a WebSocket's request before it is accepted as it answers any other.
@@ -91,9 +89,13 @@ class AccessControl:
         reply = _Reply(scope, send, self._audit)
         try:
             with self._tokens.call(caller):
+                if scope["type"] == "websocket":
+                    check_worker(scope["path"], caller)
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
+        except OutriderError as error:  # of `check_worker`: the application answers its own
+            await error_reply(error)(scope, receive, reply)
 
 
 class _Reply:

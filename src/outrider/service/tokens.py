@@ -63,6 +63,8 @@ class Tokens:
         self._clock = clock
         self._calls: dict[asyncio.Task[object], str] = {}
         """The names of the tokens of the calls under way, by the task of each."""
+        self._revoked: set[str] = set()
+        """Names that were revoked here: a call may have been let in just before, and begin just after."""
 
     async def required(self) -> bool:
         """Whether callers need a token."""
@@ -91,6 +93,8 @@ class Tokens:
         """A call under way. Raises RevokedMeanwhile in place of the cancellation by which `revoke` ends it."""
         task = asyncio.current_task()
         assert task is not None
+        if caller.name in self._revoked:
+            raise RevokedMeanwhile
         self._calls[task] = caller.name
         try:
             yield
@@ -130,6 +134,7 @@ class Tokens:
         """Revoke a token, and cut off its calls under way: streams of events, long polls, relay workers. Raises
         NotFound."""
         view = _view(await self._store.revoke_token(name))
+        self._revoked.add(name)
         for task, of in list(self._calls.items()):
             if of == name and task is not asyncio.current_task():
                 del self._calls[task]
