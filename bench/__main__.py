@@ -17,7 +17,21 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from bench import dialects, floods, gateway, memory, report, sampling, sandboxes, service, sessions, store, tools, turns
+from bench import (
+    dialects,
+    floods,
+    gateway,
+    history,
+    memory,
+    report,
+    sampling,
+    sandboxes,
+    service,
+    sessions,
+    store,
+    tools,
+    turns,
+)
 
 BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "gateway": gateway.run,
@@ -30,6 +44,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "tools": tools.run,
     "store": store.run,
     "service": service.run,
+    "history": history.run,
     "sampling": sampling.run,
 }
 

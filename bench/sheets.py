@@ -300,6 +300,24 @@ def _service(found: Any) -> list[Sheet]:
     return [Sheet(title="Service: groups in, results out, and kill -9", columns=("what", ""), rows=rows, note=note)]
 
 
+def _history(found: Any) -> list[Sheet]:
+    rows = [
+        (name, number(figures["empty_p50_ms"]), number(figures["full_p50_ms"]))
+        for name, figures in found["operations"].items()
+    ]
+    removal = found["removal"]
+    return [
+        Sheet(
+            title=f"History: the store beside {found['sessions']:,} finished sessions, p50 ms",
+            columns=("what", "empty store", "with the history"),
+            rows=rows,
+            note=f"A file of {found['file_bytes'] / (1 << 30):.1f} GiB. Removal: "
+            f"{number(removal['sessions_per_second'])} sessions per second; its longest step takes "
+            f"{number(removal['longest_step_ms'])} ms.",
+        )
+    ]
+
+
 def _sampling(found: Any) -> list[Sheet]:
     return [
         Sheet(
@@ -347,5 +365,6 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "tools": _tools,
     "store": _store,
     "service": _service,
+    "history": _history,
     "sampling": _sampling,
 }

@@ -27,6 +27,7 @@ LAYERS = (
         "tls",
         "plugins",
         "schemas",
+        "callbacks",
         "concurrency",
     ),
     ("tokens", "dialects"),

@@ -6,7 +6,8 @@
             ...
 
 Replies are the structs of schemas.py. Every method raises the error that the service answers with (InvalidField,
-NotFound, ...), and ServiceError when the service cannot be reached or the client is not open. Nothing is retried.
+NotFound, ...), and ServiceError when the service cannot be reached or the client is not open. Nothing is retried, but
+for a stream of events that is cut off.
 """
 
 from __future__ import annotations
@@ -31,16 +32,22 @@ from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.schemas import (
     ArtifactList,
+    CallbackList,
+    CallbackView,
     ChatList,
+    ConsumerList,
+    ConsumerView,
     EngineList,
     EngineStatus,
     EventView,
+    GcReport,
     GroupList,
     GroupSummary,
     GroupView,
     NewToken,
     PolicyPause,
     PolicyStatus,
+    Redelivered,
     ResultsPage,
     SampleList,
     ServiceStatus,
@@ -67,6 +74,9 @@ WATCH_PAUSE = 0.2
 WATCH_PAUSE_EACH = 0.02
 """Seconds between two looks at watched groups: WATCH_PAUSE, but this many for each of them, to bound the requests."""
 
+
+SILENCE = 60.0
+"""Seconds without a byte after which a stream of events counts as lost. The service sends one every 15 seconds."""
 
 RETRIES = Backoff(first=0.25, longest=10.0)
 PATIENCE = 300.0
@@ -132,20 +142,73 @@ class AsyncClient:
         return await self._call("DELETE", f"/v1/sessions/{session_id}", SessionView)
 
     async def results(
-        self, *, after: int = 0, wait: float = 0.0, limit: int = 100, samples: bool = False
+        self,
+        *,
+        after: int | None = None,
+        consumer: str | None = None,
+        wait: float = 0.0,
+        limit: int = 100,
+        samples: bool = False,
     ) -> ResultsPage:
         """Done groups after a cursor; waits up to `wait` seconds (at most 60) for the first. There may be more than the
-        page holds: ask again with its cursor until a page is empty."""
-        query = {"after": str(after), "wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
+        page holds: ask again with its cursor until a page is empty.
+
+        Without a cursor, from the first group on; or, for a named `consumer`, after those that it has acknowledged
+        (`ack`). A new consumer begins at the cursor.
+        """
+        query = {"wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
+        query |= {} if after is None else {"after": str(after)}
+        query |= {} if consumer is None else {"consumer": consumer}
         return await self._call("GET", "/v1/results", ResultsPage, query=query)
 
-    async def follow(self, *, after: int = 0, samples: bool = False) -> AsyncIterator[GroupView]:
-        """Done groups after a cursor as they finish, without end."""
+    async def follow(
+        self, *, after: int | None = None, consumer: str | None = None, samples: bool = False
+    ) -> AsyncIterator[GroupView]:
+        """Done groups as they finish, without end; for the arguments see `results`. For a consumer, a group is
+        acknowledged when the next one is asked for: whatever ends the loop's body, the group comes again."""
         while True:
-            page = await self.results(after=after, wait=LONG_POLL, samples=samples)
+            page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
             for group in page.groups:
                 yield group
+                if consumer is not None and group.cursor is not None:
+                    await self.ack(consumer, group.cursor)
             after = page.cursor
+
+    async def ack(self, consumer: str, cursor: int, *, rewind: bool = False) -> ConsumerView:
+        """Acknowledge the groups up to a cursor, once what was made of them is safe. A consumer that is further stays
+        there; with `rewind` it goes back, and gets groups again."""
+        body = _encoded({"cursor": cursor, "rewind": rewind})
+        return await self._call("POST", f"/v1/consumers/{quote(consumer, safe='')}/ack", ConsumerView, body=body)
+
+    async def consumers(self) -> tuple[ConsumerView, ...]:
+        return (await self._call("GET", "/v1/consumers", ConsumerList)).consumers
+
+    async def remove_consumer(self, name: str) -> tuple[ConsumerView, ...]:
+        """Forget a consumer; those that are left. Groups are no longer kept for it."""
+        return (await self._call("DELETE", f"/v1/consumers/{quote(name, safe='')}", ConsumerList)).consumers
+
+    async def dead_callbacks(self, *, limit: int = 100) -> tuple[CallbackView, ...]:
+        """Callbacks that were given up, the newest first."""
+        query = {"limit": str(limit)}
+        return (await self._call("GET", "/v1/callbacks/dead", CallbackList, query=query)).callbacks
+
+    async def redeliver(self, group_id: str | None = None) -> int:
+        """Try the callback of a group anew, or all callbacks that were given up; how many."""
+        place = "redeliver" if group_id is None else f"{quote(group_id, safe='')}/redeliver"
+        return (await self._call("POST", f"/v1/callbacks/dead/{place}", Redelivered)).callbacks
+
+    async def discard_callback(self, group_id: str) -> tuple[CallbackView, ...]:
+        """Discard a callback that was given up; those that are left."""
+        return (await self._call("DELETE", f"/v1/callbacks/dead/{quote(group_id, safe='')}", CallbackList)).callbacks
+
+    async def gc(
+        self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
+    ) -> GcReport:
+        """Remove finished groups that ended more than `days` ago, and the oldest until the rest takes no more than
+        `size_mb` MiB; without either, as the service's settings say. It removes for about 20 seconds: ask again while
+        there is `more`."""
+        body = {"days": days, "size_mb": size_mb, "force": force, "dry_run": dry_run}
+        return await self._call("POST", "/v1/gc", GcReport, body=_encoded(body))
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
         """These groups, in the order given, once all of them are done. `watch` is called with all of them at first, at
@@ -163,18 +226,28 @@ class AsyncClient:
                 groups[group_id] = await self.group(group_id)
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
-        """Every change after a cursor, without end."""
-        try:
-            async with self._http.get(
-                f"{self.url}/v1/events", params={"after": str(after)}, timeout=aiohttp.ClientTimeout(total=None)
-            ) as reply:
-                if reply.status >= 400:
-                    raise _refusal(await reply.read(), reply.status)
-                async for line in reply.content:
-                    if line.startswith(b"data: "):
-                        yield msgspec.json.decode(line[6:], type=EventView)
-        except aiohttp.ClientError as error:
-            raise self._unreachable(error) from error
+        """Every change after a cursor, without end. A connection that is lost is made again, for up to PATIENCE; after
+        that, or if there is none at first, ServiceError is raised."""
+        clock = asyncio.get_running_loop().time
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=TOTAL_SECONDS, sock_read=SILENCE)
+        give_up_at, tries = clock(), 0
+        while True:
+            try:
+                query = {"after": str(after)}
+                async with self._http.get(f"{self.url}/v1/events", params=query, timeout=timeout) as reply:
+                    if reply.status >= 400:
+                        raise _refusal(await reply.read(), reply.status)
+                    async for line in reply.content:
+                        give_up_at, tries = clock() + PATIENCE, 0
+                        if line.startswith(b"data: "):
+                            event = msgspec.json.decode(line[6:], type=EventView)
+                            after = event.cursor
+                            yield event
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if clock() >= give_up_at:
+                    raise self._unreachable(error) from error
+            await asyncio.sleep(RETRIES.wait(tries))
+            tries += 1
 
     async def session(self, session_id: str) -> SessionView:
         return await self._call("GET", f"/v1/sessions/{session_id}", SessionView)
@@ -415,6 +488,13 @@ class Client:
     cancel_session = _blocking(AsyncClient.cancel_session)
     results = _blocking(AsyncClient.results)
     follow = _blocking_iterator(AsyncClient.follow)
+    ack = _blocking(AsyncClient.ack)
+    consumers = _blocking(AsyncClient.consumers)
+    remove_consumer = _blocking(AsyncClient.remove_consumer)
+    dead_callbacks = _blocking(AsyncClient.dead_callbacks)
+    redeliver = _blocking(AsyncClient.redeliver)
+    discard_callback = _blocking(AsyncClient.discard_callback)
+    gc = _blocking(AsyncClient.gc)
     wait = _blocking(AsyncClient.wait)
     events = _blocking_iterator(AsyncClient.events)
     session = _blocking(AsyncClient.session)

@@ -15,8 +15,9 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
+from outrider.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.spec import EngineSpec
@@ -116,10 +117,24 @@ class PluginsConfig(Section):
 
 
 class CallbacksConfig(Section):
-    """Where callbacks may go. `allow`: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8; without any,
-    everywhere but to link-local addresses, and to this machine if others can reach it."""
+    """Callbacks. `secret`: the key of their signatures (see callbacks.py); without one they are not signed.
 
+    `allow`: where they may go: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8; without any,
+    everywhere but to link-local addresses, and to this machine if others can reach it.
+    """
+
+    secret: SecretStr | None = None
     allow: tuple[str, ...] = ()
+
+    @field_validator("secret")
+    @classmethod
+    def _usable(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None:
+            try:
+                check_secret(secret.get_secret_value())
+            except InvalidField as error:
+                raise ValueError(f"{error.message}: {error.hint}" if error.hint else error.message) from None
+        return secret
 
     @field_validator("allow")
     @classmethod
@@ -128,6 +143,14 @@ class CallbacksConfig(Section):
             if "/" in place:
                 ip_network(place)
         return value
+
+
+class RetentionConfig(Section):
+    """Bounds beyond which the service removes finished groups, the oldest first: `days` since their end, and `size_mb`
+    (MiB) that all of them take."""
+
+    days: Annotated[float, Field(gt=0)] | None = None
+    size_mb: Annotated[int, Field(ge=1)] | None = None
 
 
 class TlsConfig(Section):
@@ -158,9 +181,10 @@ class Config(Section):
     lanes: LanesConfig = LanesConfig()
     sandboxes: SandboxesConfig = SandboxesConfig()
     plugins: PluginsConfig = PluginsConfig()
-    callbacks: CallbacksConfig = CallbacksConfig()
     engines: tuple[EngineSpec, ...] = ()
     frozen: tuple[FrozenConfig, ...] = ()
+    callbacks: CallbacksConfig = CallbacksConfig()
+    retention: RetentionConfig = RetentionConfig()
 
     @property
     def public(self) -> bool:

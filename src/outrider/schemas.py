@@ -170,6 +170,66 @@ class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int
 
 
+class ConsumerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A named reader of the results. It has acknowledged the groups up to `cursor`, at most `lag` are left for it, and
+    it was last heard of at `seen`."""
+
+    name: str
+    cursor: int
+    lag: int
+    created: float
+    seen: float
+
+
+class ConsumerList(msgspec.Struct, frozen=True, kw_only=True):
+    """The consumers, by name."""
+
+    consumers: tuple[ConsumerView, ...]
+
+
+class CallbackView(msgspec.Struct, frozen=True, kw_only=True):
+    """A callback that was given up after so many `tries`; `fault` is why the last one failed. `url` is without what may
+    be secret: the user and the query. The group was done at `since`."""
+
+    group_id: str
+    url: str
+    tries: int
+    since: float
+    given_up: float
+    fault: str
+
+
+class CallbackList(msgspec.Struct, frozen=True, kw_only=True):
+    """Callbacks that were given up, the newest first."""
+
+    callbacks: tuple[CallbackView, ...]
+
+
+class Redelivered(msgspec.Struct, frozen=True, kw_only=True):
+    """How many callbacks are tried anew."""
+
+    callbacks: int
+
+
+class GcReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was removed, or with `dry_run` would be: `groups`, their `sessions`, and `bytes` of their tasks, turns,
+    results and artifacts.
+
+    Kept, although they are old enough: groups that are `unacknowledged` by a consumer, and those with an `undelivered`
+    callback. `stored_bytes` is what all finished groups take now, images included. If there is `more` to remove, ask
+    again.
+    """
+
+    groups: int
+    sessions: int
+    bytes: int
+    unacknowledged: int
+    undelivered: int
+    stored_bytes: int
+    more: bool = False
+    dry_run: bool = False
+
+
 class EventView(msgspec.Struct, frozen=True, kw_only=True):
     """One event of the service's append-only log."""
 

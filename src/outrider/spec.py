@@ -413,3 +413,32 @@ class PolicyUpdateSpec(Spec):
     mode: Mode = "finish"
     weights: Annotated[Text, AfterValidator(without_nul), Field(min_length=1)] | None = None
     cancel_older_than: Version | None = None
+
+
+MAX_CURSOR = (1 << 63) - 1
+"""The largest integer of a database column."""
+
+
+CONSUMER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}$"
+"""The names of consumers. They are part of paths and are shown on terminals."""
+
+
+class AckSpec(Spec):
+    """Acknowledge the groups up to `cursor`. A consumer that is further stays where it is, but for `rewind`: then it
+    gets the groups after `cursor` again."""
+
+    cursor: Annotated[int, Field(ge=0, le=MAX_CURSOR)]
+    rewind: bool = False
+
+
+class GcSpec(Spec):
+    """Remove finished groups that ended more than `days` ago, and the oldest ones until all that are left take no more
+    than `size_mb` MiB. Without either, the service's settings count.
+
+    `force` removes groups that some consumer has not acknowledged, too. With `dry_run` nothing is removed.
+    """
+
+    days: Annotated[float, Field(ge=0)] | None = None
+    size_mb: Annotated[int, Field(ge=0, le=MAX_CURSOR >> 20)] | None = None
+    force: bool = False
+    dry_run: bool = False

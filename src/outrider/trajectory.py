@@ -358,6 +358,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     forks: the number of forks by cause.
     ignored: by name, the number of turns in which a client asked for something that had no effect.
     frozen: by name, what was used of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
+    artifact_bytes: the size of the artifacts that were kept.
     """
 
     session_id: str
@@ -377,3 +378,4 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     policy: dict[BranchKind, BranchPolicy] = {}
     ignored: dict[str, int] = {}
     labels: dict[str, str] = {}
+    artifact_bytes: int = 0

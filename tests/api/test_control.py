@@ -213,7 +213,7 @@ async def test_no_request_outlives_its_server(tmp_path: Path, caplog: pytest.Log
             async with AsyncClient(url) as client:
                 await client.submit({"task": TASK})
             stream = await http.get(f"{url}/v1/events")
-            assert await stream.content.readline() == b"id: 1\n"
+            assert [await stream.content.readline() for _ in range(3)] == [b"retry: 1000\n", b"\n", b"id: 1\n"]
         assert [task for task in asyncio.all_tasks() if "run_asgi" in repr(task)] == []
         with pytest.raises(aiohttp.ClientPayloadError):
             await stream.read()

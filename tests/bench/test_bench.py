@@ -20,6 +20,7 @@ from bench import (
     dialects,
     floods,
     gateway,
+    history,
     memory,
     report,
     sampling,
@@ -153,6 +154,14 @@ async def test_a_killed_service_has_its_sessions_running_again() -> None:
     found = await service.measure(service.Plan(finished=16, live=16, submitted=8, pages=1))
     assert found["after_kill"]["running_seconds"] > found["after_kill"]["ready_seconds"]
     check_shown("service", found)
+
+
+async def test_history_is_written_and_removed() -> None:
+    found = await history.measure(history.Plan(sessions=80, rounds=2))
+
+    assert all(figures["full_p50_ms"] > 0 for figures in found["operations"].values())
+    assert found["removal"]["sessions_per_second"] > 0
+    check_shown("history", found)
 
 
 async def test_the_store_takes_turns() -> None:

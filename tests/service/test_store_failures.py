@@ -159,7 +159,7 @@ async def delivered(store: FailingStore, tokenizer: Path) -> None:
     deliverer = Deliverer(
         store,
         ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
-        Permits(Config()),
+        permits=Permits(Config()),
         pauses=Backoff(first=0.01, longest=0.01),
     )
     async with asyncio.TaskGroup() as tasks:

@@ -103,9 +103,9 @@ async def test_a_turn_without_images_is_one_statement() -> None:
         await store.add_turn("g.0", 1, turn(1))
         assert len(database.statements) == 2
         await store.add_turn("g.0", 1, showing(2, CAT))
-        assert len(database.statements) == 5
-        await store.add_turn("g.0", 1, showing(3, CAT))
         assert len(database.statements) == 7
+        await store.add_turn("g.0", 1, showing(3, CAT))
+        assert len(database.statements) == 9
 
 
 class Counting(SqliteDatabase):

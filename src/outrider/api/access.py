@@ -30,7 +30,15 @@ ROUTES: dict[str, Role] = {
     "GET /v1/groups/{group_id}": "read",
     "DELETE /v1/groups/{group_id}": "submit",  # its own groups; an admin's, any
     "GET /v1/results": "read",
+    "GET /v1/consumers": "read",
+    "POST /v1/consumers/{name}/ack": "submit",
+    "DELETE /v1/consumers/{name}": "admin",
     "GET /v1/events": "read",
+    "GET /v1/callbacks/dead": "read",
+    "POST /v1/callbacks/dead/{group_id}/redeliver": "admin",
+    "POST /v1/callbacks/dead/redeliver": "admin",
+    "DELETE /v1/callbacks/dead/{group_id}": "admin",
+    "POST /v1/gc": "admin",
     "GET /v1/sessions/{session_id}": "read",
     "DELETE /v1/sessions/{session_id}": "submit",  # of its own groups
     "GET /v1/sessions/{session_id}/turns": "read",

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from outrider.api.access import caller_in, made
@@ -18,7 +18,7 @@ from outrider.lifecycle import GroupState
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 from outrider.service.service import Service
 from outrider.service.views import group_summary
-from outrider.spec import GroupSpec
+from outrider.spec import CONSUMER_NAME, MAX_CURSOR, GroupSpec
 
 MAX_WAIT = 60.0
 """Maximum seconds that a request may wait, below the usual timeouts of clients and proxies."""
@@ -28,10 +28,11 @@ EVENT_PAUSE = 0.25
 PING_SECONDS = 15.0
 """A comment is sent to a client of events after so many seconds without one, so that proxies keep the connection."""
 
-LAST_CURSOR = (1 << 63) - 1
-"""The largest integer of a database column."""
+RETRY_MS = 1000
+"""After so long a client of events that has lost its connection is to connect again."""
 
-After = Annotated[int, Query(ge=0, le=LAST_CURSOR)]
+After = Annotated[int, Query(ge=0, le=MAX_CURSOR)]
+LAST_EVENT_ID = "Last-Event-ID"
 Samples = Annotated[bool, Query(description="include the training rows")]
 
 
@@ -78,20 +79,42 @@ def group_routes(service: Service) -> APIRouter:
 
     @routes.get("/results", **answers(ResultsPage))
     async def results(
-        after: After = 0,
+        after: Annotated[
+            int | None, Query(ge=0, le=MAX_CURSOR, description="default: 0, or the position of the `consumer`")
+        ] = None,
+        consumer: Annotated[str | None, Query(pattern=CONSUMER_NAME, description="who reads: see docs/api.md")] = None,
         wait: Annotated[float, Query(ge=0, le=MAX_WAIT, description="seconds to wait for the first")] = 0.0,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         samples: Samples = False,
     ) -> Response:
         """Done groups after a cursor, in the order they finished: up to `limit`, and up to 8 MiB, but at least one. Ask
-        again with `after` set to the reply's `cursor`, until there are none."""
-        page = await service.results(after=after, wait=wait, limit=limit, samples=samples)
+        again with `after` set to the reply's `cursor`, until there are none.
+
+        A `consumer` reads on from the position that it has acknowledged. A new one begins at `after`.
+        """
+        start = after or 0
+        if consumer is not None:
+            known = await service.store.consumers.enter(consumer, at=start)
+            start = known.cursor if after is None else after
+        page = await service.results(after=start, wait=wait, limit=limit, samples=samples)
         return long_reply(page.json())
 
     @routes.get("/events", response_class=StreamingResponse)
-    async def events(after: After = 0) -> StreamingResponse:
+    async def events(
+        after: After = 0,
+        last_id: Annotated[
+            int | None, Header(alias=LAST_EVENT_ID, ge=0, le=MAX_CURSOR, description="wins over `after`")
+        ] = None,
+    ) -> StreamingResponse:
         """Every change after a cursor, as server-sent events without end. The id of an event is its cursor."""
-        return StreamingResponse(_events(service, after), media_type="text/event-stream")
+        start = after if last_id is None else last_id
+        if start > (newest := await service.store.last_event()):
+            raise Conflict(
+                f"no event has the id {start}: the newest is {newest}",
+                field="after" if last_id is None else LAST_EVENT_ID,
+                hint="the service has begun anew, without its data: read its events from 0",
+            )
+        return StreamingResponse(_events(service, start), media_type="text/event-stream")
 
     @routes.get("/sessions/{session_id}", **answers(SessionView))
     async def session(session_id: str) -> Response:
@@ -127,6 +150,7 @@ def group_routes(service: Service) -> APIRouter:
 async def _events(service: Service, after: int) -> AsyncIterator[bytes]:
     # The log is polled: a client gets an event after at most EVENT_PAUSE, and each read is one indexed query.
     quiet = 0.0
+    yield b"retry: %d\n\n" % RETRY_MS
     while True:
         found = await service.events(after=after, limit=EVENTS_AT_ONCE)
         for event in found:

@@ -22,17 +22,31 @@ from outrider.errors import (
     TooLarge,
     Unauthorized,
 )
-from outrider.spec import EngineSpec, GroupSpec, PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec, TokenSpec
+from outrider.spec import (
+    AckSpec,
+    EngineSpec,
+    GcSpec,
+    GroupSpec,
+    PolicyPauseSpec,
+    PolicyResumeSpec,
+    PolicyUpdateSpec,
+    TokenSpec,
+)
 
 REF = "#/components/schemas/{name}"
 REPLIES = (
     schemas.ArtifactList,
+    schemas.CallbackList,
+    schemas.ConsumerList,
+    schemas.ConsumerView,
     schemas.EngineList,
     schemas.EngineStatus,
     schemas.EventView,
+    schemas.GcReport,
     schemas.GroupList,
     schemas.GroupView,
     schemas.PolicyStatus,
+    schemas.Redelivered,
     schemas.ResultsPage,
     schemas.ChatList,
     schemas.SampleList,
@@ -51,6 +65,8 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     PolicyResumeSpec,
     PolicyUpdateSpec,
     TokenSpec,
+    AckSpec,
+    GcSpec,
 )
 
 

@@ -8,7 +8,7 @@ from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, whole_body
 from outrider.errors import Conflict, EngineMisbehaved, EngineUnavailable
 from outrider.schemas import PolicyStatus
-from outrider.service.admission import parse_policy
+from outrider.service.admission import parse_body
 from outrider.service.service import Service
 from outrider.spec import PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
 
@@ -28,18 +28,18 @@ def policy_routes(service: Service) -> APIRouter:
     async def update(request: Request) -> Response:
         """Raise the version: pause, have the engines load the weights if they are given, and resume. Replies when the
         engines generate again."""
-        return json_reply(await service.update_policy(parse_policy(PolicyUpdateSpec, await whole_body(request))))
+        return json_reply(await service.update_policy(parse_body(PolicyUpdateSpec, await whole_body(request))))
 
     @routes.post("/pause", **takes(PolicyPauseSpec), **answers(PolicyStatus, *FAILURES))
     async def pause(request: Request) -> Response:
         """Hold new generations back. Replies when nothing is being generated any more. Clocks of agents stand still."""
-        await service.pool.policy.pause(parse_policy(PolicyPauseSpec, await whole_body(request)).mode)
+        await service.pool.policy.pause(parse_body(PolicyPauseSpec, await whole_body(request)).mode)
         return json_reply(service.pool.policy.status())
 
     @routes.post("/resume", **takes(PolicyResumeSpec), **answers(PolicyStatus, *FAILURES))
     async def resume(request: Request) -> Response:
         """Tell the engines the version of their weights, if one is given, and generate again."""
-        await service.pool.policy.resume(parse_policy(PolicyResumeSpec, await whole_body(request)).version)
+        await service.pool.policy.resume(parse_body(PolicyResumeSpec, await whole_body(request)).version)
         return json_reply(service.pool.policy.status())
 
     return routes

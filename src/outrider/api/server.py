@@ -20,6 +20,7 @@ from fastapi import Depends, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
 from outrider.api.access import AccessControl, check_address, check_role
+from outrider.api.delivery import delivery_routes
 from outrider.api.engines import engine_routes
 from outrider.api.files import artifact_routes, image_routes
 from outrider.api.gateway import Gateway
@@ -101,6 +102,7 @@ def control_app(service: Service) -> FastAPI:
         group_routes,
         image_routes,
         artifact_routes,
+        delivery_routes,
         engine_routes,
         policy_routes,
         relay_routes,

@@ -9,7 +9,7 @@ from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, whole_body
 from outrider.errors import Conflict
 from outrider.schemas import NewToken, TokenList, TokenView
-from outrider.service.admission import parse_token
+from outrider.service.admission import parse_body
 from outrider.service.service import Service
 from outrider.spec import TokenSpec
 
@@ -25,7 +25,7 @@ def token_routes(service: Service) -> APIRouter:
     @routes.post("", status_code=201, **takes(TokenSpec), **answers(NewToken, Conflict, status=201))
     async def create(request: Request) -> Response:
         """Make a token. Its text is in this reply and nowhere else."""
-        new = await service.tokens.create(parse_token(await whole_body(request)))
+        new = await service.tokens.create(parse_body(TokenSpec, await whole_body(request)))
         made(request, name=new.token.name)
         return json_reply(new, status=201)
 

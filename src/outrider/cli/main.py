@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli.artifacts import artifacts
+from outrider.cli.delivery import callback_commands, consumer_commands, gc
 from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
 from outrider.cli.engines import engine_commands
@@ -89,8 +90,10 @@ def commands() -> typer.Typer:
         for unknown in unknown_variables():
             terminal_of(ctx).note(f"warning: {unknown}")
 
-    for command in (serve, run, status, cancel, show, artifacts, export, doctor, demo):
+    for command in (serve, run, status, cancel, show, artifacts, export, gc, doctor, demo):
         app.command()(command)
+    app.add_typer(consumer_commands(), name="consumers")
+    app.add_typer(callback_commands(), name="callbacks")
     app.add_typer(engine_commands(), name="engines")
     app.add_typer(harness_commands(), name="harness")
     app.add_typer(image_commands(), name="image")

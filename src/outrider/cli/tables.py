@@ -13,6 +13,8 @@ from rich.text import Text
 from outrider.cli.terminal import printable
 from outrider.lifecycle import StopReason
 from outrider.schemas import (
+    CallbackView,
+    ConsumerView,
     EngineStatus,
     GroupSummary,
     GroupView,
@@ -108,8 +110,6 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
     columns = ("group", "state", "sessions>", "done>", "errors>", "reward>", "age>", "labels")
     rows = []
     for group in groups:
-        age = max(0.0, time.time() - group.created)
-        unit, size = next((each for each in UNITS if age >= each[1]), ("s", 1))
         row = (
             group.id,
             word("cancelled" if group.cancelled else group.state.value),
@@ -117,11 +117,33 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
             str(group.done),
             str(group.errors),
             number(group.mean_reward),
-            f"{age / size:.0f} {unit}",
+            age(group.created),
             printable(" ".join(f"{name}={value}" for name, value in group.labels.items())),
         )
         rows.append(row)
     return table(columns, rows, title="groups")
+
+
+def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
+    """One row for each consumer."""
+    rows = [(each.name, str(each.cursor), str(each.lag), age(each.seen)) for each in consumers]
+    return table(("consumer", "acknowledged>", "left>", "last seen>"), rows)
+
+
+def callback_table(callbacks: Iterable[CallbackView]) -> RenderableType:
+    """One row for each callback."""
+    rows = [
+        (each.group_id, str(each.tries), age(each.given_up), printable(each.url), printable(each.fault))
+        for each in callbacks
+    ]
+    return table(("group", "tries>", "given up>", "address", "last failure"), rows)
+
+
+def age(since: float) -> str:
+    """How long ago a time was, in one unit."""
+    seconds = max(0.0, time.time() - since)
+    unit, size = next((each for each in UNITS if seconds >= each[1]), ("s", 1))
+    return f"{seconds / size:.0f} {unit}"
 
 
 def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:

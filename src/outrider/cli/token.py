@@ -15,7 +15,7 @@ from outrider.cli.terminal import terminal_of
 from outrider.config import Config, load_config
 from outrider.errors import InvalidField
 from outrider.schemas import NewToken, TokenList
-from outrider.spec import Role
+from outrider.spec import Role, TokenSpec
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The token's name.")]
 
@@ -78,13 +78,13 @@ def create(
 async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     """Make a token in the store of a service that is stopped."""
     # Imported here because the other commands do not need the service's libraries.
-    from outrider.service.admission import parse_token
+    from outrider.service.admission import parse_body
     from outrider.service.assembly import open_store
     from outrider.service.audit import AuditEntry, AuditLog
     from outrider.service.tokens import OPERATOR, Tokens
 
     async with open_store(config) as store:
-        new = await Tokens(store, config.token).create(parse_token(msgspec.json.encode(spec)))
+        new = await Tokens(store, config.token).create(parse_body(TokenSpec, msgspec.json.encode(spec)))
     entry = AuditEntry(
         at=new.token.created,
         who=OPERATOR.name,

@@ -35,7 +35,6 @@ from outrider.spec import (
     RuntimeSpec,
     Spec,
     TaskSpec,
-    TokenSpec,
     Upload,
 )
 
@@ -69,13 +68,8 @@ def parse_engine(body: bytes) -> EngineSpec:
     return _validated(EngineSpec, _json_object(body))
 
 
-def parse_token(body: bytes) -> TokenSpec:
-    """As `parse_group`."""
-    return _validated(TokenSpec, _json_object(body))
-
-
-def parse_policy(kind: type[S], body: bytes) -> S:
-    """A request about the policy, as `parse_group`; no body stands for `{}`."""
+def parse_body(kind: type[S], body: bytes) -> S:
+    """The spec in the body of any other request, as `parse_group`; no body stands for `{}`."""
     return _validated(kind, _json_object(body or b"{}"))
 
 

@@ -1,7 +1,8 @@
 """Pushes finished groups from the outbox to their callback URLs, at least once.
 
 It knows no session. The body of a push is the reply to `GET /v1/groups/{id}`; the header `Idempotency-Key` is the
-group's id, by which a receiver recognises a repeated push. Invariant: a row leaves the outbox only after a 2xx.
+group's id, by which a receiver recognises a repeated push. Invariant: a row leaves the outbox only after a 2xx; one
+that is given up stays there as a dead letter.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from urllib.parse import urlsplit
+from collections.abc import Iterable
+from email.utils import parsedate_to_datetime
 
 import aiohttp
+import msgspec
 
+from outrider.callbacks import signed_headers
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
+from outrider.errors import NotFound, storable
 from outrider.service.permits import Permits
 from outrider.service.retry_store import retry_store
 from outrider.service.views import ViewReader
@@ -29,53 +33,106 @@ TRY_SECONDS = 30.0
 """Maximum duration of one push."""
 PAUSES = Backoff(first=1.0, longest=600.0)
 """Waits between the tries of one push. The outbox is read at least every `first` seconds."""
+LONGEST_PAUSE = 3600.0
+"""Maximum wait that a receiver can ask for with `Retry-After`."""
+MIN_TRIES = 10
+"""A push is given up after so many tries if the last was refused: about ten minutes, in which a receiver that is not
+set up yet can be. After other failures it is given up once it has been due for PATIENCE, too."""
+PATIENCE = 3 * 86400.0
 MAX_PUSHES = 32
 """Pushes under way at once."""
 MAX_PUSHES_EACH = 8
-"""Pushes under way at once to one host, so that a slow receiver does not hold up the others."""
+"""Pushes under way at once to one receiver, so that a slow one does not hold up the others. One that has failed gets
+one at a time until it takes one."""
 LOOK_AHEAD = 1000
 """Outbox rows read at a time: many more than can be pushed, in case the first ones all go to one slow receiver."""
+MAX_FAULT = 300
+"""Characters of a failure's description that are kept."""
+NOT_REFUSED = frozenset({408, 425, 429})
+"""Statuses below 500 with which a receiver asks for another try."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a push failed. `refused`: the receiver will hardly take it another time, or its address is wrong. It asks for
+    a pause of `wait` seconds."""
+
+    fault: str
+    refused: bool = False
+    wait: float = 0.0
 
 
 class Deliverer:
-    """Run `run` in a task group; call `wake` when a group is done. `permits` say where a push may go; `pauses` are the
-    waits between tries of a push."""
+    """Run `run` in a task group; call `wake` when a group is done. `permits` say where a push may go. Pushes are signed
+    if there is a `secret`. `pauses` are the waits between tries of a push, which is tried for `patience` seconds at
+    least."""
 
-    def __init__(self, store: Store, reader: ViewReader, permits: Permits, *, pauses: Backoff = PAUSES) -> None:
+    def __init__(
+        self,
+        store: Store,
+        reader: ViewReader,
+        *,
+        permits: Permits,
+        secret: str | None = None,
+        pauses: Backoff = PAUSES,
+        patience: float = PATIENCE,
+    ) -> None:
         self._store = store
         self._reader = reader
         self._permits = permits
+        self._secret = secret
         self._pauses = pauses
+        self._patience = patience
         self._work = asyncio.Event()
         self._under_way: dict[str, str] = {}
-        """Receivers (host and port) by group id."""
+        """Receivers by group id."""
+        self._failing: set[str] = set()
+        """Receivers that did not take their last push."""
 
     def wake(self) -> None:
         self._work.set()
 
     async def run(self) -> None:
         """Push until cancelled."""
-        timeout = aiohttp.ClientTimeout(total=TRY_SECONDS)
-        connector = aiohttp.TCPConnector(socket_factory=self._permits.socket)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http, asyncio.TaskGroup() as group:
+        # Without cookies: those of one receiver are nothing to another.
+        async with (
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=TRY_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                connector=aiohttp.TCPConnector(socket_factory=self._permits.socket),
+            ) as http,
+            asyncio.TaskGroup() as group,
+        ):
             while True:
                 self._work.clear()
                 # A push that ends while the outbox is read may still be listed as due. It must not be sent again.
                 busy = set(self._under_way)
-                due = await retry_store(lambda: self._store.deliveries(now=time.time(), limit=LOOK_AHEAD))
-                for delivery in self._admit([delivery for delivery in due if delivery.group_id not in busy]):
+                due = await retry_store(self._due)
+                admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
+                for delivery in admitted:
                     group.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}")
-                await wait_for_event(self._work, self._pauses.first)
+                # Behind so many for the receivers that are busy now there may be some for others.
+                if len(due) < LOOK_AHEAD or not admitted:
+                    await wait_for_event(self._work, self._pauses.first)
 
-    def _admit(self, due: Sequence[Delivery]) -> list[Delivery]:
+    async def _due(self) -> list[Delivery]:
+        """Deliveries to receivers that can take another push."""
+        now, pushes = time.time(), Counter(self._under_way.values())
+        busy = [receiver for receiver, count in pushes.items() if count >= self._most(receiver)]
+        latest = now + max(self._pauses.longest, LONGEST_PAUSE)
+        return await self._store.deliveries(now=now, limit=LOOK_AHEAD, latest=latest, busy=busy)
+
+    def _most(self, receiver: str) -> int:
+        return 1 if receiver in self._failing else MAX_PUSHES_EACH
+
+    def _admit(self, due: Iterable[Delivery]) -> list[Delivery]:
         """The deliveries to start now, within the limits; they are noted as under way."""
         pushes = Counter(self._under_way.values())
         admitted = []
         for delivery in due:
-            receiver = urlsplit(delivery.url).netloc
+            receiver = delivery.receiver
             if pushes.total() == MAX_PUSHES:
                 break
-            if pushes[receiver] < MAX_PUSHES_EACH:
+            if pushes[receiver] < self._most(receiver):
                 self._under_way[delivery.group_id] = receiver
                 pushes[receiver] += 1
                 admitted.append(delivery)
@@ -86,24 +143,60 @@ class Deliverer:
         group_id = delivery.group_id
         try:
             view = await retry_store(lambda: self._reader.group(group_id, samples=True))
-            fault = await _push(http, delivery.url, group_id, await self._reader.encoded(view))
-            if fault is None:
+            failure = await self._push(http, delivery, await self._reader.encoded(view))
+            if failure is None:
+                self._failing.discard(delivery.receiver)
                 await retry_store(lambda: self._store.delivered(group_id))
             else:
-                pause = self._pauses.wait(delivery.tries)
-                log.warning("callback of %s failed, next try in %.0f s: %s", group_id, pause, fault)
-                await retry_store(lambda: self._store.delivery_failed(group_id, next_try=time.time() + pause))
+                self._failing.add(delivery.receiver)
+                await self._put_off(delivery, failure)
+        except NotFound as error:
+            log.info("the callback of %s is not wanted any more: %s", group_id, error)
         finally:
             del self._under_way[group_id]
             self._work.set()
 
+    async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
+        group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()
+        # The number of tries counts beside the time, because the clock may be set forward by days.
+        if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
+            log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
+            await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault))
+            return
+        pause = max(self._pauses.wait(delivery.tries), failure.wait)
+        log.warning("callback of %s failed, next try in %.0f s: %s", group_id, pause, failure.fault)
+        await retry_store(lambda: self._store.delivery_failed(group_id, next_try=now + pause, fault=failure.fault))
 
-async def _push(http: aiohttp.ClientSession, url: str, group_id: str, body: bytes) -> str | None:
-    """None if the receiver answered with a 2xx, else what went wrong."""
-    headers = {"Content-Type": "application/json", "Idempotency-Key": group_id}
+    async def _push(self, http: aiohttp.ClientSession, delivery: Delivery, body: bytes) -> Failure | None:
+        """None if the receiver answered with a 2xx, else what went wrong. The body of an answer is not read."""
+        headers = {"Content-Type": "application/json", "Idempotency-Key": delivery.group_id}
+        if self._secret is not None:
+            headers |= signed_headers(self._secret, delivery.group_id, body, now=time.time())
+        try:
+            # A redirect is not followed: the POST would become a GET, whose answer says nothing about the group.
+            async with http.post(delivery.url, data=body, headers=headers, allow_redirects=False) as reply:
+                if 200 <= reply.status < 300:
+                    return None
+                return Failure(
+                    storable(f"it answered {reply.status} {reply.reason or ''}".rstrip()[:MAX_FAULT]),
+                    refused=reply.status < 500 and reply.status not in NOT_REFUSED,
+                    wait=_wait_asked(reply.headers.get("Retry-After", "")),
+                )
+        except TimeoutError:
+            return Failure(f"it did not answer within {TRY_SECONDS:.0f} s")
+        except (
+            aiohttp.InvalidURL,
+            ValueError,
+        ):  # aiohttp raises either; what it says names the URL, which may be secret
+            return Failure("its address cannot be used", refused=True)
+        except (aiohttp.ClientError, OSError) as error:
+            return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))
+
+
+def _wait_asked(header: str) -> float:
+    """Seconds that a Retry-After header asks for: a number, or a date. 0 for any other value."""
     try:
-        # A redirect is not followed: the POST would become a GET, whose answer says nothing about the group.
-        async with http.post(url, data=body, headers=headers, allow_redirects=False) as reply:
-            return None if 200 <= reply.status < 300 else f"it answered {reply.status} {reply.reason}"
-    except (aiohttp.ClientError, OSError, ValueError) as error:  # aiohttp raises ValueError for an unusable URL
-        return str(error) or type(error).__name__
+        seconds = float(header) if header.isdecimal() else parsedate_to_datetime(header).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(max(seconds, 0.0), LONGEST_PAUSE)

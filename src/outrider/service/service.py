@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -20,13 +20,14 @@ from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import Forbidden, InvalidField
+from outrider.errors import Forbidden, InvalidField, NotFound
 from outrider.lifecycle import GroupState
 from outrider.schemas import EngineStatus, EventView, GroupView, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.audit import AuditLog
 from outrider.service.delivery import Deliverer
 from outrider.service.permits import Permits
+from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import LOCAL, Caller, Tokens
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
@@ -39,6 +40,9 @@ from outrider.store.rows import GroupRow
 from outrider.store.store import Store
 
 T = TypeVar("T")
+
+REDELIVERED_AT_ONCE = 500
+"""Callbacks changed in one transaction, so that the store's other writers do not wait."""
 
 
 class Service:
@@ -72,7 +76,11 @@ class Service:
         self.reader = ViewReader(store, backend.renderer.tokenizer, backend.offload, frozen=tokenizers)
         self._offload = backend.offload
         self._ids = Ids()
-        self._deliverer = Deliverer(store, self.reader, self._permits)
+        secret = config.callbacks.secret
+        self._deliverer = Deliverer(
+            store, self.reader, permits=self._permits, secret=secret.get_secret_value() if secret else None
+        )
+        self.retention = Retention(store, artifacts, config.retention)
         self._scheduler = Scheduler(
             store,
             [node],
@@ -96,6 +104,7 @@ class Service:
             stack.push_async_callback(tasks.__aexit__, None, None, None)
             stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
+            stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
             yield
 
     @property
@@ -199,12 +208,17 @@ class Service:
     ) -> EncodedPage:
         """Done groups after a cursor; waits up to `wait` seconds for the first. A page has at most `limit` groups and
         `max_bytes` of JSON; a group that is larger comes alone."""
-        rows = await self._wait_until(wait, lambda: self.store.results(after=after, limit=limit))
         page = EncodedPage(after)
-        for row in rows:
-            view = await self.reader.view(row, samples=samples)
-            if not page.add(view, await self.reader.encoded(view), max_bytes=max_bytes):
-                break
+        # An empty page says that there is no more: so it must not be empty because all of its groups have been removed
+        # since they were listed.
+        while not page.groups and (
+            rows := await self._wait_until(wait, lambda: self.store.results(after=after, limit=limit))
+        ):
+            for row in rows:
+                with suppress(NotFound):
+                    view = await self.reader.view(row, samples=samples)
+                    if not page.add(view, await self.reader.encoded(view), max_bytes=max_bytes):
+                        break
         return page
 
     async def _wait_until(self, seconds: float, look: Callable[[], Awaitable[T]]) -> T:
@@ -218,6 +232,18 @@ class Service:
             if seen or left <= 0:
                 return seen
             await wait_for_event(done, left)
+
+    async def redeliver(self, group_id: str | None = None) -> int:
+        """Try a callback anew that was given up, or all of them; how many. Raises NotFound for one that was not."""
+        if group_id is not None:
+            await self.store.redeliver(group_id)
+            count = 1
+        else:
+            count = 0
+            while some := await self.store.redeliver_some(REDELIVERED_AT_ONCE):
+                count += some
+        self._deliverer.wake()
+        return count
 
     async def events(self, *, after: int, limit: int) -> list[EventView]:
         return [

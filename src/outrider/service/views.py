@@ -7,14 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import merge
+from urllib.parse import urlsplit
 
 import msgspec
 
 from outrider.concurrency.offload import OffloadThread, Steps
 from outrider.errors import NotFound
 from outrider.redaction import without_keys
-from outrider.schemas import ChatList, GroupSummary, GroupView, SampleList, SessionView, TurnList, TurnView
-from outrider.store.rows import GroupRow, SessionRow
+from outrider.schemas import (
+    CallbackView,
+    ChatList,
+    ConsumerView,
+    GroupSummary,
+    GroupView,
+    SampleList,
+    SessionView,
+    TurnList,
+    TurnView,
+)
+from outrider.store.rows import Consumer, Delivery, GroupRow, SessionRow
 from outrider.store.store import Store
 from outrider.tokens.branches.classify import lineages
 from outrider.tokens.chat_rows import chat_rows
@@ -221,6 +232,22 @@ def group_summary(row: GroupRow) -> GroupSummary:
         done=row.done,
         errors=row.errors,
         mean_reward=row.reward_total / row.rewarded if row.rewarded else None,
+    )
+
+
+def consumer_view(row: Consumer) -> ConsumerView:
+    return ConsumerView(name=row.name, cursor=row.cursor, lag=row.lag, created=row.created, seen=row.seen)
+
+
+def callback_view(row: Delivery) -> CallbackView:
+    url = urlsplit(row.url)
+    return CallbackView(
+        group_id=row.group_id,
+        url=f"{url.scheme}://{row.receiver}{url.path}",
+        tries=row.tries,
+        since=row.since,
+        given_up=row.given_up or 0.0,
+        fault=row.fault or "",
     )
 
 

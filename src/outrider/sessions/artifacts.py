@@ -42,10 +42,10 @@ class ArtifactCollector:
         self._limits = limits or ArtifactLimits()
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
-    async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> None:
-        """Keep one attempt's artifacts, once."""
+    async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> int:
+        """Keep one attempt's artifacts, once; their size in bytes."""
         if not task.artifacts:
-            return
+            return 0
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)
         try:
             try:
@@ -58,6 +58,7 @@ class ArtifactCollector:
             await asyncio.to_thread(self._store.index, collection.listed())
         except Exception as error:  # a session is not lost for want of its artifacts
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
+        return sum(artifact.size for artifact in collection.listed().artifacts)
 
 
 class ArtifactCollection:

@@ -70,6 +70,7 @@ def session_result(
     forks: Mapping[str, int] = {},
     frozen: Mapping[str, Sequence[Turn]] = {},
     seconds: StageSeconds | None = None,
+    artifact_bytes: int = 0,
 ) -> SessionResult:
     """How `session` ended, with every token of `turns` counted; `turns` are those of attempt `session.attempt`, and
     `frozen` are its turns of frozen models.
@@ -100,4 +101,5 @@ def session_result(
         policy=policy,
         ignored=counts.ignored,
         labels={} if task is None else task.labels,
+        artifact_bytes=artifact_bytes,
     )

@@ -101,6 +101,7 @@ class Rollout:
         self._budget = Budget(attempt.task.limits.session_seconds, node.stood_still)
         self._stopwatch = Stopwatch()
         self._at_limit = Cutoff()
+        self._artifact_bytes = 0
         self.conversation = Conversation(
             node.model,
             session_key=attempt.name,
@@ -138,6 +139,7 @@ class Rollout:
             forks={cause.value: number for cause, number in self.conversation.tree.forks.items()},
             frozen=await self._node.store.frozen_turns(self._session.id, self._session.attempt),
             seconds=StageSeconds(**self._stopwatch.seconds),
+            artifact_bytes=self._artifact_bytes,
         )
         return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
 
@@ -333,7 +335,8 @@ class Rollout:
         await self.models.close()
         self._stopwatch.lap("run")
         session = self._session
-        await self._node.artifacts.collect(sandbox.runtime, self._task, session.id, session.attempt)
+        collect = self._node.artifacts.collect
+        self._artifact_bytes = await collect(sandbox.runtime, self._task, session.id, session.attempt)
         self._stopwatch.lap("stop")
 
     async def _grade(self, grading: Grading, sandbox: Sandbox, ended: AgentRun) -> Ending:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,6 +62,19 @@ class ArtifactStore:
         raise NotFound(
             f"session {session_id} has kept no {path!r}", hint=f"see what it has: outrider artifacts {session_id}"
         )
+
+    def sessions(self) -> list[str]:
+        """Ids of the sessions that have artifacts of any attempt."""
+        try:
+            return sorted(os.listdir(self._folder))
+        except FileNotFoundError:
+            return []
+
+    def remove(self, session_ids: Iterable[str]) -> None:
+        """Remove all artifacts of these sessions. Raises OSError."""
+        for session_id in session_ids:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self._folder / session_id)
 
     def _place(self, session_id: str, attempt: int) -> Path:
         return self._folder / session_id / str(attempt)

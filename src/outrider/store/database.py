@@ -56,3 +56,8 @@ class Database(Protocol):
     async def read(self, body: Body[T]) -> T:
         """Run a body that changes nothing on a consistent snapshot that includes every finished write."""
         ...
+
+    async def shrink(self) -> bool:
+        """Return a little of the room that deleted rows had to the file system, unless the database does that by
+        itself; whether to call it again for more."""
+        ...

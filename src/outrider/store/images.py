@@ -31,15 +31,29 @@ def split(turn: Turn) -> Split:
     return Split(bare, tuple(images.values()))
 
 
-async def insert_images(tx: Connection, images: Iterable[Image]) -> None:
-    """Insert the images that are not stored yet."""
+async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]) -> None:
+    """Insert the images that are not stored yet, and note that the session shows all of them."""
     for image in images:
-        # Looked up first, so that the bytes of a known image are not passed to the database with every turn.
+        # A session shows the same screenshot with every call: this is all that it costs.
+        use = (session_id, image.digest)
+        if await tx.fetch("SELECT 1 FROM image_uses WHERE session_id = ? AND digest = ?", use):
+            continue
+        # Looked up first, so that the bytes of a known image are not passed to the database by every session.
         if not await tx.fetch("SELECT 1 FROM images WHERE digest = ?", (image.digest,)):
             await tx.execute(
                 "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                 (image.digest, image.media_type, image.data),
             )
+        await tx.execute("INSERT INTO image_uses (session_id, digest) VALUES (?, ?)", use)
+
+
+async def forget_images(tx: Connection, session_id: str) -> None:
+    """Note that a session shows no images any more, and delete those that no other session shows."""
+    digests = await tx.fetch("SELECT digest FROM image_uses WHERE session_id = ?", (session_id,))
+    await tx.execute("DELETE FROM image_uses WHERE session_id = ?", (session_id,))
+    sql = """DELETE FROM images WHERE digest = ?
+        AND NOT EXISTS (SELECT 1 FROM image_uses WHERE image_uses.digest = images.digest)"""
+    await tx.execute_many(sql, digests)
 
 
 async def find_image(tx: Connection, digest: str) -> Image:

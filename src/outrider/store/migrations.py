@@ -12,6 +12,7 @@ import msgspec
 
 from outrider.errors import ServiceError
 from outrider.store.database import Connection
+from outrider.store.rows import receiver_of
 
 Step = str | Callable[[Connection], Awaitable[None]]
 """A statement, or a function where SQL alone is not enough."""
@@ -65,6 +66,28 @@ async def _move_images(tx: Connection) -> None:
                 "UPDATE turns SET turn = ? WHERE session_id = ? AND attempt = ? AND turn_index = ?",
                 (msgspec.msgpack.encode(turn), *attempt, index),
             )
+
+
+async def _name_receivers(tx: Connection) -> None:
+    """Fill the receivers (host and port) of deliveries: before, they were read from the URLs."""
+    for group_id, url in await tx.fetch("SELECT group_id, url FROM outbox"):
+        await tx.execute("UPDATE outbox SET receiver = ? WHERE group_id = ?", (receiver_of(url), group_id))
+
+
+async def _note_image_uses(tx: Connection) -> None:
+    """Note which sessions show which images: before, an image was kept for ever."""
+    for table in ("turns", "frozen_turns"):
+        keys = "session_id, attempt, turn_index" if table == "turns" else "session_id, attempt, model, turn_index"
+        where = " AND ".join(f"{key} = ?" for key in keys.split(", "))
+        for key in await tx.fetch(f"SELECT {keys} FROM {table}"):
+            ((packed,),) = await tx.fetch(f"SELECT turn FROM {table} WHERE {where}", key)
+            if _IMAGE_TAG not in packed:
+                continue
+            messages = msgspec.msgpack.decode(packed)["messages"]
+            shown = {part.get("digest") for message in messages for part in message.get("parts", ())}
+            sql = """INSERT INTO image_uses (session_id, digest)
+                SELECT ?, digest FROM images WHERE digest = ? ON CONFLICT DO NOTHING"""
+            await tx.execute_many(sql, [(key[0], digest) for digest in shown])
 
 
 # Turns without this have no images and are not decoded: there may be millions of turns.
@@ -181,6 +204,57 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
         "DROP INDEX groups_to_cancel",
         "ALTER TABLE groups ADD COLUMN min_usable INTEGER",
+    ),
+    (
+        # A named reader of the results: it has processed the groups up to `cursor`, and last asked at `seen`.
+        """CREATE TABLE consumers (
+            name TEXT PRIMARY KEY,
+            cursor BIGINT NOT NULL,
+            created DOUBLE PRECISION NOT NULL,
+            seen DOUBLE PRECISION NOT NULL
+        )""",
+        # `since` is when the group was done, `given_up` is set while the delivery is a dead letter.
+        "ALTER TABLE outbox ADD COLUMN since DOUBLE PRECISION NOT NULL DEFAULT 0",
+        "ALTER TABLE outbox ADD COLUMN given_up DOUBLE PRECISION",
+        "ALTER TABLE outbox ADD COLUMN fault TEXT",
+        "ALTER TABLE outbox ADD COLUMN receiver TEXT NOT NULL DEFAULT ''",
+        "UPDATE outbox SET since = (SELECT COALESCE(finished, 0) FROM groups WHERE groups.id = outbox.group_id)",
+        _name_receivers,
+        "DROP INDEX outbox_due",
+        "CREATE INDEX outbox_due ON outbox (next_try, group_id) WHERE given_up IS NULL",
+        "CREATE INDEX outbox_dead ON outbox (given_up, group_id) WHERE given_up IS NOT NULL",
+        # Which sessions show an image, so that it can be removed with the last of them.
+        """CREATE TABLE image_uses (
+            session_id TEXT NOT NULL REFERENCES sessions (id),
+            digest TEXT NOT NULL REFERENCES images (digest),
+            PRIMARY KEY (session_id, digest)
+        )""",
+        "CREATE INDEX image_uses_by_digest ON image_uses (digest)",
+        _note_image_uses,
+        # One row, written when a group is done or removed: the newest cursor, which must not repeat when its group is
+        # removed; sums over the done groups, which are too many to count; and the last cursor of a removed event.
+        """CREATE TABLE totals (
+            id INTEGER PRIMARY KEY CHECK (id = 1),
+            cursor BIGINT NOT NULL,
+            sessions BIGINT NOT NULL,
+            bytes BIGINT NOT NULL,
+            removed_event BIGINT NOT NULL DEFAULT 0
+        )""",
+        # Of its spec, and of the turns, results and artifacts of the sessions that are done.
+        "ALTER TABLE groups ADD COLUMN bytes BIGINT NOT NULL DEFAULT 0",
+        """UPDATE groups SET bytes = LENGTH(spec)
+            + (SELECT COALESCE(SUM(LENGTH(result)), 0) FROM sessions WHERE sessions.group_id = groups.id)
+            + (SELECT COALESCE(SUM(LENGTH(turn)), 0) FROM turns JOIN sessions ON sessions.id = turns.session_id
+               WHERE sessions.group_id = groups.id AND sessions.result IS NOT NULL)
+            + (SELECT COALESCE(SUM(LENGTH(turn)), 0) FROM frozen_turns
+               JOIN sessions ON sessions.id = frozen_turns.session_id
+               WHERE sessions.group_id = groups.id AND sessions.result IS NOT NULL)""",
+        """INSERT INTO totals (id, cursor, sessions, bytes)
+            SELECT 1, COALESCE(MAX(cursor), 0), COALESCE(SUM(CASE WHEN state = 'done' THEN n ELSE 0 END), 0),
+                COALESCE(SUM(CASE WHEN state = 'done' THEN bytes ELSE 0 END), 0) FROM groups""",
+        "CREATE INDEX groups_by_end ON groups (finished, cursor) WHERE cursor IS NOT NULL",
+        "CREATE INDEX groups_under_way ON groups (n, open_sessions) WHERE state = 'active'",
+        "CREATE INDEX events_by_group ON events (group_id, cursor)",
     ),
     (
         # `digest` is the SHA-256 of the token (hex). A revoked one stays: its name is that of groups and audit lines.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,7 +28,7 @@ SESSION_COLUMNS = (
     "due, recovered, ending"
 )
 EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
-DELIVERY_COLUMNS = "group_id, url, tries, next_try"
+DELIVERY_COLUMNS = "group_id, url, tries, next_try, since, given_up, fault"
 TOKEN_COLUMNS = "name, digest, role, max_queued, created, expires, revoked"
 
 
@@ -111,6 +112,7 @@ class EventKind(StrEnum):
     SESSION_CANCELLED = "session.cancelled"
     SESSION_RETRY = "session.retry"
     SESSION_DONE = "session.done"
+    CALLBACK_DEAD = "callback.dead"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,15 +127,42 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`."""
+    """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`.
+
+    It has been due since `since`, and failed `tries` times, at last for the reason `fault`. Once it is `given_up` it is
+    not tried again by itself.
+    """
 
     group_id: str
     url: str
     tries: int
     next_try: float
+    since: float = 0.0
+    given_up: float | None = None
+    fault: str | None = None
+
+    @property
+    def receiver(self) -> str:
+        return receiver_of(self.url)
+
+
+class Consumer(msgspec.Struct, frozen=True, kw_only=True):
+    """A named reader of the results. It has processed the groups up to `cursor`, and was last heard of at `seen`; up to
+    `lag` groups are left for it."""
+
+    name: str
+    cursor: int
+    created: float
+    seen: float
+    lag: int
 
 
 pack = msgspec.msgpack.encode
+
+
+def receiver_of(url: str) -> str:
+    """The host and port of a callback URL."""
+    return urlsplit(url).netloc.rpartition("@")[2]
 
 
 def pack_data(data: Mapping[str, Any]) -> str:
@@ -210,4 +239,11 @@ def token_from(row: Row) -> TokenRow:
         created=row[4],
         expires=row[5],
         revoked=row[6],
+    )
+
+
+def delivery_from(row: Row) -> Delivery:
+    """From DELIVERY_COLUMNS."""
+    return Delivery(
+        group_id=row[0], url=row[1], tries=row[2], next_try=row[3], since=row[4], given_up=row[5], fault=row[6]
     )

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from outrider.errors import ServiceError
-from outrider.store.database import Body, Row
+from outrider.store.database import Body, Connection, Row
 from outrider.store.store import Store
 
 T = TypeVar("T")
@@ -31,6 +31,13 @@ BUSY_SECONDS = 5.0
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINT_PAGES = 16_384
 """Length of the log (64 MiB) at which the writer itself waits for the disk, so that the log cannot grow forever."""
+
+INCREMENTAL = 2
+"""The mode of SQLite's auto_vacuum in which `shrink` can return pages."""
+SHRINK_PAGES = 64
+"""Pages (256 KiB) that one call of `shrink` returns. The writer is busy for a few milliseconds."""
+SPARE = 10
+"""One page in so many is kept free for what is stored next: a file that shrinks and grows all the time is slower."""
 
 HINTS: dict[int, str] = {
     sqlite3.SQLITE_BUSY: "another program holds the database: is a second service using the same data folder?",
@@ -92,6 +99,19 @@ class SqliteDatabase:
     async def read(self, body: Body[T]) -> T:
         return await _result(self._reads, body)
 
+    async def shrink(self) -> bool:
+        async def body(tx: Connection) -> bool:
+            # A file from before this setting keeps its size: only VACUUM would change that, which blocks for minutes.
+            if (await tx.fetch("PRAGMA auto_vacuum"))[0][0] != INCREMENTAL:
+                return False
+            pages, free = [(await tx.fetch(f"PRAGMA {name}"))[0][0] for name in ("page_count", "freelist_count")]
+            excess: int = free - pages // SPARE
+            for _ in range(min(excess, SHRINK_PAGES)):
+                await tx.execute("PRAGMA incremental_vacuum(1)")  # for several, sqlite3 would stop after the first
+            return excess > SHRINK_PAGES
+
+        return await self.write(body)
+
     def _start(self, name: str, serve: Callable[[sqlite3.Connection], None], stop: Callable[[], None]) -> _Thread:
         thread = _Thread(f"outrider-store-{name}", self._connect, serve, stop)
         self._threads.append(thread)
@@ -101,6 +121,7 @@ class SqliteDatabase:
         target = ":memory:" if self._path is None else self._path
         raw = sqlite3.connect(target, timeout=BUSY_SECONDS, isolation_level=None)
         try:
+            raw.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")  # has an effect only before the file has any content
             raw.execute("PRAGMA journal_mode=WAL").fetchall()
             raw.execute("PRAGMA synchronous=NORMAL")
             raw.execute("PRAGMA foreign_keys=ON")

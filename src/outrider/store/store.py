@@ -1,8 +1,8 @@
 """The durable state of a service: groups, sessions, attempts, turns, results and events, and every change to them.
 
-Every statement and transaction of Outrider is here; each public method is one transaction. It knows no particular
-database (see `database.py`), no engine and no sandbox, and decides nothing about rollouts: who runs, retries or
-cancels is the caller's decision.
+Every statement and transaction of Outrider is in this folder; each public method is one transaction. It knows no
+particular database (see `database.py`), no engine and no sandbox, and decides nothing about rollouts: who runs, retries
+or cancels is the caller's decision.
 Invariants: a session is written only by its newest attempt, while that is under way; a write of any other attempt is
 refused with Conflict. A session's result, its group's state, cursor, event and outbox row are one transaction.
 """
@@ -10,7 +10,7 @@ refused with Conflict. A session's result, its group's state, cursor, event and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from math import inf
 from types import TracebackType
 from typing import Any, Self
@@ -19,9 +19,11 @@ from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExce
 from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
 from outrider.messages import Image
 from outrider.store import rows
-from outrider.store.database import Connection, Database
+from outrider.store.consumers import Consumers
+from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
+from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, SessionRow, TokenRow
 from outrider.trajectory import SessionResult, Turn
 
@@ -38,6 +40,7 @@ ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_
     ON CONFLICT DO NOTHING"""
 END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0
     WHERE group_id = ? AND state <> 'done' AND ending IS NULL"""
+REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = ? WHERE given_up IS NOT NULL"""
 
 
 class Store:
@@ -62,6 +65,8 @@ class Store:
         self._db = database
         self._clock = clock
         self._migrations = migrations
+        self.consumers = Consumers(database, clock)
+        self.removals = Removals(database)
 
     async def __aenter__(self) -> Self:
         """Open the database and bring its schema up to date. Raises ServiceError."""
@@ -113,8 +118,8 @@ class Store:
                     )
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-                       open_sessions, created, min_usable, submitted_by)
-                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
+                       open_sessions, created, min_usable, bytes, submitted_by)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 (
                     group.id,
                     spec,
@@ -127,6 +132,7 @@ class Store:
                     group.n,
                     group.created,
                     group.min_usable,
+                    len(spec),
                     group.submitted_by,
                 ),
             )
@@ -157,9 +163,9 @@ class Store:
 
     async def groups(self, *, state: GroupState | None = None, limit: int = 100) -> list[GroupRow]:
         """Newest first."""
-        where, values = ("", ()) if state is None else ("WHERE state = ?", (state.value,))
-        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups {where} ORDER BY created DESC, id DESC LIMIT ?"
-        found = await self._db.read(lambda tx: tx.fetch(sql, (*values, limit)))
+        where, value = ("state <> ?", REMOVED) if state is None else ("state = ?", state.value)
+        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {where} ORDER BY created DESC, id DESC LIMIT ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (value, limit)))
         return [rows.group_from(row) for row in found]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
@@ -191,8 +197,19 @@ class Store:
 
     async def counts(self) -> dict[SessionState, int]:
         """Sessions per state, over all groups."""
-        sql = "SELECT state, COUNT(*) FROM sessions GROUP BY state"
-        found: dict[str, int] = dict(await self._db.read(lambda tx: tx.fetch(sql)))
+        live = [state.value for state in SessionState if state is not SessionState.DONE]
+        sql = f"SELECT state, COUNT(*) FROM sessions WHERE state IN ({', '.join('?' * len(live))}) GROUP BY state"
+
+        async def body(tx: Connection) -> dict[str, int]:
+            found: dict[str, int] = dict(await tx.fetch(sql, live))
+            # Those that are done may be millions and are not counted one by one: a sum is kept of those in done groups.
+            ((kept,),) = await tx.fetch("SELECT sessions FROM totals")
+            ((ended,),) = await tx.fetch(
+                "SELECT COALESCE(SUM(n - open_sessions), 0) FROM groups WHERE state = 'active'"
+            )
+            return found | {SessionState.DONE.value: kept + ended}
+
+        found = await self._db.read(body)
         return {state: found.get(state, 0) for state in SessionState}
 
     async def start_attempt(self, session_id: str, *, node: str, lease_until: float, policy_version: int = 0) -> int:
@@ -276,7 +293,7 @@ class Store:
             ):
                 await _under_way(tx, session_id, attempt)
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
-            await insert_images(tx, taken.images)
+            await insert_images(tx, session_id, taken.images)
 
         await self._db.write(body)
 
@@ -346,33 +363,44 @@ class Store:
             await self._add_event(tx, EventKind.SESSION_DONE, session.group_id, session_id, data)
             await tx.execute(
                 """UPDATE groups SET open_sessions = open_sessions - 1, errors = errors + ?, rewarded = rewarded + ?,
-                       reward_total = reward_total + ? WHERE id = ?""",
+                       reward_total = reward_total + ?, bytes = bytes + ?
+                       + (SELECT COALESCE(SUM(LENGTH(turn)), 0) FROM turns WHERE session_id = ?)
+                       + (SELECT COALESCE(SUM(LENGTH(turn)), 0) FROM frozen_turns WHERE session_id = ?)
+                   WHERE id = ?""",
                 (
                     int(error is not None),
                     int(verdict is not None),
                     verdict.reward if verdict else 0.0,
+                    len(packed) + result.artifact_bytes,
+                    session_id,
+                    session_id,
                     session.group_id,
                 ),
             )
             now = self._clock()
-            # Two transactions that compute the same cursor cannot both commit: the column is unique.
-            finished = await tx.execute(
-                """UPDATE groups SET state = ?, finished = ?, cursor = (SELECT COALESCE(MAX(cursor), 0) + 1 FROM groups)
-                   WHERE id = ? AND open_sessions = 0""",
+            if not await tx.execute(
+                "UPDATE groups SET state = ?, finished = ? WHERE id = ? AND open_sessions = 0",
                 (GroupState.DONE.value, now, session.group_id),
-            )
-            group = await _find_group(tx, session.group_id)
-            if not finished:
+            ):
+                group = await _find_group(tx, session.group_id)
                 enough = group.min_usable is not None and group.rewarded >= group.min_usable
                 if enough and await tx.execute(END_OTHERS, (StopReason.EARLY_STOP.value, group.id)):
                     await self._add_event(tx, EventKind.GROUP_ENOUGH, group.id, None, {"usable": group.rewarded})
                 return False
+            # Cursors become visible in their order: the row of totals is locked from here to the commit.
+            await tx.execute(
+                """UPDATE totals SET cursor = cursor + 1, sessions = sessions + (SELECT n FROM groups WHERE id = ?),
+                       bytes = bytes + (SELECT bytes FROM groups WHERE id = ?)""",
+                (session.group_id, session.group_id),
+            )
+            await tx.execute("UPDATE groups SET cursor = (SELECT cursor FROM totals) WHERE id = ?", (session.group_id,))
+            group = await _find_group(tx, session.group_id)
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             if group.callback_url is not None:
                 await tx.execute(
-                    "INSERT INTO outbox (group_id, url, tries, next_try) VALUES (?, ?, 0, ?)",
-                    (group.id, group.callback_url, now),
+                    "INSERT INTO outbox (group_id, url, receiver, tries, next_try, since) VALUES (?, ?, ?, 0, ?, ?)",
+                    (group.id, group.callback_url, rows.receiver_of(group.callback_url), now, now),
                 )
             return True
 
@@ -435,9 +463,8 @@ class Store:
         return [rows.group_from(row) for row in found]
 
     async def last_cursor(self) -> int:
-        """The cursor of the newest result; 0 without any."""
-        (row,) = await self._db.read(lambda tx: tx.fetch("SELECT COALESCE(MAX(cursor), 0) FROM groups"))
-        cursor: int = row[0]
+        """The newest cursor that was given to a result; 0 before the first."""
+        cursor: int = (await self._db.read(lambda tx: tx.fetch("SELECT cursor FROM totals")))[0][0]
         return cursor
 
     async def events(self, *, after: int, limit: int) -> list[Event]:
@@ -477,27 +504,77 @@ class Store:
 
         return await self._db.write(body)
 
-    async def deliveries(self, *, now: float, limit: int) -> list[Delivery]:
-        """Outbox rows that are due for a try."""
-        sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE next_try <= ? ORDER BY next_try, group_id LIMIT ?"
-        found = await self._db.read(lambda tx: tx.fetch(sql, (now, limit)))
-        return [Delivery(group_id=row[0], url=row[1], tries=row[2], next_try=row[3]) for row in found]
+    async def last_event(self) -> int:
+        """The newest cursor that was given to an event, removed ones included; 0 before the first."""
+        sql = "SELECT (SELECT COALESCE(MAX(cursor), 0) FROM events), removed_event FROM totals"
+        ((stored, removed),) = await self._db.read(lambda tx: tx.fetch(sql))
+        return max(int(stored), int(removed))
+
+    async def deliveries(
+        self, *, now: float, limit: int, latest: float = inf, busy: Collection[str] = ()
+    ) -> list[Delivery]:
+        """Deliveries that are due for a try, but none to receivers that are `busy`.
+
+        One that is put off to a time after `latest` is due, too: the clock has been set back since.
+        """
+        others = f" AND receiver NOT IN ({', '.join('?' * len(busy))})" if busy else ""
+        sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NULL AND next_try"
+        order = f"{others} ORDER BY next_try, group_id LIMIT ?"
+
+        async def body(tx: Connection) -> list[Row]:
+            due = await tx.fetch(f"{sql} <= ?{order}", (now, *busy, limit))
+            return due + await tx.fetch(f"{sql} > ?{order}", (latest, *busy, limit - len(due)))
+
+        return [rows.delivery_from(row) for row in await self._db.read(body)]
 
     async def delivered(self, group_id: str) -> None:
         """Remove a row from the outbox."""
         await self._change_outbox("DELETE FROM outbox WHERE group_id = ?", group_id)
 
-    async def delivery_failed(self, group_id: str, *, next_try: float) -> None:
+    async def delivery_failed(self, group_id: str, *, next_try: float, fault: str | None = None) -> None:
         """Count a try that failed, and set the time of the next one."""
-        sql = "UPDATE outbox SET tries = tries + 1, next_try = ? WHERE group_id = ?"
-        await self._change_outbox(sql, next_try, group_id)
+        sql = "UPDATE outbox SET tries = tries + 1, next_try = ?, fault = ? WHERE group_id = ?"
+        await self._change_outbox(sql, next_try, fault, group_id)
+
+    async def give_up_delivery(self, group_id: str, *, fault: str) -> None:
+        """Count a try that failed, and make the delivery a dead letter: it is not tried again by itself."""
+
+        async def body(tx: Connection) -> None:
+            sql = "UPDATE outbox SET tries = tries + 1, given_up = ?, fault = ? WHERE group_id = ?"
+            if not await tx.execute(sql, (self._clock(), fault, group_id)):
+                raise _no_delivery(group_id)
+            ((tries,),) = await tx.fetch("SELECT tries FROM outbox WHERE group_id = ?", (group_id,))
+            await self._add_event(tx, EventKind.CALLBACK_DEAD, group_id, None, {"tries": tries, "fault": fault})
+
+        await self._db.write(body)
+
+    async def dead_deliveries(self, *, limit: int) -> list[Delivery]:
+        """Dead letters, the newest first."""
+        sql = f"""SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NOT NULL
+            ORDER BY given_up DESC, group_id DESC LIMIT ?"""
+        return [rows.delivery_from(row) for row in await self._db.read(lambda tx: tx.fetch(sql, (limit,)))]
+
+    async def redeliver(self, group_id: str) -> None:
+        """Make a dead letter due, as if it had never been tried. Raises NotFound if it is not one."""
+        now = self._clock()
+        await self._change_outbox(f"{REVIVE} AND group_id = ?", now, now, group_id)
+
+    async def redeliver_some(self, limit: int) -> int:
+        """Make so many dead letters due, as if they had never been tried; how many there were."""
+        oldest = "SELECT group_id FROM outbox WHERE given_up IS NOT NULL ORDER BY given_up, group_id LIMIT ?"
+        now = self._clock()
+        return await self._db.write(lambda tx: tx.execute(f"{REVIVE} AND group_id IN ({oldest})", (now, now, limit)))
+
+    async def discard_delivery(self, group_id: str) -> None:
+        """Remove a dead letter from the outbox. Raises NotFound if it is not one."""
+        await self._change_outbox("DELETE FROM outbox WHERE given_up IS NOT NULL AND group_id = ?", group_id)
 
     async def _change_outbox(self, sql: str, *values: Any) -> None:
         """Run a change of one outbox row, whose group id is the last value."""
 
         async def body(tx: Connection) -> None:
             if not await tx.execute(sql, values):
-                raise NotFound(f"group {values[-1]!r} has no delivery to make")
+                raise _no_delivery(values[-1])
 
         await self._db.write(body)
 
@@ -522,15 +599,19 @@ class Store:
         )
 
 
+def _no_delivery(group_id: str) -> NotFound:
+    return NotFound(f"there is no such delivery of group {group_id!r}", hint="see outrider callbacks list")
+
+
 async def _find_group(tx: Connection, group_id: str) -> GroupRow:
-    found = await tx.fetch(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ?", (group_id,))
+    found = await tx.fetch(f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ? AND state <> ?", (group_id, REMOVED))
     if not found:
         raise NotFound(f"no group {group_id!r}")
     return rows.group_from(found[0])
 
 
 async def _find_spec(tx: Connection, group_id: str) -> bytes:
-    found = await tx.fetch("SELECT spec FROM groups WHERE id = ?", (group_id,))
+    found = await tx.fetch("SELECT spec FROM groups WHERE id = ? AND state <> ?", (group_id, REMOVED))
     if not found:
         raise NotFound(f"no group {group_id!r}")
     return bytes(found[0][0])
@@ -544,8 +625,8 @@ async def _find_session(tx: Connection, session_id: str) -> SessionRow:
 
 
 async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
-    sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE {where}"
-    return [rows.session_from(row) for row in await tx.fetch(sql, values)]
+    sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE state <> ? AND {where}"
+    return [rows.session_from(row) for row in await tx.fetch(sql, (REMOVED, *values))]
 
 
 async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:

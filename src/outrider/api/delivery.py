@@ -1,0 +1,76 @@
+"""Control routes for delivery: consumers of the results, callbacks that were given up, and removal of old groups."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from outrider.api.openapi import answers, takes
+from outrider.api.replies import json_reply, whole_body
+from outrider.schemas import CallbackList, ConsumerList, ConsumerView, GcReport, Redelivered
+from outrider.service.admission import parse_body
+from outrider.service.service import Service
+from outrider.service.views import callback_view, consumer_view
+from outrider.spec import CONSUMER_NAME, AckSpec, GcSpec
+
+Name = Annotated[str, Path(pattern=CONSUMER_NAME)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def delivery_routes(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/v1")
+
+    @routes.get("/consumers", **answers(ConsumerList))
+    async def listed() -> Response:
+        """The consumers with their positions."""
+        return json_reply(await _consumers(service))
+
+    @routes.post("/consumers/{name}/ack", **takes(AckSpec), **answers(ConsumerView))
+    async def acknowledge(name: Name, request: Request) -> Response:
+        """Acknowledge groups: the consumer reads on after them. Its position moves back only with `rewind`."""
+        spec = parse_body(AckSpec, await whole_body(request))
+        moved = await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind)
+        return json_reply(consumer_view(moved))
+
+    @routes.delete("/consumers/{name}", **answers(ConsumerList))
+    async def remove(name: Name) -> Response:
+        """Forget a consumer. What it has not acknowledged is not kept for it any longer."""
+        await service.store.consumers.remove(name)
+        return json_reply(await _consumers(service))
+
+    @routes.get("/callbacks/dead", **answers(CallbackList))
+    async def dead(limit: Limit = 100) -> Response:
+        """Callbacks that were given up, the newest first."""
+        return json_reply(await _dead(service, limit))
+
+    @routes.post("/callbacks/dead/redeliver", **answers(Redelivered))
+    async def redeliver_all() -> Response:
+        """Try all callbacks anew that were given up."""
+        return json_reply(Redelivered(callbacks=await service.redeliver()))
+
+    @routes.post("/callbacks/dead/{group_id}/redeliver", **answers(Redelivered))
+    async def redeliver(group_id: str) -> Response:
+        """Try the callback of a group anew."""
+        return json_reply(Redelivered(callbacks=await service.redeliver(group_id)))
+
+    @routes.delete("/callbacks/dead/{group_id}", **answers(CallbackList))
+    async def discard(group_id: str) -> Response:
+        """Discard the callback of a group: it is never delivered, and does not keep the group from being removed."""
+        await service.store.discard_delivery(group_id)
+        return json_reply(await _dead(service, 100))
+
+    @routes.post("/gc", **takes(GcSpec), **answers(GcReport))
+    async def collect(request: Request) -> Response:
+        """Remove finished groups that are old or too many, for up to about 20 seconds; or count them."""
+        return json_reply(await service.retention.collect(parse_body(GcSpec, await whole_body(request))))
+
+    return routes
+
+
+async def _consumers(service: Service) -> ConsumerList:
+    return ConsumerList(consumers=tuple(map(consumer_view, await service.store.consumers.listed())))
+
+
+async def _dead(service: Service, limit: int) -> CallbackList:
+    return CallbackList(callbacks=tuple(map(callback_view, await service.store.dead_deliveries(limit=limit))))

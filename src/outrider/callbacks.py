@@ -1,0 +1,109 @@
+"""The signatures of callbacks: made by the service, verified by whoever receives the callbacks.
+
+    group = outrider.callbacks.verify(request.headers, body, secret)
+
+They follow the Standard Webhooks specification (https://www.standardwebhooks.com), for which there are libraries in
+other languages. It knows no transport. Invariant: `verify` returns only what the holder of the secret has signed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from outrider.errors import InvalidField, RequestError, Unauthorized
+from outrider.schemas import GroupView
+
+ID = "webhook-id"
+TIMESTAMP = "webhook-timestamp"
+SIGNATURE = "webhook-signature"
+SCHEME = "v1,"
+ENCODED = "whsec_"
+"""Prefix of a secret that is written in base64."""
+MIN_SECRET = 16
+"""Characters of a secret. Shorter ones can be guessed from one signature."""
+TOLERANCE_SECONDS = 300.0
+
+
+def signed_headers(secret: str, group_id: str, body: bytes, *, now: float) -> dict[str, str]:
+    """The headers that prove that the holder of the secret sends this body, for this group, at this time."""
+    timestamp = str(int(now))
+    return {ID: group_id, TIMESTAMP: timestamp, SIGNATURE: _signature(secret, group_id, timestamp, body)}
+
+
+def verify(
+    headers: Mapping[str, str],
+    body: bytes,
+    secret: str | Sequence[str],
+    *,
+    tolerance: float = TOLERANCE_SECONDS,
+    now: float | None = None,
+) -> GroupView:
+    """The group in a callback that carries a valid signature. `body` is the body as it came, in bytes.
+
+    Give several secrets while one is replaced by another. `tolerance` is how many seconds the clocks of the service and
+    of the receiver may differ; it also bounds for how long a recorded callback can be sent again. Raises Unauthorized
+    for a callback that is not signed, signed with another secret, changed, or too old.
+    """
+    found = {name.lower(): value for name, value in headers.items()}
+    group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))
+    if not (group_id and timestamp and signatures):
+        raise Unauthorized(
+            "the callback is not signed",
+            hint="set callbacks.secret (OUTRIDER_CALLBACKS__SECRET) on the service to the receiver's secret",
+        )
+    secrets = [secret] if isinstance(secret, str) else secret
+    expected = [_signature(each, group_id, timestamp, body).encode() for each in secrets]
+    given = [_bytes(one) for one in signatures.split()]
+    # In constant time, so that nothing about the right signature can be learnt from how long it takes.
+    if not any(hmac.compare_digest(one, right) for one in given for right in expected):
+        raise Unauthorized(
+            "the callback's signature does not match", hint="service and receiver share callbacks.secret"
+        )
+    clock = time.time() if now is None else now
+    # Now that it is known who wrote it: the timestamp is a number.
+    if abs(clock - int(timestamp)) > tolerance:
+        raise Unauthorized(
+            f"the callback was signed {clock - int(timestamp):.0f} s ago",
+            hint="it was recorded and sent again, or the clocks differ: set them, or allow for it with `tolerance`",
+        )
+    try:
+        return msgspec.json.decode(body, type=GroupView)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body of the callback is no group: {error}") from error
+
+
+def check_secret(secret: str) -> None:
+    """Raise InvalidField for a secret that is too short to protect anything, or cannot be decoded."""
+    if len(secret) < MIN_SECRET:
+        raise InvalidField(
+            f"a secret needs at least {MIN_SECRET} characters",
+            field="callbacks.secret",
+            hint="make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'",
+        )
+    try:
+        _key(secret)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidField(f"what follows {ENCODED} is not base64", field="callbacks.secret") from error
+
+
+def _signature(secret: str, group_id: str, timestamp: str, body: bytes) -> str:
+    signed = b".".join((_bytes(group_id), _bytes(timestamp), body))
+    return SCHEME + base64.b64encode(hmac.digest(_key(secret), signed, hashlib.sha256)).decode()
+
+
+def _bytes(header: str) -> bytes:
+    """What a stranger sends may hold characters that UTF-8 has no bytes for."""
+    return header.encode("utf-8", "backslashreplace")
+
+
+def _key(secret: str) -> bytes:
+    if not secret.startswith(ENCODED):
+        return secret.encode()
+    return base64.b64decode(secret.removeprefix(ENCODED), validate=True)

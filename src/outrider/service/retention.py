@@ -1,0 +1,146 @@
+"""Removes finished groups that are old, or too many, with all that is stored of them: rows, images and artifacts.
+
+It knows no session that has not ended. Invariant: a group vanishes from every reply before the first part of it is
+deleted; what a killed service had begun to delete, the next one deletes to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from math import inf
+
+from outrider.config import RetentionConfig
+from outrider.errors import InvalidField, ServiceError
+from outrider.schemas import GcReport
+from outrider.service.retry_store import retry_store
+from outrider.spec import GcSpec
+from outrider.store.artifacts import ArtifactStore
+from outrider.store.removals import Candidate
+from outrider.store.store import Store
+
+log = logging.getLogger("outrider.retention")
+
+CHECK_SECONDS = 60.0
+"""How often the service looks whether the settings' bounds are exceeded."""
+STEP_ROWS = 100
+"""Rows deleted in one transaction: the store's other writers wait for it for a few milliseconds."""
+SESSIONS_AT_ONCE = 128
+"""Groups are hidden in batches of so many sessions."""
+COUNTED_AT_ONCE = 10_000
+REQUEST_SECONDS = 20.0
+"""A request for removals is answered after about so long, also when there is more to remove."""
+DAY = 86400.0
+MB = 1 << 20
+
+
+class Retention:
+    """Run `run` in a task group."""
+
+    def __init__(self, store: Store, artifacts: ArtifactStore, settings: RetentionConfig) -> None:
+        self._store = store
+        self._artifacts = artifacts
+        self._settings = settings
+        self._turn = asyncio.Lock()
+        """Removals are made by one caller at a time."""
+
+    async def run(self) -> None:
+        """Finish what an earlier service had begun; then keep to the settings' bounds, until cancelled."""
+        await retry_store(self._resume)
+        bounds = GcSpec(days=self._settings.days, size_mb=self._settings.size_mb)
+        while bounds.days is not None or bounds.size_mb is not None:
+            report = await retry_store(lambda: self.collect(bounds))
+            if report.groups:
+                log.info("removed %d groups: %d bytes", report.groups, report.bytes)
+            if not report.more:
+                await asyncio.sleep(CHECK_SECONDS)
+
+    async def collect(self, spec: GcSpec) -> GcReport:
+        """Remove the groups that are older or more than `spec` allows, the oldest first, for about REQUEST_SECONDS; or
+        only count them. Bounds that are not given are the settings'. Raises InvalidField if there is none at all."""
+        if spec.days is None and spec.size_mb is None:
+            spec = spec.model_copy(update={"days": self._settings.days, "size_mb": self._settings.size_mb})
+        if spec.days is None and spec.size_mb is None:
+            raise InvalidField(
+                "there is no bound to keep to",
+                field="days",
+                hint="give `days` or `size_mb`, or set retention.days or retention.size_mb for the service",
+            )
+        removals = self._store.removals
+        async with self._turn:
+            deadline = time.monotonic() + REQUEST_SECONDS
+            before = -inf if spec.days is None else time.time() - spec.days * DAY
+            groups = sessions = size = 0
+            place, more = (-inf, 0), False
+            while not more:
+                # What a dry run has counted is still there.
+                stored = 0 if spec.size_mb is None else await removals.size() - (size if spec.dry_run else 0)
+                limit = COUNTED_AT_ONCE if spec.dry_run else SESSIONS_AT_ONCE
+                found = await removals.candidates(force=spec.force, after=place, limit=limit)
+                batch = _batch(found, before, stored - (spec.size_mb or 0) * MB, limit)
+                if not batch:
+                    break
+                place = batch[-1].place
+                if not spec.dry_run:
+                    hidden = set(await removals.hide([one.id for one in batch], force=spec.force))
+                    batch = [one for one in batch if one.id in hidden]
+                    await self._erase()
+                    more = time.monotonic() > deadline
+                groups += len(batch)
+                sessions += sum(one.sessions for one in batch)
+                size += sum(one.bytes for one in batch)
+            if groups and not spec.dry_run:
+                while await removals.shrink():
+                    pass
+            held = await removals.held(before=inf if spec.days is None else before, force=spec.force)
+            return GcReport(
+                groups=groups,
+                sessions=sessions,
+                bytes=size,
+                unacknowledged=held.unacknowledged,
+                undelivered=held.undelivered,
+                stored_bytes=await removals.size(),
+                more=more,
+                dry_run=spec.dry_run,
+            )
+
+    async def _resume(self) -> None:
+        async with self._turn:
+            await self._erase()
+            # Artifacts are written before their session's end is stored: a loss of power may keep the one without the
+            # other.
+            kept = await asyncio.to_thread(self._artifacts.sessions)
+            for start in range(0, len(kept), SESSIONS_AT_ONCE):
+                unknown = await self._store.removals.unknown(kept[start : start + SESSIONS_AT_ONCE])
+                await self._remove_artifacts(unknown)
+
+    async def _erase(self) -> None:
+        """Delete all that is hidden: files first, because they are found by their sessions' rows."""
+        await self._remove_artifacts(await self._store.removals.hidden_sessions())
+        more = True
+        while more:
+            begun = time.monotonic()
+            more = await self._store.removals.erase(STEP_ROWS)
+            await asyncio.sleep(time.monotonic() - begun)  # so that half of the writer's time is left to the others
+
+    async def _remove_artifacts(self, session_ids: list[str]) -> None:
+        try:
+            await asyncio.to_thread(self._artifacts.remove, session_ids)
+        except OSError as error:
+            raise ServiceError(
+                f"cannot remove artifacts: {error}", hint="the service's user must be able to write to the data folder"
+            ) from error
+
+
+def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
+    """The first of the candidates, as far as they finished before a time or are needed to free `excess` bytes, until
+    they have so many sessions."""
+    batch: list[Candidate] = []
+    for candidate in candidates:
+        if (candidate.finished >= before and excess <= 0) or sessions <= 0:
+            break
+        batch.append(candidate)
+        sessions -= candidate.sessions
+        excess -= candidate.bytes
+    return batch

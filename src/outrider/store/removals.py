@@ -1,0 +1,180 @@
+"""Removes finished groups with all that is stored of them, in steps short enough to run beside everything else.
+
+A removal begins with `hide`: from then on nobody finds the group or its sessions, and they take no part in anything.
+`erase` deletes their rows, step by step. It knows no files, and does not decide what is to be removed.
+Invariants: a group is hidden as a whole or not at all; never one that is not done, that has a delivery to make, or that
+a consumer has not acknowledged (unless that is overruled). What is hidden stays so, whatever dies meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import msgspec
+
+from outrider.store.database import Connection, Database
+from outrider.store.images import forget_images
+
+REMOVED = "removed"
+"""The state of hidden groups and sessions until their rows are gone. No other part of the store reads such rows."""
+
+ALL_CURSORS = (1 << 63) - 1
+
+REMOVABLE = """state = 'done' AND cursor <= ?
+    AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.group_id = groups.id)"""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished group that may be removed. `bytes` are those of its spec, turns, results and artifacts."""
+
+    id: str
+    sessions: int
+    bytes: int
+    finished: float
+    cursor: int
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """Its place in the order of `Removals.candidates`."""
+        return self.finished, self.cursor
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of finished groups that may not be removed: some consumer has not acknowledged them, or their callback is
+    not delivered. A group may be both."""
+
+    unacknowledged: int
+    undelivered: int
+
+
+class Removals:
+    """Removals from a store, which opens and closes the database. Every method raises ServiceError when it fails.
+
+    `force` overrules the consumers: what they have not acknowledged may be removed.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def size(self) -> int:
+        """Bytes of all finished groups, and of all images."""
+        sql = "SELECT bytes, (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM images) FROM totals"
+        ((groups, images),) = await self._db.read(lambda tx: tx.fetch(sql))
+        return int(groups) + int(images)
+
+    async def candidates(
+        self, *, before: float = inf, force: bool, after: tuple[float, int] = (-inf, 0), limit: int
+    ) -> list[Candidate]:
+        """Groups that may be removed and finished before a time, the first to finish first; `after` is the place to go
+        on from."""
+        sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
+            WHERE {REMOVABLE} AND cursor IS NOT NULL AND finished < ? AND (finished, cursor) > (?, ?)
+            ORDER BY finished, cursor LIMIT ?"""
+
+        async def body(tx: Connection) -> list[Candidate]:
+            found = await tx.fetch(sql, (await _bound(tx, force), before, *after, limit))
+            return [
+                Candidate(id=row[0], sessions=row[1], bytes=row[2], finished=row[3], cursor=row[4]) for row in found
+            ]
+
+        return await self._db.read(body)
+
+    async def held(self, *, before: float = inf, force: bool) -> Held:
+        """Of the groups that finished before a time, those that may not be removed."""
+
+        async def body(tx: Connection) -> Held:
+            ((unacknowledged,),) = await tx.fetch(
+                "SELECT COUNT(*) FROM groups WHERE cursor IS NOT NULL AND finished < ? AND cursor > ?",
+                (before, await _bound(tx, force)),
+            )
+            ((undelivered,),) = await tx.fetch(
+                "SELECT COUNT(*) FROM outbox JOIN groups ON groups.id = outbox.group_id WHERE finished < ?", (before,)
+            )
+            return Held(unacknowledged=unacknowledged, undelivered=undelivered)
+
+        return await self._db.read(body)
+
+    async def hide(self, group_ids: Sequence[str], *, force: bool) -> list[str]:
+        """Hide those of the groups that still may be removed; their ids. Call `erase` until it is done."""
+
+        async def body(tx: Connection) -> list[str]:
+            bound = await _bound(tx, force)
+            hidden = []
+            for group_id in group_ids:
+                found = await tx.fetch(f"SELECT n, bytes FROM groups WHERE id = ? AND {REMOVABLE}", (group_id, bound))
+                for n, size in found:
+                    await tx.execute(
+                        "UPDATE groups SET state = ?, cursor = NULL, idempotency_key = NULL WHERE id = ?",
+                        (REMOVED, group_id),
+                    )
+                    await tx.execute("UPDATE sessions SET state = ? WHERE group_id = ?", (REMOVED, group_id))
+                    await tx.execute("UPDATE totals SET sessions = sessions - ?, bytes = bytes - ?", (n, size))
+                    hidden.append(group_id)
+            return hidden
+
+        return await self._db.write(body)
+
+    async def hidden_sessions(self) -> list[str]:
+        """Ids of the sessions of hidden groups."""
+        sql = """SELECT sessions.id FROM groups JOIN sessions ON sessions.group_id = groups.id
+            WHERE groups.state = ? ORDER BY sessions.id"""
+        return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (REMOVED,)))]
+
+    async def unknown(self, session_ids: Sequence[str]) -> list[str]:
+        """Those of the ids that no session has."""
+
+        async def body(tx: Connection) -> list[str]:
+            sql = "SELECT 1 FROM sessions WHERE id = ?"
+            return [session_id for session_id in session_ids if not await tx.fetch(sql, (session_id,))]
+
+        return await self._db.read(body)
+
+    async def erase(self, rows: int) -> bool:
+        """Delete up to about so many rows of hidden groups; whether there are more.
+
+        What else is kept of their sessions, such as files, must be gone: a session's row is what one would find it by.
+        """
+
+        async def body(tx: Connection) -> bool:
+            left = rows
+            for (group_id,) in await tx.fetch("SELECT id FROM groups WHERE state = ? ORDER BY id", (REMOVED,)):
+                for (session_id,) in await tx.fetch("SELECT id FROM sessions WHERE group_id = ?", (group_id,)):
+                    for table, key in (
+                        ("turns", "attempt, turn_index"),
+                        ("frozen_turns", "attempt, model, turn_index"),
+                    ):
+                        left -= await tx.execute(
+                            f"""DELETE FROM {table} WHERE session_id = ? AND ({key}) IN
+                                (SELECT {key} FROM {table} WHERE session_id = ? ORDER BY {key} LIMIT ?)""",
+                            (session_id, session_id, left),
+                        )
+                        if left <= 0:
+                            return True
+                    await forget_images(tx, session_id)
+                    left -= await tx.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
+                    if left <= 0:
+                        return True
+                events = await tx.fetch(
+                    "SELECT cursor FROM events WHERE group_id = ? ORDER BY cursor LIMIT ?", (group_id, left)
+                )
+                if events:
+                    last = events[-1][0]
+                    left -= await tx.execute("DELETE FROM events WHERE group_id = ? AND cursor <= ?", (group_id, last))
+                    await tx.execute("UPDATE totals SET removed_event = ? WHERE removed_event < ?", (last, last))
+                if left <= 0:
+                    return True
+                await tx.execute("DELETE FROM groups WHERE id = ?", (group_id,))
+            return False
+
+        return await self._db.write(body)
+
+    async def shrink(self) -> bool:
+        """Return some of the room that erased rows had to the file system; whether there is more to return."""
+        return await self._db.shrink()
+
+
+async def _bound(tx: Connection, force: bool) -> int:
+    """The last cursor that may be removed."""
+    slowest: int | None = None if force else (await tx.fetch("SELECT MIN(cursor) FROM consumers"))[0][0]
+    return ALL_CURSORS if slowest is None else slowest

@@ -1,0 +1,268 @@
+"""What a store promises about the removal of groups: nothing that is wanted, and all of what is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from outrider.errors import Conflict, NotFound
+from outrider.lifecycle import GroupState, SessionState
+from outrider.store.migrations import MIGRATIONS
+from outrider.store.rows import pack
+from outrider.store.sqlite import SPARE, SqliteDatabase, sqlite_store
+from outrider.store.store import Store
+
+from .test_images import CAT, DOG, showing
+from .world import group_row, result, start, submit, submit_as_before, turn
+
+TABLES = ("groups", "sessions", "turns", "frozen_turns", "events", "outbox", "images", "image_uses")
+
+
+class Ticking:
+    """A clock that goes on by one second with each look."""
+
+    def __init__(self) -> None:
+        self._times: Iterator[int] = iter(range(1000, 1_000_000))
+
+    def __call__(self) -> float:
+        return float(next(self._times))
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    async with Store(SqliteDatabase(tmp_path / "outrider.db"), clock=Ticking()) as opened:
+        yield opened
+
+
+async def finish(store: Store, name: str, *, n: int = 1, callback_url: str | None = None) -> None:
+    """A group whose sessions have two turns each, one of them with an image, and a turn of a frozen model."""
+    await submit(store, group_row(name, n=n, callback_url=callback_url, key=f"key of {name}"))
+    for index in range(n):
+        id = f"{name}.{index}"
+        await start(store, id)
+        await store.add_turn(id, 1, turn(0))
+        await store.add_turn(id, 1, showing(1, CAT))
+        await store.add_turn(id, 1, turn(0), model="judge")
+        await store.finish(id, 1, result(id, 1))
+
+
+async def removable(store: Store, *, force: bool = False) -> list[str]:
+    return [one.id for one in await store.removals.candidates(force=force, limit=100)]
+
+
+async def remove(store: Store, *names: str, force: bool = False, rows: int = 100) -> list[str]:
+    hidden = await store.removals.hide(names, force=force)
+    while await store.removals.erase(rows):
+        pass
+    return hidden
+
+
+async def rows_of(store: Store) -> dict[str, int]:
+    """How many rows each table has."""
+    database = store._db
+    return {
+        table: (await database.read(lambda tx, table=table: tx.fetch(f"SELECT COUNT(*) FROM {table}")))[0][0]  # type: ignore[misc]
+        for table in TABLES
+    }
+
+
+async def test_a_removed_group_leaves_nothing_behind(store: Store) -> None:
+    empty = await rows_of(store)
+    await finish(store, "a", n=3)
+    await finish(store, "b")
+    before = await rows_of(store)
+    assert await remove(store, "a") == ["a"]
+    await finish(store, "a2", n=3)
+    assert await rows_of(store) == before
+    await remove(store, "b", "a2")
+    assert await rows_of(store) == empty
+    assert await store.removals.size() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+async def test_it_is_erased_in_small_steps(store: Store, rows: int) -> None:
+    empty = await rows_of(store)
+    await finish(store, "a", n=4)
+    await store.removals.hide(["a"], force=False)
+    steps = 1
+    while await store.removals.erase(rows):
+        steps += 1
+    assert steps >= 4 * 3 // rows
+    assert await rows_of(store) == empty
+
+
+async def test_it_vanishes_before_it_is_erased(store: Store) -> None:
+    await finish(store, "a")
+    await finish(store, "b")
+    await store.removals.hide(["a"], force=False)
+    for ask in (store.group("a"), store.spec("a"), store.sessions("a"), store.session("a.0"), store.turns("a.0")):
+        with pytest.raises(NotFound):
+            await ask
+    assert [group.id for group in await store.groups()] == ["b"]
+    assert [group.id for group in await store.results(after=0, limit=10)] == ["b"]
+    assert await store.removals.hidden_sessions() == ["a.0"]
+    assert await removable(store) == ["b"]
+    assert (await store.counts())[SessionState.DONE] == 1
+    for attempt in (store.cancel_group("a"), store.finish("a.0", 1, result("a.0", 1))):
+        with pytest.raises(NotFound):
+            await attempt
+
+
+async def test_what_was_begun_is_finished_by_the_next_service(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    async with sqlite_store(path) as store:
+        empty = await rows_of(store)
+        await finish(store, "a", n=3)
+        await store.removals.hide(["a"], force=False)
+        await store.removals.erase(4)
+    async with sqlite_store(path) as store:
+        assert await store.recover(now=1e12) == []
+        assert await store.removals.hidden_sessions() == ["a.1", "a.2"]
+        while await store.removals.erase(4):
+            pass
+        assert await rows_of(store) == empty
+
+
+async def test_cursors_never_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    async with sqlite_store(path) as store:
+        await finish(store, "a")
+        await finish(store, "b")
+        last_event = await store.last_event()
+        await remove(store, "b", "a")
+        assert await store.last_cursor() == 2
+        assert await store.last_event() == last_event
+    async with sqlite_store(path) as store:
+        await finish(store, "c")
+        assert [(group.id, group.cursor) for group in await store.results(after=0, limit=9)] == [("c", 3)]
+        assert (await store.events(after=0, limit=1))[0].cursor == last_event + 1
+
+
+async def test_only_what_is_done_delivered_and_acknowledged_is_removed(store: Store) -> None:
+    await finish(store, "a")
+    await finish(store, "pushed", callback_url="http://c/")
+    await finish(store, "c")
+    await submit(store, group_row("active"))
+    await store.consumers.enter("fast", at=3)
+    await store.consumers.enter("slow", at=2)
+    assert await removable(store) == ["a"]
+    assert await removable(store, force=True) == ["a", "c"]
+    held = await store.removals.held(force=False)
+    assert (held.unacknowledged, held.undelivered) == (1, 1)
+    # The conditions are those at the time of the removal, not those of the look.
+    assert await store.removals.hide(["a", "pushed", "c", "active", "none"], force=False) == ["a"]
+    await store.delivered("pushed")
+    await store.consumers.remove("slow")
+    assert await store.removals.hide(["pushed", "c", "active", "a"], force=False) == ["pushed", "c"]
+    assert (await store.group("active")).state is GroupState.ACTIVE
+
+
+async def test_a_dead_letter_keeps_its_group_until_it_is_discarded(store: Store) -> None:
+    await finish(store, "a", callback_url="http://c/")
+    await store.give_up_delivery("a", fault="gone")
+    assert await removable(store, force=True) == []
+    await store.discard_delivery("a")
+    assert await removable(store) == ["a"]
+
+
+async def test_a_consumer_that_goes_back_keeps_what_is_left(store: Store) -> None:
+    for name in "abc":
+        await finish(store, name)
+    await store.consumers.enter("trainer", at=3)
+    await remove(store, "a")
+    back = await store.consumers.acknowledge("trainer", 0, rewind=True)
+    assert (back.cursor, back.lag) == (0, 2)
+    assert await removable(store) == []
+
+
+async def test_an_image_stays_as_long_as_somebody_shows_it(store: Store) -> None:
+    await finish(store, "a")
+    await finish(store, "b")
+    await submit(store, group_row("active", n=1))
+    await start(store, "active.0")
+    await store.add_turn("active.0", 1, showing(0, DOG))
+    await remove(store, "a")
+    assert await store.image(CAT.digest) == CAT
+    assert await store.turns("b.0", images=True) == [turn(0), showing(1, CAT)]
+    await remove(store, "b")
+    with pytest.raises(NotFound):
+        await store.image(CAT.digest)
+    assert await store.image(DOG.digest) == DOG
+
+
+async def test_removals_run_beside_submissions_and_ends(store: Store) -> None:
+    """Whoever is first, no row refers to what is gone, and the sums stay right."""
+    for number in range(20):
+        await finish(store, f"old{number}")
+
+    async def erase() -> None:
+        while names := await removable(store):
+            await remove(store, *names[:3], rows=5)
+
+    await asyncio.gather(erase(), erase(), *(finish(store, f"new{number}") for number in range(10)))
+    await erase()
+    assert await store.removals.size() == 0
+    assert (await store.counts())[SessionState.DONE] == 0
+    assert set((await rows_of(store)).values()) == {0}
+    assert await store.last_cursor() == 30
+
+
+async def test_a_key_is_free_again_once_its_group_is_removed(store: Store) -> None:
+    await finish(store, "a")
+    with pytest.raises(Conflict):
+        await submit(store, group_row("a2", n=1, key="key of a"), b'{"other": 1}')
+    await remove(store, "a")
+    assert (await submit(store, group_row("a2", n=1, key="key of a"), b'{"other": 1}')).id == "a2"
+
+
+async def test_the_file_gets_smaller(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    async with sqlite_store(path) as store:
+        for name in "abcdef":
+            await submit(store, group_row(name, n=1))
+            await start(store, f"{name}.0")
+            for index in range(40):
+                await store.add_turn(f"{name}.0", 1, turn(index, text="x" * 50_000))
+            await store.finish(f"{name}.0", 1, result(f"{name}.0", 1))
+        assert await store.removals.size() > 6 * 40 * 50_000
+        await remove(store, *"abcdef")
+        steps = 1
+        while await store.removals.shrink():
+            steps += 1
+        assert steps > 5
+    assert path.stat().st_size < 12_000_000 / SPARE + 300_000
+
+
+async def test_an_earlier_database_knows_its_sums_and_who_shows_what(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    database = SqliteDatabase(path)
+    async with Store(database, migrations=MIGRATIONS[:5]):
+        await submit_as_before(database)
+        for statement, values in (
+            ("INSERT INTO images VALUES (?, 'image/png', ?)", (CAT.digest, CAT.data)),
+            ("INSERT INTO turns VALUES ('g.0', 1, 0, ?)", (pack(showing(0, CAT)),)),
+            ("INSERT INTO frozen_turns VALUES ('g.1', 1, 'judge', 0, ?)", (pack(showing(0, CAT)),)),
+            ("UPDATE sessions SET state = 'done', waiting = 0, attempt = 1, result = ?", (pack(result("g.0", 1)),)),
+            (
+                "UPDATE groups SET state = 'done', open_sessions = 0, finished = 5, cursor = 7, callback_url = ?",
+                ("http://me@c:1/",),
+            ),
+            ("INSERT INTO outbox VALUES ('g', 'http://me@c:1/', 2, 3)", ()),
+        ):
+            await database.write(lambda tx, sql=statement, row=values: tx.execute(sql, row))  # type: ignore[misc]
+    async with sqlite_store(path) as store:
+        assert await store.last_cursor() == 7
+        assert (await store.counts())[SessionState.DONE] == 2
+        [due] = await store.deliveries(now=1e12, limit=9)
+        assert (due.since, due.receiver) == (5.0, "c:1")
+        assert await store.deliveries(now=1e12, limit=9, busy=["c:1"]) == []
+        await store.delivered("g")
+        assert await store.removals.size() > len(CAT.data) + 2 * len(pack(turn(0)))
+        assert await store.image(CAT.digest) == CAT
+        await remove(store, "g")
+        assert set((await rows_of(store)).values()) == {0}
+        assert await store.removals.size() == 0
