@@ -6,17 +6,19 @@
             ...
 
 Replies are the structs of schemas.py. Every method raises the error that the service answers with (InvalidField,
-NotFound, ...), and ServiceError when the service cannot be reached or the client is not open. Nothing is retried, but
-for a stream of events that is cut off.
+NotFound, ...), and ServiceError when the service cannot be reached or the client is not open. Nothing is retried but a
+submission that the service refuses because its queue is full, and a stream of events that is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
@@ -27,7 +29,7 @@ import msgspec
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.loop_thread import LoopThread
-from outrider.errors import ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
+from outrider.errors import ErrorRecord, InvalidField, NotFound, OutriderError, QueueFull, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.schemas import (
@@ -45,6 +47,8 @@ from outrider.schemas import (
     GroupSummary,
     GroupView,
     NewToken,
+    NodeList,
+    NodeStats,
     PolicyPause,
     PolicyStatus,
     Redelivered,
@@ -60,6 +64,8 @@ from outrider.schemas import (
 from outrider.spec import EngineSpec, GroupSpec, Role
 from outrider.tls import trusting
 from outrider.trajectory import ChatRow, Sample
+
+log = logging.getLogger("outrider.client")
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -80,7 +86,8 @@ SILENCE = 60.0
 
 RETRIES = Backoff(first=0.25, longest=10.0)
 PATIENCE = 300.0
-"""Seconds for which `patiently` lets the service be out of reach, as while it is restarted."""
+"""Seconds for which `patiently` lets the service be out of reach, as while it is restarted, and `submit` its queue be
+full."""
 
 
 class _Reply(NamedTuple):
@@ -119,10 +126,21 @@ class AsyncClient:
         if session is not None:
             await session.close()
 
-    async def submit(self, group: GroupSpec | Mapping[str, Any]) -> GroupView:
-        """Submit a group. It is stored when this returns."""
+    async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
+        """Submit a group. It is stored when this returns. While the service's queue is full, it is submitted again as
+        the service asks, for up to `patience` seconds; then QueueFull is raised."""
         body = group.model_dump_json().encode() if isinstance(group, GroupSpec) else _encoded(group)
-        return await self._call("POST", "/v1/groups", GroupView, body=body)
+        give_up_at = asyncio.get_running_loop().time() + patience
+        while True:
+            try:
+                return await self._call("POST", "/v1/groups", GroupView, body=body)
+            except QueueFull as full:
+                # Not all that were refused come back at the same time.
+                wait = full.retry_after * random.uniform(1.0, 1.25)
+                if asyncio.get_running_loop().time() + wait > give_up_at:
+                    raise
+                log.info("the service's queue is full; the group is submitted again in %.0f s", wait)
+                await asyncio.sleep(wait)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
         """A group as soon as it is done, or as it is after `wait` seconds (at most 60)."""
@@ -236,7 +254,7 @@ class AsyncClient:
                 query = {"after": str(after)}
                 async with self._http.get(f"{self.url}/v1/events", params=query, timeout=timeout) as reply:
                     if reply.status >= 400:
-                        raise _refusal(await reply.read(), reply.status)
+                        raise _refusal(await reply.read(), reply.status, reply.headers)
                     async for line in reply.content:
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
@@ -281,6 +299,16 @@ class AsyncClient:
 
     async def engines(self) -> tuple[EngineStatus, ...]:
         return (await self._call("GET", "/v1/engines", EngineList)).engines
+
+    async def nodes(self) -> tuple[NodeStats, ...]:
+        return (await self._call("GET", "/v1/nodes", NodeList)).nodes
+
+    async def drain_node(self, name: str) -> tuple[NodeStats, ...]:
+        """Give a node no new sessions, until `resume_node`."""
+        return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/drain", NodeList)).nodes
+
+    async def resume_node(self, name: str) -> tuple[NodeStats, ...]:
+        return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/resume", NodeList)).nodes
 
     async def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
         body = engine.model_dump_json().encode() if isinstance(engine, EngineSpec) else _encoded(engine)
@@ -365,7 +393,7 @@ class AsyncClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
         if reply.status >= 400:
-            raise _refusal(data, reply.status)
+            raise _refusal(data, reply.status, reply.headers)
         return _Reply(data, reply.content_type)
 
     def _unreachable(self, error: Exception) -> ServiceError:
@@ -506,6 +534,9 @@ class Client:
     image = _blocking(AsyncClient.image)
     status = _blocking(AsyncClient.status)
     engines = _blocking(AsyncClient.engines)
+    nodes = _blocking(AsyncClient.nodes)
+    drain_node = _blocking(AsyncClient.drain_node)
+    resume_node = _blocking(AsyncClient.resume_node)
     add_engine = _blocking(AsyncClient.add_engine)
     drain_engine = _blocking(AsyncClient.drain_engine)
     remove_engine = _blocking(AsyncClient.remove_engine)
@@ -539,12 +570,15 @@ def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _refusal(body: bytes, status: int) -> OutriderError:
+def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderError:
     try:
         error = error_from(msgspec.json.decode(body, type=ErrorRecord))
     except msgspec.DecodeError:
         shown = body[:200].decode(errors="replace")
         return ServiceError(f"the service answered {status}: {shown}")
+    if isinstance(error, QueueFull):
+        with suppress(ValueError):  # a proxy may write a date
+            error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:
             error.add_note(f"{name}: {value}")  # tracebacks show notes; the message alone does not say what to change

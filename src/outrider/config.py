@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from outrider.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
-from outrider.spec import EngineSpec
+from outrider.spec import EngineSpec, Seconds
 
 PREFIX = "OUTRIDER_"
 OWN_VARIABLES = (
@@ -44,11 +44,25 @@ class Section(BaseModel):
 
 
 class LanesConfig(Section):
-    """Maximum number of sessions in each stage at once on this node."""
+    """Maximum number of sessions in each stage at once on this node.
+
+    `init`: being prepared. `ready`: being prepared, or prepared and waiting for a run slot (None: twice `init`).
+    `evaluation_share`: the part of the run slots that evaluations get before all others, as long as some wait.
+    """
 
     init: Annotated[int, Field(ge=1)] = 16
+    ready: Annotated[int, Field(ge=1)] | None = None
     run: Annotated[int, Field(ge=1)] = 64
     eval: Annotated[int, Field(ge=1)] = 16
+    evaluation_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class QueueConfig(Section):
+    """`sessions`: how many may wait; while as many do, new groups are refused. `expires_seconds`: how long a session
+    may wait to be started, if its group does not say (None: for ever)."""
+
+    sessions: Annotated[int, Field(ge=1)] = 100_000
+    expires_seconds: Seconds | None = None
 
 
 class SandboxesConfig(Section):
@@ -179,6 +193,7 @@ class Config(Section):
     files: Path = Path(".")
     model: ModelConfig = ModelConfig()
     lanes: LanesConfig = LanesConfig()
+    queue: QueueConfig = QueueConfig()
     sandboxes: SandboxesConfig = SandboxesConfig()
     plugins: PluginsConfig = PluginsConfig()
     engines: tuple[EngineSpec, ...] = ()

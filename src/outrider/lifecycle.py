@@ -27,8 +27,8 @@ class GroupState(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a session ended. All but CANCELLED, EARLY_STOP, SESSION_TIMEOUT and ERROR carry a verdict. EARLY_STOP: enough
-    other sessions of its group had one."""
+    """Why a session ended. All but CANCELLED, EARLY_STOP, EXPIRED, SESSION_TIMEOUT and ERROR carry a verdict.
+    EARLY_STOP: enough other sessions of its group had one. EXPIRED: it waited for too long to be started."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -40,6 +40,7 @@ class StopReason(StrEnum):
     SESSION_TIMEOUT = "session_timeout"
     CANCELLED = "cancelled"
     EARLY_STOP = "early_stop"
+    EXPIRED = "expired"
     ERROR = "error"
 
 

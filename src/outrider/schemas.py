@@ -65,15 +65,23 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A node: how many sessions it runs, how many it can take, and its lanes and resources."""
+    """A node: how many sessions it runs, how many it can take, and its lanes and resources. One that is `drained` takes
+    no new sessions."""
 
     name: str
+    drained: bool = False
     sessions: int
     capacity: int
     lanes: tuple[LaneStats, ...]
     resources: ResourceStats
     warm: WarmStats = WarmStats()
     stalls: StallStats = StallStats()
+
+
+class NodeList(msgspec.Struct, frozen=True, kw_only=True):
+    """The nodes that run sessions."""
+
+    nodes: tuple[NodeStats, ...]
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

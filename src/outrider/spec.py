@@ -334,13 +334,15 @@ class GroupSpec(Spec):
     """`n` sessions of one task, which are submitted, prioritised, cancelled and delivered together.
 
     If the same `idempotency_key` is submitted again, the first group is returned; with another body it is a conflict.
-    Once `min_usable` sessions have a reward, the others are stopped early; null: all are waited for.
+    Once `min_usable` sessions have a reward, the others are stopped early; null: all are waited for. A session that has
+    waited for `expires_seconds` without being started once ends as expired; null: as the service's settings say.
     """
 
     task: TaskSpec
     n: Annotated[int, Field(ge=1, le=MAX_GROUP)] = 1
     min_usable: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    expires_seconds: Seconds | None = None
     idempotency_key: Name | None = None
     callback_url: Annotated[HttpUrl, Field(strict=False)] | None = None
 

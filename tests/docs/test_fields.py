@@ -19,6 +19,7 @@ from outrider.api.delivery import delivery_routes
 from outrider.api.engines import engine_routes
 from outrider.api.files import artifact_routes, image_routes
 from outrider.api.groups import group_routes
+from outrider.api.nodes import node_routes
 from outrider.api.policy import policy_routes
 from outrider.api.tokens import token_routes
 from outrider.cli.main import commands
@@ -215,15 +216,11 @@ def test_failure_has_every_error_with_its_status() -> None:
 def test_api_has_every_route() -> None:
     # The routes are read, never called: no service is needed.
     app = FastAPI(docs_url=None, redoc_url=None)
-    for routes in (
-        group_routes,
-        delivery_routes,
-        artifact_routes,
-        image_routes,
-        engine_routes,
-        policy_routes,
+    every = (
+        *(group_routes, delivery_routes, artifact_routes, image_routes, engine_routes, node_routes, policy_routes),
         token_routes,
-    ):
+    )
+    for routes in every:
         app.include_router(routes(None))  # type: ignore[arg-type]  # its paths are looked at, not called
     control = {f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
     (table,) = page("docs/api.md").tables("Route")

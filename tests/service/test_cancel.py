@@ -14,7 +14,7 @@ from outrider.schemas import GroupView
 from .conftest import MakeWorld
 from .world import SAY, World, result_of
 
-NARROW = LanesConfig(init=1, run=1, eval=1)
+NARROW = LanesConfig(init=1, ready=1, run=1, eval=1)
 STALLING = {"reply": SAY, "stall": 1}
 
 
@@ -71,7 +71,7 @@ async def waiting_for_eval(w: World) -> GroupView:
     await w.submit("ask", verdicts=["wait door"], max_attempts=1)
     await w.stage.arrived["door"].wait()
     view = await w.submit("ask", "note asked")
-    while not (w.stage.order and w.lanes()[2].waiting):
+    while not (w.stage.order and w.lanes()[3].waiting):
         await w.service.status()
     return view
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 from unittest.mock import AsyncMock
 
 import msgspec
@@ -18,6 +19,7 @@ from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import Attempt
+from outrider.spec import RuntimeSpec
 from outrider.store.rows import SessionRow
 from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store
@@ -41,9 +43,9 @@ class Moments(Store):
         self.requeued: Callable[[], None] = lambda: None
         self.looked: Callable[[], Awaitable[None]] | None = None
 
-    async def queued(self, limit: int, *, now: float = math.inf) -> list[SessionRow]:
+    async def queued(self, limit: int, *, now: float = math.inf, **which: Any) -> list[SessionRow]:
         looked = self.looked
-        found = await super().queued(limit, now=now)
+        found = await super().queued(limit, now=now, **which)
         if looked is not None:
             await looked()
         return found
@@ -71,6 +73,9 @@ class FakeNode:
 
     def stats(self) -> NodeStats:
         return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), resources=self.resources)
+
+    def has_image(self, runtime: RuntimeSpec) -> bool:
+        return True
 
     async def run(self, attempt: Attempt) -> SessionResult:
         self.ran.append((attempt.session.id, attempt.session.attempt))

@@ -25,6 +25,7 @@ from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.sqlite import SqliteDatabase
 from outrider.store.store import Store
@@ -47,8 +48,10 @@ METHODS = (
     "requeue",
     "finish",
     "spec",
-    "cancelled",
+    "to_end",
     "next_due",
+    "expire",
+    "drained_nodes",
     "deliveries",
     "delivered",
 )
@@ -80,6 +83,9 @@ class OnceMore:
     def stats(self) -> NodeStats:
         return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), resources=RESOURCES)
 
+    def has_image(self, runtime: RuntimeSpec) -> bool:
+        return True
+
     async def run(self, attempt: Attempt) -> SessionResult:
         first = attempt.session.attempt == 1
         return SessionResult(
@@ -93,7 +99,19 @@ class OnceMore:
 
 
 @pytest.mark.parametrize(
-    "method", ["recover", "cancelled", "spec", "queued", "next_due", "start_attempt", "requeue", "finish"]
+    "method",
+    [
+        "recover",
+        "to_end",
+        "spec",
+        "queued",
+        "next_due",
+        "expire",
+        "drained_nodes",
+        "start_attempt",
+        "requeue",
+        "finish",
+    ],
 )
 async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
     done = asyncio.Event()

@@ -15,7 +15,7 @@ from outrider.store.sqlite import sqlite_store
 from .conftest import MakeWorld
 from .world import group, result_of
 
-NARROW = LanesConfig(init=1, run=1, eval=1)
+NARROW = LanesConfig(init=1, ready=1, run=1, eval=1)
 
 
 async def test_a_group_is_in_the_database_before_submit_returns(world: MakeWorld, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class World:
         """Nothing is held by anybody: no slot, seat, call or sandbox."""
         assert self.stage.ledger.balanced
         assert set(self.stage.ledger.stopped.values()) <= {1}
-        assert [(lane.in_use, lane.waiting) for lane in self.lanes()] == [(0, 0)] * 4
+        assert [(lane.in_use, lane.waiting) for lane in self.lanes()] == [(0, 0)] * 5
         assert self.node.stats().sessions == 0
         for engine in self.service.pool.status():
             assert (engine.in_flight, engine.sessions, engine.assigned_tokens) == (0, 0, 0)

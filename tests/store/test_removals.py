@@ -11,13 +11,14 @@ import pytest_asyncio
 
 from outrider.errors import Conflict, NotFound
 from outrider.lifecycle import GroupState, SessionState
+from outrider.store.database import Database
 from outrider.store.migrations import MIGRATIONS
 from outrider.store.rows import pack
 from outrider.store.sqlite import SPARE, SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 
 from .test_images import CAT, DOG, showing
-from .world import group_row, result, start, submit, submit_as_before, turn
+from .world import group_row, put_old, result, start, submit, turn
 
 TABLES = ("groups", "sessions", "turns", "frozen_turns", "events", "outbox", "images", "image_uses")
 
@@ -33,8 +34,8 @@ class Ticking:
 
 
 @pytest_asyncio.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    async with Store(SqliteDatabase(tmp_path / "outrider.db"), clock=Ticking()) as opened:
+async def store(empty: Database) -> AsyncIterator[Store]:
+    async with Store(empty, clock=Ticking()) as opened:
         yield opened
 
 
@@ -241,12 +242,11 @@ async def test_an_earlier_database_knows_its_sums_and_who_shows_what(tmp_path: P
     path = tmp_path / "outrider.db"
     database = SqliteDatabase(path)
     async with Store(database, migrations=MIGRATIONS[:5]):
-        await submit_as_before(database)
+        await put_old(database, [showing(0, CAT)])
         for statement, values in (
             ("INSERT INTO images VALUES (?, 'image/png', ?)", (CAT.digest, CAT.data)),
-            ("INSERT INTO turns VALUES ('g.0', 1, 0, ?)", (pack(showing(0, CAT)),)),
-            ("INSERT INTO frozen_turns VALUES ('g.1', 1, 'judge', 0, ?)", (pack(showing(0, CAT)),)),
-            ("UPDATE sessions SET state = 'done', waiting = 0, attempt = 1, result = ?", (pack(result("g.0", 1)),)),
+            ("INSERT INTO frozen_turns VALUES ('g.0', 1, 'judge', 0, ?)", (pack(showing(0, CAT)),)),
+            ("UPDATE sessions SET state = 'done', lease_until = NULL, result = ?", (pack(result("g.0", 1)),)),
             (
                 "UPDATE groups SET state = 'done', open_sessions = 0, finished = 5, cursor = 7, callback_url = ?",
                 ("http://me@c:1/",),
@@ -256,7 +256,7 @@ async def test_an_earlier_database_knows_its_sums_and_who_shows_what(tmp_path: P
             await database.write(lambda tx, sql=statement, row=values: tx.execute(sql, row))  # type: ignore[misc]
     async with sqlite_store(path) as store:
         assert await store.last_cursor() == 7
-        assert (await store.counts())[SessionState.DONE] == 2
+        assert (await store.counts())[SessionState.DONE] == 1
         [due] = await store.deliveries(now=1e12, limit=9)
         assert (due.since, due.receiver) == (5.0, "c:1")
         assert await store.deliveries(now=1e12, limit=9, busy=["c:1"]) == []

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from outrider.api.access import caller_in, made
-from outrider.api.openapi import answers, takes
+from outrider.api.openapi import QUEUE_FULL, answers, takes
 from outrider.api.replies import json_reply, long_reply, whole_body
-from outrider.errors import Conflict, InvalidField, QuotaExceeded, RuntimeUnavailable
+from outrider.errors import Conflict, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 from outrider.service.service import Service
@@ -43,7 +43,7 @@ def group_routes(service: Service) -> APIRouter:
         "/groups",
         status_code=201,
         **takes(GroupSpec),
-        **answers(GroupView, Conflict, QuotaExceeded, RuntimeUnavailable, status=201),
+        **answers(GroupView, Conflict, RuntimeUnavailable, status=201, also=QUEUE_FULL),
     )
     async def submit(request: Request) -> Response:
         """Submit a group of sessions of one task. It is stored before the reply is sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ REPLIES = (
     schemas.GcReport,
     schemas.GroupList,
     schemas.GroupView,
+    schemas.NodeList,
     schemas.PolicyStatus,
     schemas.Redelivered,
     schemas.ResultsPage,
@@ -80,11 +82,27 @@ ALWAYS = (Unauthorized, Forbidden, ServiceError)
 WITH_A_BODY = (RequestError, TooLarge, InvalidField)
 
 
-def answers(shape: type[msgspec.Struct], *errors: type[OutriderError], status: int = 200) -> dict[str, Any]:
+QUEUE_FULL: dict[int | str, dict[str, Any]] = {
+    429: {
+        "description": "Too many sessions wait in the queue, or are those of the token. Submit the same again later.",
+        "headers": {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}},
+        "content": _json(ErrorRecord.__name__),
+    }
+}
+"""The reply of a route that may be refused because the queue is full, or the token has too much in it."""
+
+
+def answers(
+    shape: type[msgspec.Struct],
+    *errors: type[OutriderError],
+    status: int = 200,
+    also: Mapping[int | str, dict[str, Any]] = {},
+) -> dict[str, Any]:
     """Route arguments that describe a route's JSON reply, and the errors that `describe` cannot tell from its path, its
-    parameters and its body."""
+    parameters and its body; `also` those with headers of their own."""
     found: dict[int | str, dict[str, Any]] = {error.http_status: _ERROR for error in errors}
-    return {"responses": found | {status: {"description": shape.__doc__ or "", "content": _json(shape.__name__)}}}
+    reply = {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
+    return {"responses": found | {status: reply, **also}}
 
 
 def binary_answers(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:

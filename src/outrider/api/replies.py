@@ -9,14 +9,14 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 
-from outrider.errors import InvalidField, NotFound, OutriderError, TooLarge, record_of
+from outrider.errors import InvalidField, NotFound, OutriderError, QueueFull, TooLarge, Unauthorized, record_of
 from outrider.redaction import redacted
 from outrider.sessions.calls.body_limits import MAX_BODY
 
 PIECE = 256 << 10
 """Bytes of a long reply that are passed to the connection at once."""
-HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "10"}}
-"""Headers of errors by status. How long to wait is a guess: sessions take from seconds to hours."""
+RETRY_AFTER = 10.0
+"""Seconds to wait where nothing is known that says how long: sessions take from seconds to hours."""
 
 
 async def whole_body(request: Request) -> bytes:
@@ -57,7 +57,12 @@ def error_reply(error: BaseException) -> Response:
     shown = msgspec.structs.replace(
         record, message=redacted(record.message), log_tail=record.log_tail and redacted(record.log_tail)
     )
-    return json_reply(shown, status=status, headers=HEADERS.get(status))
+    headers = {}
+    if status == Unauthorized.http_status:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status == QueueFull.http_status:
+        headers["Retry-After"] = f"{getattr(error, 'retry_after', RETRY_AFTER):.0f}"
+    return json_reply(shown, status=status, headers=headers)
 
 
 async def outrider_error(request: Request, error: Exception) -> Response:

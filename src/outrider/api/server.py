@@ -25,6 +25,7 @@ from outrider.api.engines import engine_routes
 from outrider.api.files import artifact_routes, image_routes
 from outrider.api.gateway import Gateway
 from outrider.api.groups import group_routes
+from outrider.api.nodes import node_routes
 from outrider.api.openapi import describe
 from outrider.api.policy import policy_routes
 from outrider.api.relay import relay_routes
@@ -104,6 +105,7 @@ def control_app(service: Service) -> FastAPI:
         artifact_routes,
         delivery_routes,
         engine_routes,
+        node_routes,
         policy_routes,
         relay_routes,
         token_routes,

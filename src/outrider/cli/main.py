@@ -20,6 +20,7 @@ from outrider.cli.engines import engine_commands
 from outrider.cli.export import export
 from outrider.cli.harness import harness_commands
 from outrider.cli.image import image_commands
+from outrider.cli.nodes import node_commands
 from outrider.cli.policy import policy_commands
 from outrider.cli.run import run
 from outrider.cli.serve import serve
@@ -97,6 +98,7 @@ def commands() -> typer.Typer:
     app.add_typer(engine_commands(), name="engines")
     app.add_typer(harness_commands(), name="harness")
     app.add_typer(image_commands(), name="image")
+    app.add_typer(node_commands(), name="nodes")
     app.add_typer(policy_commands(), name="policy")
     app.add_typer(token_commands(), name="token")
     return app

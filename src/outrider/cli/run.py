@@ -14,7 +14,6 @@ from outrider.cli.tables import session_table
 from outrider.cli.task_file import load_group
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import AsyncClient
-from outrider.lifecycle import StopReason
 from outrider.spec import GroupSpec
 
 FAILED = 1
@@ -67,7 +66,7 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
                 terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
                 await client.cancel(group.id)
                 [group] = await client.wait([group.id], watch)
-    failed = [each.id for each in group.sessions if each.result and each.result.stop_reason is StopReason.ERROR]
+    failed = [each.id for each in group.sessions if each.result and each.result.error]
     if terminal.json:
         terminal.write_json(group)
     else:

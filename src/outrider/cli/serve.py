@@ -115,11 +115,29 @@ def serve(
         int | None,
         typer.Option(metavar="N", help="Sandboxes prepared at once.", show_default="16", rich_help_panel=LANES),
     ] = None,
+    ready_lane: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Sandboxes being prepared, or prepared and waiting to run.",
+            show_default="twice --init-lane",
+            rich_help_panel=LANES,
+        ),
+    ] = None,
     run_lane: Annotated[
         int | None, typer.Option(metavar="N", help="Agents running at once.", show_default="64", rich_help_panel=LANES)
     ] = None,
     eval_lane: Annotated[
         int | None, typer.Option(metavar="N", help="Outcomes graded at once.", show_default="16", rich_help_panel=LANES)
+    ] = None,
+    evaluation_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Part of the run slots, 0 to 1, that evaluations get before all others.",
+            show_default="0",
+            rich_help_panel=LANES,
+        ),
     ] = None,
     allow_path: Annotated[
         list[Path] | None,
@@ -201,7 +219,13 @@ def serve(
         "tls": {"certificate": tls_certificate, "key": tls_key, "insecure": insecure},
         "engines": [parse_engine(text) for text in engine] if engine else None,
         "model": {"tokenizer": tokenizer, "renderer": renderer, "name": model_name, "context_tokens": context},
-        "lanes": {"init": init_lane, "run": run_lane, "eval": eval_lane},
+        "lanes": {
+            "init": init_lane,
+            "ready": ready_lane,
+            "run": run_lane,
+            "eval": eval_lane,
+            "evaluation_share": evaluation_share,
+        },
         "plugins": {"allow": allow_plugin or None},
         "sandboxes": {
             "allow": allow_path or None,

@@ -39,6 +39,7 @@ STYLES = {
     StopReason.COMPLETED.value: "green",
     StopReason.ERROR.value: "bold red",
     StopReason.CANCELLED.value: "yellow",
+    StopReason.EXPIRED.value: "bold red",
     StopReason.EARLY_STOP.value: "yellow",
     StopReason.NONZERO_EXIT.value: "yellow",
     StopReason.AGENT_EXCESS.value: "yellow",
@@ -213,7 +214,9 @@ def node_table(node: NodeStats) -> RenderableType:
     stalls = node.stalls
     if stalls.count:
         rows.append(("stalls", f"{stalls.longest:.2f} s at most", "-", str(stalls.count), f"{stalls.total:.2f} s"))
-    return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=f"node {node.name}")
+    drained = ", drained: it takes no new sessions" if node.drained else ""
+    title = f"node {node.name}: {node.sessions} sessions{drained}"
+    return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=title)
 
 
 def _passage(stats: LaneStats | ResourceStats) -> tuple[str, str, str]:

@@ -122,7 +122,12 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
                 frozen=frozen,
                 store=store,
                 artifacts=artifacts,
-                lanes=Lanes(init=config.lanes.init, run=config.lanes.run, evaluate=config.lanes.eval),
+                lanes=Lanes(
+                    init=config.lanes.init,
+                    ready=config.lanes.ready,
+                    run=config.lanes.run,
+                    evaluate=config.lanes.eval,
+                ),
                 resources=NodeResources(
                     ResourceAmount(
                         cpus=machine.cpus if sandboxes.cpus is None else sandboxes.cpus,

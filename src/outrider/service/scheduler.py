@@ -1,4 +1,6 @@
-"""The scheduler: takes queued sessions by priority and age, places them on nodes, and stores how each attempt ended.
+"""The scheduler: takes queued sessions in the queue's order, places them on nodes, and stores how each attempt ended.
+
+The order is that of `store/queue.py`; where a session goes, and which wait for room, is decided by `placing.py`.
 
 It knows no sandbox and no engine. Invariant: every attempt that it starts ends in exactly one of `finish` and
 `requeue`, unless this process dies; then the lease runs out and `recover` requeues the session.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +24,9 @@ from outrider.concurrency.events import wait_for_event
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, ServiceError, record_of
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import NodeStats
+from outrider.service.placing import Places
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, session_result
-from outrider.sessions.resources import free_of, required, total_of
 from outrider.spec import GroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
@@ -48,6 +51,19 @@ UNREADABLE = ErrorRecord(
     hint="the service's log says which field; submit the task again",
 )
 
+EXPIRED = ErrorRecord(
+    boundary=Boundary.SERVICE,
+    code="expired",
+    message="the session has waited in the queue for longer than its expires_seconds",
+    hint="serve with more lanes or nodes, or submit it again with more time or a higher priority",
+)
+
+MOST_PASSED = 64
+"""So many buckets whose next session finds no room are passed over at each look, so that a look has a bound."""
+
+LOOK_SECONDS = 30.0
+"""The queue is looked at so often even if nothing happens: the clock by which a session is due may be set back."""
+
 
 @dataclass(eq=False)
 class _Placement:
@@ -61,8 +77,9 @@ class _Placement:
 
 
 class Scheduler:
-    """Run `run` in a task group; call `wake` when something was queued. `on_done` is called when a group is done.
-    `policy_version` tells the version at which sessions that start now begin."""
+    """Run `run` in a task group; call `wake` when something was queued. `on_done` is called when a group is done,
+    `on_session_done` when a session is. `evaluation_share`: see `Places`. `policy_version` tells the version at which
+    sessions that start now begin."""
 
     def __init__(
         self,
@@ -72,10 +89,13 @@ class Scheduler:
         on_done: Callable[[], None],
         policy_version: Callable[[], int] = lambda: 0,
         pauses: Backoff = PAUSES,
+        evaluation_share: float = 0.0,
+        on_session_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
-        self._nodes = nodes
+        self._places = Places(nodes, evaluation_share=evaluation_share)
         self._on_done = on_done
+        self._on_session_done = on_session_done
         self._policy_version = policy_version
         self._pauses = pauses
         self._work = asyncio.Event()
@@ -83,20 +103,22 @@ class Scheduler:
         """Set whenever an attempt has ended."""
         self._stopping = False
         self._placements: dict[str, _Placement] = {}
-        self._placed: dict[str, int] = {node.name: 0 for node in nodes}
-        """Attempts under way, by node."""
+        self._under_way: Counter[str] = Counter()
+        """Attempts under way, by bucket."""
         self._tasks: dict[str, TaskSpec] = {}
         """Parsed tasks by group id: all sessions of a group share one."""
 
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start."""
+        await retry_store(self._read_drained)
         await retry_store(partial(self._retake, float("inf")))  # the sessions of an earlier service: no lease is alive
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew(), name="renew leases")
             while True:
                 self._work.clear()  # before the queue is read: a `wake` during the read must end the wait below
                 due = await retry_store(lambda: self._place_all(group))
-                await wait_for_event(self._work, None if due is None else max(0.0, due - time.time()))
+                wait = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.time()))
+                await wait_for_event(self._work, wait)
 
     def wake(self) -> None:
         self._work.set()
@@ -119,7 +141,17 @@ class Scheduler:
             await self._ended.wait()
 
     def stats(self) -> list[NodeStats]:
-        return [node.stats() for node in self._nodes]
+        return self._places.stats()
+
+    async def drain(self, name: str, drained: bool = True) -> None:
+        """Give a node no new sessions, or give it some again. Those that it has go on. Raises NotFound."""
+        self._places.check_known(name)
+        await self._store.set_drained(name, drained)
+        await self._read_drained()
+        self._work.set()
+
+    async def _read_drained(self) -> None:
+        self._places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
         """End sessions that are to end: interrupt the attempts under way, once; finish the queued sessions."""
@@ -128,7 +160,8 @@ class Scheduler:
                 continue
             placement = self._placements.get(session.id)
             if placement is None:
-                await self._give_up(session, await self._task_of(session), None, reason=session.ending)
+                error = EXPIRED if session.ending is StopReason.EXPIRED else None
+                await self._give_up(session, await self._task_of(session), error, reason=session.ending)
             elif placement.ending is None:
                 placement.ending = session.ending
                 if placement.task is not None:
@@ -162,34 +195,35 @@ class Scheduler:
     async def _place_all(self, group: asyncio.TaskGroup) -> float | None:
         """Start queued sessions while nodes have slots; when the next one is due that waits for its time, if any."""
         looked = time.time()
-        while not self._stopping and (slots := sum(map(self._slots, self._nodes))):
-            queued = await self._store.queued(slots, now=time.time())
-            if not queued:
-                break
-            for session in queued:
-                if not self._stopping:
-                    await self._start(group, session)
+        if await self._store.expire(now=looked):
+            await self.end(await self._store.to_end())
+        self._places.look_again()
+        # Evaluations first, as many as their share has room for; then whoever comes next, evaluations among them.
+        for evaluations, free in ((True, self._places.free_share), (False, self._places.free_slots)):
+            passed: set[str] = set()  # buckets whose next session finds no room now
+            while not self._stopping and len(passed) <= MOST_PASSED and (slots := free()):
+                queued = await self._store.queued(
+                    slots, now=time.time(), under_way=self._under_way, skip=passed, evaluations=evaluations
+                )
+                if not queued:
+                    break
+                for session in queued:
+                    if self._stopping or session.bucket in passed:
+                        continue
+                    if not await self._start(group, session, reserved=evaluations):
+                        passed.add(session.bucket)
         # `wake` does not announce a session that becomes due, so the caller must not wait for longer than this.
         return await self._store.next_due(after=looked)
 
-    def _slots(self, node: Node) -> int:
-        """How many more sessions the node can take."""
-        return max(0, node.stats().capacity - self._placed[node.name])
-
-    async def _start(self, group: asyncio.TaskGroup, session: SessionRow) -> None:
+    async def _start(self, group: asyncio.TaskGroup, session: SessionRow, *, reserved: bool) -> bool:
+        """False if the session must wait, because no node has room for it."""
         task = await self._task_of(session)
         if task is None:
             await self._give_up(session, None, UNREADABLE)
-            return
-        needs = required(task.runtime.resources)
-
-        def fit(node: Node) -> tuple[bool, bool, bool, int]:
-            slots, resources = self._slots(node), node.stats().resources
-            return slots > 0, needs.within(total_of(resources)), needs.within(free_of(resources)), slots
-
-        # The node with the most free slots among those with the resources that the task asks for. Nodes where the
-        # resources are free now come before those that have them only when empty.
-        node = max(self._nodes, key=fit)
+            return True
+        node = self._places.find(task.runtime)
+        if node is None:
+            return False
         try:
             number = await self._store.start_attempt(
                 session.id,
@@ -199,12 +233,15 @@ class Scheduler:
             )
         except Conflict:  # it was cancelled since the queue was read
             self._tasks.pop(session.group_id, None)
-            return
+            return True
         started = msgspec.structs.replace(session, attempt=number)
-        placement = _Placement(node, Attempt(session=started, task=task))
-        self._placed[node.name] += 1
+        attempt = Attempt(session=started, task=task, reserved=reserved)
+        placement = _Placement(node, attempt)
+        self._places.take(node, task.runtime, reserved=reserved)
+        self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         group.create_task(self._run(placement), name=f"session {session.id}")
+        return True
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
         """The session's task; None if another version of Outrider stored one that this version cannot read."""
@@ -233,7 +270,11 @@ class Scheduler:
                 time.monotonic() - started,
             )
         finally:
-            self._placed[placement.node.name] -= 1
+            attempt = placement.attempt
+            self._places.give_back(placement.node, attempt.task.runtime, reserved=attempt.reserved)
+            self._under_way[session.bucket] -= 1
+            if not self._under_way[session.bucket]:  # there may be any number of buckets
+                del self._under_way[session.bucket]
             # A requeued session may already run again, as another attempt, when this one gets here.
             if self._placements.get(session.id) is placement:
                 del self._placements[session.id]
@@ -306,6 +347,7 @@ class Scheduler:
             log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
             self._on_done()  # perhaps it was settled here, by a commit whose answer was lost, and ended the group
             return
+        self._on_session_done()
         if group_done:
             self._tasks.pop(result.group_id, None)
             self._on_done()

@@ -22,9 +22,10 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Forbidden, InvalidField, NotFound
 from outrider.lifecycle import GroupState
-from outrider.schemas import EngineStatus, EventView, GroupView, PolicyStatus, ServiceStatus, SessionView
+from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.audit import AuditLog
+from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer
 from outrider.service.permits import Permits
 from outrider.service.retention import Retention
@@ -81,12 +82,15 @@ class Service:
             store, self.reader, permits=self._permits, secret=secret.get_secret_value() if secret else None
         )
         self.retention = Retention(store, artifacts, config.retention)
+        self._back_pressure = BackPressure(store, config.queue.sessions)
         self._scheduler = Scheduler(
             store,
             [node],
             on_done=self._on_group_done,
             policy_version=lambda: pool.policy.version,
             pauses=pauses,
+            evaluation_share=config.lanes.evaluation_share,
+            on_session_done=self._back_pressure.note_done,
         )
         self._group_done = Broadcast()
 
@@ -139,8 +143,8 @@ class Service:
         return await self._offload.run_steps(steps())
 
     async def submit(self, spec: GroupSpec, caller: Caller = LOCAL) -> GroupView:
-        """Check and store a group, and wake the scheduler. Raises the errors of admission, Conflict for a known
-        idempotency key with another body, and QuotaExceeded."""
+        """Check and store a group, and wake the scheduler. Raises the errors of admission, QueueFull while too many
+        sessions wait, QuotaExceeded, and Conflict for a known idempotency key with another body."""
         quota = caller.max_queued
         if quota is not None and spec.n > quota:
             raise InvalidField(
@@ -167,9 +171,12 @@ class Service:
             min_usable=spec.min_usable,
             submitted_by=caller.name,
         )
+        await self._back_pressure.check(row)
+        seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())
-        stored = await self.store.create_group(row, body, session_ids, quota=quota)
+        expires = None if seconds is None else row.created + seconds
+        stored = await self.store.create_group(row, body, session_ids, expires=expires, quota=quota)
         self._scheduler.wake()
         return await self.reader.view(stored)
 
@@ -311,6 +318,14 @@ class Service:
             engines=self.engines(),
             policy=self.pool.policy.status(),
         )
+
+    def nodes(self) -> NodeList:
+        return NodeList(nodes=tuple(self._scheduler.stats()))
+
+    async def drain_node(self, name: str, drained: bool = True) -> NodeList:
+        """Give a node no new sessions, or some again; also after a restart. Raises NotFound."""
+        await self._scheduler.drain(name, drained)
+        return self.nodes()
 
     def _on_group_done(self) -> None:
         self._group_done.send()

@@ -14,30 +14,42 @@ from outrider.errors import ErrorRecord
 from outrider.lifecycle import StopReason
 from outrider.redaction import redacted, secrets_in
 from outrider.schemas import NodeStats
-from outrider.spec import Run, TaskSpec
+from outrider.spec import Run, RuntimeSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
 from outrider.trajectory import FrozenUse, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
+RESERVED_PRIORITY = 1 << 20
+"""Above every priority that a group can have."""
+
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node is to run. `session.attempt` is the number of this attempt, from 1."""
+    """What a node is to run. `session.attempt` is the number of this attempt, from 1. `reserved`: it runs in the share
+    of the slots that is reserved for evaluations."""
 
     session: SessionRow
     task: TaskSpec
+    reserved: bool = False
 
     @property
     def name(self) -> str:
         """Unique among all attempts of all sessions."""
         return f"{self.session.id}-{self.session.attempt}"
 
+    @property
+    def priority(self) -> int:
+        """Its place in the lines of the node. What has a share of its own waits behind nobody else."""
+        return RESERVED_PRIORITY if self.reserved else self.session.priority
+
 
 class Node(Protocol):
-    """Where sessions run. `run` returns how the attempt ended; it raises nothing but CancelledError."""
+    """Where sessions run. `run` returns how the attempt ended; it raises nothing but CancelledError. `has_image` tells
+    whether a sandbox of this kind can start without getting its image first."""
 
     name: str
 
     def stats(self) -> NodeStats: ...
+    def has_image(self, runtime: RuntimeSpec) -> bool: ...
     async def run(self, attempt: Attempt) -> SessionResult: ...
 
 

@@ -247,7 +247,7 @@ class Grading:
             make,
             owner=self._sandboxes.background,
             starts=self._lanes.grading,
-            priority=session.priority,
+            priority=self._attempt.priority,
             seconds=self._task.limits.session_seconds,
         )
         self._undo.push_async_callback(sandbox.close)

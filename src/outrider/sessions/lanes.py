@@ -1,4 +1,4 @@
-"""The lanes of a node: its init, run and eval stages, each with a bounded number of slots, a line and statistics."""
+"""The lanes of a node: the stages of its sessions, each with a bounded number of slots, a line and statistics."""
 
 from __future__ import annotations
 
@@ -31,11 +31,17 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of a node. `grading` bounds how many sandboxes for grading start at once; those for agents start in
-    `init`."""
+    """The lanes of a node.
 
-    def __init__(self, *, init: int, run: int, evaluate: int) -> None:
+    A session has a slot of `ready` from before its sandbox is prepared until it has one of `run`: so many sandboxes are
+    prepared or wait for their run, by default twice as many as are prepared at once (`init`), and none that waits
+    keeps others from being prepared. `grading` bounds how many sandboxes for grading start at once; those for agents
+    start in `init`.
+    """
+
+    def __init__(self, *, init: int, run: int, evaluate: int, ready: int | None = None) -> None:
         self.init = Lane("init", init)
+        self.ready = Lane("ready", 2 * init if ready is None else ready)
         self.run = Lane("run", run)
         self.eval = Lane("eval", evaluate)
         self.grading = Lane("grading", max(1, init // 2))
@@ -43,7 +49,7 @@ class Lanes:
     @property
     def capacity(self) -> int:
         """How many sessions can be in the lanes at once."""
-        return self.init.size + self.run.size + self.eval.size
+        return self.ready.size + self.run.size + self.eval.size
 
     def stats(self) -> tuple[LaneStats, ...]:
-        return tuple(lane.stats() for lane in (self.init, self.run, self.eval, self.grading))
+        return tuple(lane.stats() for lane in (self.init, self.ready, self.run, self.eval, self.grading))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
@@ -18,9 +19,10 @@ from typing import Self
 
 from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.watchdog import Watchdog
-from outrider.errors import OutriderError, record_of
+from outrider.errors import OutriderError, RequestError, record_of
 from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
+from outrider.rootfs.store import ImageStore
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
 from outrider.sandboxes.sandbox import Sandboxes
@@ -33,6 +35,7 @@ from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import SessionModels
 from outrider.sessions.resources import NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
+from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store
 from outrider.trajectory import SessionResult
@@ -128,6 +131,17 @@ class LocalNode:
             warm=self._services.warm_pool.stats(),
             stalls=self._services.watchdog.stalls,
         )
+
+    def has_image(self, runtime: RuntimeSpec) -> bool:
+        """Whether the sandbox's image is on this machine. Only images that were imported are known by name; those of a
+        container engine are its own affair."""
+        if runtime.image is None or os.path.isabs(runtime.image):
+            return True
+        try:
+            ImageStore().image(runtime.image)
+        except RequestError:
+            return False
+        return True
 
     async def run(self, attempt: Attempt) -> SessionResult:
         """The attempt's result, whatever fails. Raises only CancelledError."""

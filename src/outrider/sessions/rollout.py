@@ -1,7 +1,8 @@
-"""One attempt of a session, from the wait for resources to its result, as one coroutine over three lanes.
+"""One attempt of a session, from the wait for resources to its result, as one coroutine over the lanes.
 
-    resources set aside → init slot → sandbox started and prepared → READY → run slot (then the init slot is released)
-    → harness runs → artifacts collected → eval slot (then the run slot is released) → verdict → teardown → result
+    resources set aside → ready slot → init slot → sandbox started and prepared (then the init slot is released)
+    → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
+    → eval slot (then the run slot is released) → verdict → teardown → result
 
 To cancel the session is to cancel this coroutine. It knows no scheduler and no HTTP. Invariant: whatever happens,
 the sandbox is stopped exactly once and every slot is given back, the resources last.
@@ -145,7 +146,7 @@ class Rollout:
 
     async def _stages(self) -> Ending:
         """The steps of the attempt, in order. What it holds is released in the reverse order, whatever happens."""
-        lanes, priority = self._node.lanes, self._session.priority
+        lanes, priority = self._node.lanes, self._attempt.priority
         harness = make_harness(self._task.harness)
         mounts = await asyncio.to_thread(harness.mounts)  # some harnesses build the folder that they mount first
         grading = Grading(
@@ -160,6 +161,7 @@ class Rollout:
         async with AsyncExitStack() as held:
             needs = required(self._task.runtime.resources)
             await held.enter_async_context(await self._node.resources.take(needs, priority))
+            ready = await held.enter_async_context(await lanes.ready.take(priority))
             init = await held.enter_async_context(await lanes.init.take(priority))
             self._stopwatch.lap("queued")
             try:
@@ -172,13 +174,14 @@ class Rollout:
                     context = await self._ready(sandbox, harness)
             except TimeoutError:
                 return Ending(reason=self._out_of_time())
+            init.release()
             self._stopwatch.lap("init")
 
             await self._enter(SessionState.READY)
-            # Each slot is taken before the one before it is released: so the slots bound how many sandboxes are alive,
-            # and a prepared one that waits for its run keeps others from being prepared.
+            # From here each slot is taken before the one before it is released: so the slots bound how many sandboxes
+            # are alive.
             run = await held.enter_async_context(await lanes.run.take(priority))
-            init.release()
+            ready.release()
             self._stopwatch.lap("ready")
 
             await self._enter(SessionState.RUNNING)

@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import msgspec
 
 from outrider.errors import ServiceError
+from outrider.spec import EVALUATION_LABEL
 from outrider.store.database import Connection
+from outrider.store.queue import bucket_of, open_share
 from outrider.store.rows import receiver_of
 
 Step = str | Callable[[Connection], Awaitable[None]]
@@ -88,6 +90,16 @@ async def _note_image_uses(tx: Connection) -> None:
             sql = """INSERT INTO image_uses (session_id, digest)
                 SELECT ?, digest FROM images WHERE digest = ? ON CONFLICT DO NOTHING"""
             await tx.execute_many(sql, [(key[0], digest) for digest in shown])
+
+
+async def _share_queue(tx: Connection) -> None:
+    """Give the sessions that wait, or may wait again, their bucket: before, the queue knew priority and age alone."""
+    sql = "SELECT id, labels, priority, created FROM groups WHERE state = 'active' ORDER BY created, id"
+    for group_id, packed, priority, created in await tx.fetch(sql):
+        labels = msgspec.json.decode(packed, type=dict[str, str])
+        bucket = bucket_of(labels)
+        await tx.execute("UPDATE sessions SET bucket = ? WHERE group_id = ?", (bucket, group_id))
+        await open_share(tx, priority, bucket, evaluation=EVALUATION_LABEL in labels, since=created)
 
 
 # Turns without this have no images and are not decoded: there may be millions of turns.
@@ -255,6 +267,32 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_by_end ON groups (finished, cursor) WHERE cursor IS NOT NULL",
         "CREATE INDEX groups_under_way ON groups (n, open_sessions) WHERE state = 'active'",
         "CREATE INDEX events_by_group ON events (group_id, cursor)",
+    ),
+    (
+        # A row for each bucket that has had sessions in the queue (see queue.py): `waiting` is 1 if some may wait now,
+        # `served` orders the starts of sessions, `since` is when the bucket was seen first.
+        """CREATE TABLE queue_shares (
+            priority INTEGER NOT NULL,
+            bucket TEXT NOT NULL,
+            evaluation INTEGER NOT NULL,
+            waiting INTEGER NOT NULL,
+            served BIGINT NOT NULL,
+            since DOUBLE PRECISION NOT NULL,
+            PRIMARY KEY (bucket, priority)
+        )""",
+        "CREATE INDEX queue_shares_order ON queue_shares (priority, served, since, bucket) WHERE waiting = 1",
+        """CREATE INDEX queue_shares_evaluations ON queue_shares (priority, served, since, bucket)
+            WHERE waiting = 1 AND evaluation = 1""",
+        "CREATE INDEX queue_shares_served ON queue_shares (served)",
+        "ALTER TABLE sessions ADD COLUMN bucket TEXT NOT NULL DEFAULT ''",
+        _share_queue,
+        "DROP INDEX sessions_queue",
+        """CREATE INDEX sessions_queue ON sessions (priority, bucket, created, group_id, sample_index, due)
+            WHERE waiting = 1""",
+        # Until its first start a session may expire.
+        "ALTER TABLE sessions ADD COLUMN expires DOUBLE PRECISION",
+        "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
+        "CREATE TABLE drained_nodes (name TEXT PRIMARY KEY)",
     ),
     (
         # `digest` is the SHA-256 of the token (hex). A revoked one stays: its name is that of groups and audit lines.

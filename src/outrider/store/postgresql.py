@@ -152,6 +152,9 @@ class PostgresqlDatabase:
         async with self._readers:
             return await _patiently(lambda: self._read(body), self._patience)
 
+    async def shrink(self) -> bool:
+        return False  # the server's autovacuum makes room in its files for what is stored next
+
     async def _read(self, body: Body[T]) -> T:
         if self._writer is None:
             raise ServiceError("the store is not open")

@@ -25,7 +25,7 @@ GROUP_COLUMNS = (
 )
 SESSION_COLUMNS = (
     "id, group_id, sample_index, state, attempt, node, lease_until, priority, created, updated, last_error, result, "
-    "due, recovered, ending"
+    "due, recovered, ending, bucket"
 )
 EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
 DELIVERY_COLUMNS = "group_id, url, tries, next_try, since, given_up, fault"
@@ -64,7 +64,8 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `attempt` counts from 1; it is 0 before the first attempt. `recovered` is how many attempts ended because their node
     died, which is not a failure of the session. A queued session is not started before `due`. `last_error` is why the
-    last attempt failed. `ending` is why the session is to end, if that is decided.
+    last attempt failed. `ending` is why the session is to end, if that is decided. `bucket` is what the queue is shared
+    between (see `queue.py`).
     """
 
     id: str
@@ -82,6 +83,14 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     due: float = 0.0
     recovered: int = 0
     ending: StopReason | None = None
+    bucket: str = ""
+
+
+class QueueLength(msgspec.Struct, frozen=True):
+    """How many sessions wait, and in how many buckets."""
+
+    sessions: int
+    buckets: int
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
@@ -214,6 +223,7 @@ def session_from(row: Row) -> SessionRow:
         due=row[12],
         recovered=row[13],
         ending=None if row[14] is None else StopReason(row[14]),
+        bucket=row[15],
     )
 
 

@@ -18,13 +18,14 @@ from typing import Any, Self
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded
 from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
 from outrider.messages import Image
-from outrider.store import rows
+from outrider.spec import EVALUATION_LABEL
+from outrider.store import queue, rows
 from outrider.store.consumers import Consumers
 from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
-from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, SessionRow, TokenRow
+from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.trajectory import SessionResult, Turn
 
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
@@ -84,9 +85,16 @@ class Store:
         await self._db.close()
 
     async def create_group(
-        self, group: GroupRow, spec: bytes, session_ids: Sequence[str], *, quota: int | None = None
+        self,
+        group: GroupRow,
+        spec: bytes,
+        session_ids: Sequence[str],
+        *,
+        expires: float | None = None,
+        quota: int | None = None,
     ) -> GroupRow:
-        """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event.
+        """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event. Sessions that have
+        not started by the time `expires` end then (`expire`).
 
         The stored group starts active and not cancelled, whatever `group` says. If its idempotency key is known, the
         group that has it is returned if its spec is the same bytes; else Conflict is raised. QuotaExceeded is raised if
@@ -138,16 +146,17 @@ class Store:
             )
             if not inserted:
                 raise Conflict(f"there already is a group {group.id!r}")
+            bucket = queue.bucket_of(group.labels)
+            common = (group.priority, group.created, group.created, bucket, expires)
             inserted = await tx.execute_many(
-                """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated,
-                       waiting) VALUES (?, ?, ?, ?, 0, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
-                [
-                    (id, group.id, index, SessionState.QUEUED.value, group.priority, group.created, group.created)
-                    for index, id in enumerate(session_ids)
-                ],
+                """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, bucket,
+                       expires, waiting) VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
+                [(id, group.id, index, SessionState.QUEUED.value, *common) for index, id in enumerate(session_ids)],
             )
             if inserted != group.n:
                 raise Conflict(f"some session ids of group {group.id!r} are already in use")
+            evaluation = EVALUATION_LABEL in group.labels
+            await queue.open_share(tx, group.priority, bucket, evaluation=evaluation, since=group.created)
             data = {"n": group.n, "priority": group.priority}
             await self._add_event(tx, EventKind.GROUP_CREATED, group.id, None, data)
             return await _find_group(tx, group.id)
@@ -184,16 +193,70 @@ class Store:
             raise NotFound(f"no group {group_id!r}")
         return found
 
-    async def queued(self, limit: int, *, now: float = inf) -> list[SessionRow]:
-        """Queued sessions that are due: higher priority first, then older group, then sample order."""
-        where = "waiting = 1 AND due <= ? ORDER BY priority DESC, created, group_id, sample_index LIMIT ?"
-        return await self._db.read(lambda tx: _find_sessions(tx, where, now, limit))
+    async def queued(
+        self,
+        limit: int,
+        *,
+        now: float = inf,
+        under_way: Mapping[str, int] = {},
+        skip: Collection[str] = (),
+        evaluations: bool = False,
+    ) -> list[SessionRow]:
+        """The next queued sessions that are due, in the order of `queue.py`; see `queue.pick`."""
+        picked = await self._db.read(
+            lambda tx: queue.pick(tx, limit, now=now, under_way=under_way, skip=skip, evaluations=evaluations)
+        )
+        if picked.empty:
+            await self._db.write(lambda tx: queue.close_shares(tx, picked.empty))
+        return picked.sessions
+
+    async def expire(self, *, now: float) -> bool:
+        """Have the sessions end as expired that have waited for too long for their first attempt; whether there were
+        any."""
+        sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE waiting = 1 AND expires IS NOT NULL AND expires <= ?"
+        return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
 
     async def next_due(self, *, after: float) -> float | None:
-        """When the first queued session is due that is due later than `after`."""
-        sql = "SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?"
-        found: float | None = (await self._db.read(lambda tx: tx.fetch(sql, (after,))))[0][0]
+        """When the next queued session is due or expires, of those that do so later than `after`."""
+
+        async def body(tx: Connection) -> float | None:
+            due = await tx.fetch("SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?", (after,))
+            sql = "SELECT MIN(expires) FROM sessions WHERE waiting = 1 AND expires IS NOT NULL AND expires > ?"
+            times = [found for ((found,),) in (due, await tx.fetch(sql, (after,))) if found is not None]
+            return min(times, default=None)
+
+        return await self._db.read(body)
+
+    async def queue_length(self) -> QueueLength:
+        """Reads the whole queue."""
+
+        async def body(tx: Connection) -> QueueLength:
+            sessions = await tx.fetch("SELECT COUNT(*) FROM sessions WHERE waiting = 1")
+            buckets = await tx.fetch("SELECT COUNT(DISTINCT bucket) FROM queue_shares WHERE waiting = 1")
+            return QueueLength(sessions[0][0], buckets[0][0])
+
+        return await self._db.read(body)
+
+    async def waiting_with(self, labels: Mapping[str, str], *, most: int) -> int:
+        """How many sessions wait in the bucket of groups with these labels, counted up to `most`."""
+        bucket = queue.bucket_of(labels)
+        found: int = (await self._db.read(lambda tx: tx.fetch(queue.COUNT_OF_BUCKET, (bucket, most))))[0][0]
         return found
+
+    async def has_key(self, idempotency_key: str) -> bool:
+        """Whether a group was stored with this key."""
+        sql = "SELECT 1 FROM groups WHERE idempotency_key = ?"
+        return bool(await self._db.read(lambda tx: tx.fetch(sql, (idempotency_key,))))
+
+    async def drained_nodes(self) -> set[str]:
+        """Names of the nodes that take no new sessions."""
+        return {row[0] for row in await self._db.read(lambda tx: tx.fetch("SELECT name FROM drained_nodes"))}
+
+    async def set_drained(self, node: str, drained: bool) -> None:
+        sql = "INSERT INTO drained_nodes (name) VALUES (?) ON CONFLICT DO NOTHING"
+        if not drained:
+            sql = "DELETE FROM drained_nodes WHERE name = ?"
+        await self._db.write(lambda tx: tx.execute(sql, (node,)))
 
     async def counts(self) -> dict[SessionState, int]:
         """Sessions per state, over all groups."""
@@ -224,10 +287,11 @@ class Store:
                 raise Conflict(f"session {session_id} is to end: {session.ending}")
             attempt = session.attempt + 1
             await tx.execute(
-                """UPDATE sessions SET state = ?, waiting = 0, due = 0, attempt = ?, node = ?, lease_until = ?,
-                       updated = ? WHERE id = ?""",
+                """UPDATE sessions SET state = ?, waiting = 0, due = 0, expires = NULL, attempt = ?, node = ?,
+                       lease_until = ?, updated = ? WHERE id = ?""",
                 (SessionState.INITIALIZING.value, attempt, node, lease_until, self._clock(), session_id),
             )
+            await queue.note_served(tx, session.priority, session.bucket)
             await tx.execute(
                 "UPDATE groups SET began_version = ? WHERE id = ? AND began_version IS NULL",
                 (policy_version, session.group_id),
@@ -587,6 +651,7 @@ class Store:
                WHERE id = ?""",
             (SessionState.QUEUED.value, self._clock(), rows.pack(error), due, recovered, session.id),
         )
+        await queue.reopen_share(tx, session.priority, session.bucket)
         data = {"attempt": session.attempt, "error": error}
         await self._add_event(tx, EventKind.SESSION_RETRY, session.group_id, session.id, data)
 

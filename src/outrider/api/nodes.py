@@ -1,0 +1,31 @@
+"""Control routes for the nodes that run sessions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from outrider.api.openapi import answers
+from outrider.api.replies import json_reply
+from outrider.schemas import NodeList
+from outrider.service.service import Service
+
+
+def node_routes(service: Service) -> APIRouter:
+    routes = APIRouter(prefix="/v1/nodes")
+
+    @routes.get("", **answers(NodeList))
+    async def nodes() -> Response:
+        """The nodes with their lanes and resources."""
+        return json_reply(service.nodes())
+
+    @routes.post("/{name}/drain", **answers(NodeList))
+    async def drain(name: str) -> Response:
+        """Give a node no new sessions, until it is resumed. Those that it has go on."""
+        return json_reply(await service.drain_node(name))
+
+    @routes.post("/{name}/resume", **answers(NodeList))
+    async def resume(name: str) -> Response:
+        """Give a drained node sessions again."""
+        return json_reply(await service.drain_node(name, False))
+
+    return routes

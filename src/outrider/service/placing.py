@@ -1,0 +1,125 @@
+"""Where sessions run: the nodes, what was placed on each, and the rule by which a session gets one.
+
+It knows no queue and no store. The sessions on a node may ask together for twice the processors and memory that it
+has: so many wait there, and take over what becomes free. A session that finds no such room stays in the queue and
+keeps its place. Until it has room, no other session that asks for resources goes to a node that could take it, so that
+small ones cannot starve it; those that ask for nothing pass.
+Invariant: no more sessions are on a node than it has slots, but for those that it had when it lost some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add, sub
+
+import msgspec
+
+from outrider.errors import NotFound
+from outrider.schemas import NodeStats
+from outrider.sessions.attempt import Node
+from outrider.sessions.priority_semaphore import Quantities
+from outrider.sessions.resources import ResourceAmount, free_of, required, total_of
+from outrider.spec import RuntimeSpec
+
+OVERBOOKING = 2
+"""What the sessions on a node may ask for in all, in multiples of what it has."""
+
+RUN_LANE = "run"
+
+
+@dataclass(eq=False)
+class _Place:
+    """A node, the number of sessions that were placed on it, and what they ask for in all."""
+
+    node: Node
+    sessions: int = 0
+    needs: Quantities = ResourceAmount().quantities
+    held: bool = False
+    """Whether a session that asks for resources waits for room on it."""
+
+    def has_room(self, needs: Quantities) -> bool:
+        most = total_of(self.node.stats().resources).quantities
+        return all(a + b <= OVERBOOKING * c for a, b, c in zip(self.needs, needs, most, strict=True))
+
+
+class Places:
+    """`evaluation_share` of the run slots is for evaluations, as long as some wait."""
+
+    def __init__(self, nodes: Sequence[Node], *, evaluation_share: float = 0.0) -> None:
+        self.drained: set[str] = set()
+        """Names of nodes that take no new sessions."""
+        self._places = {node.name: _Place(node) for node in nodes}
+        self._evaluation_share = evaluation_share
+        self._reserved = 0
+        """Sessions in the share of evaluations."""
+
+    def stats(self) -> list[NodeStats]:
+        return [
+            msgspec.structs.replace(place.node.stats(), drained=name in self.drained)
+            for name, place in self._places.items()
+        ]
+
+    def check_known(self, name: str) -> None:
+        """Raises NotFound."""
+        if name not in self._places:
+            raise NotFound(f"no node {name!r}", hint=f"there are {', '.join(map(repr, self._places))}")
+
+    def free_slots(self) -> int:
+        """How many more sessions the nodes can take."""
+        return sum(map(self._slots, self._places.values()))
+
+    def free_share(self) -> int:
+        """How many of these the share of evaluations has room for."""
+        if not self._evaluation_share:
+            return 0
+        lanes = [lane for place in self._open() for lane in place.node.stats().lanes]
+        share = math.ceil(self._evaluation_share * sum(lane.size for lane in lanes if lane.name == RUN_LANE))
+        return min(max(0, share - self._reserved), self.free_slots())
+
+    def look_again(self) -> None:
+        """Forget which sessions have found no room: the queue is read from its beginning."""
+        for place in self._places.values():
+            place.held = False
+
+    def find(self, runtime: RuntimeSpec) -> Node | None:
+        """The node for a session: of those with a slot, and room for what it asks for, one where that is free now, then
+        one that has its image, then the one with the most free slots. None if the session must wait."""
+        needs = required(runtime.resources)
+        able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
+        # One that fits on no node was accepted when there was more: any node will tell it so.
+        found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
+        if able and any(needs.quantities):
+            found = [place for place in found if not place.held and place.has_room(needs.quantities)]
+            if not found:
+                for place in able:
+                    place.held = True
+
+        def fitness(place: _Place) -> tuple[bool, bool, int]:
+            free = needs.within(free_of(place.node.stats().resources))
+            return free, place.node.has_image(runtime), self._slots(place)
+
+        return max(found, key=fitness).node if found else None
+
+    def take(self, node: Node, runtime: RuntimeSpec, *, reserved: bool) -> None:
+        """Count a session on a node."""
+        place = self._places[node.name]
+        place.sessions += 1
+        place.needs = tuple(map(add, place.needs, required(runtime.resources).quantities))
+        self._reserved += reserved
+
+    def give_back(self, node: Node, runtime: RuntimeSpec, *, reserved: bool) -> None:
+        """To be called once for each `take`."""
+        place = self._places[node.name]
+        place.sessions -= 1
+        place.needs = tuple(map(sub, place.needs, required(runtime.resources).quantities))
+        self._reserved -= reserved
+
+    def _open(self) -> list[_Place]:
+        return [place for name, place in self._places.items() if name not in self.drained]
+
+    def _slots(self, place: _Place) -> int:
+        if place.node.name in self.drained:
+            return 0
+        return max(0, place.node.stats().capacity - place.sessions)

@@ -1,0 +1,156 @@
+"""Which node a session gets, and who waits for room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import NotFound
+from outrider.schemas import LaneStats, NodeStats, ResourceStats
+from outrider.service.placing import OVERBOOKING, Places
+from outrider.sessions.attempt import Attempt
+from outrider.spec import Resources, RuntimeSpec
+from outrider.trajectory import SessionResult
+
+ANY = RuntimeSpec()
+
+
+class Plain:
+    """A node that only has numbers."""
+
+    def __init__(self, name: str, capacity: int = 8, *, images: tuple[str, ...] = (), run: int = 4, **has: Any) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.resources = ResourceStats(**{"cpus": 4.0, "memory_mb": 1000} | has)
+        self._images = images
+        self._lane = LaneStats(name="run", size=run, in_use=0, waiting=0, served=0, waited_seconds=0.0)
+
+    def stats(self) -> NodeStats:
+        return NodeStats(
+            name=self.name, sessions=0, capacity=self.capacity, lanes=(self._lane,), resources=self.resources
+        )
+
+    def has_image(self, runtime: RuntimeSpec) -> bool:
+        return runtime.image in self._images
+
+    async def run(self, attempt: Attempt) -> SessionResult:
+        raise NotImplementedError
+
+
+def needing(cpus: float, memory_mb: int | None = None, image: str | None = None) -> RuntimeSpec:
+    return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb), image=image)
+
+
+def put(places: Places, runtime: RuntimeSpec, *, reserved: bool = False) -> str | None:
+    """Place a session, if there is room; the node's name."""
+    node = places.find(runtime)
+    if node is not None:
+        places.take(node, runtime, reserved=reserved)
+    return node.name if node is not None else None
+
+
+def test_the_node_with_the_most_free_slots_is_chosen() -> None:
+    places = Places([Plain("a", 2), Plain("b", 4), Plain("c", 3)])
+    assert [put(places, ANY) for _ in range(10)] == [*"bbcabcabc", None]
+
+
+def test_resources_that_are_free_now_come_before_the_image_and_the_image_before_slots() -> None:
+    busy = Plain("busy", 9, images=("i",), cpus_set_aside=3.0)
+    bare = Plain("bare", 8)
+    ready = Plain("ready", 2, images=("i",))
+    assert put(Places([busy, bare, ready]), needing(2, image="i")) == "ready"
+    assert put(Places([busy, bare, ready]), needing(1, image="i")) == "busy"
+    assert put(Places([busy, bare]), needing(2, image="i")) == "bare"
+
+
+def test_so_many_wait_on_a_node_as_take_over_what_becomes_free() -> None:
+    places = Places([Plain("a", 99)])
+    assert [put(places, needing(2)) for _ in range(5)] == ["a"] * 4 + [None]
+
+
+def test_a_large_session_waits_but_is_not_overtaken_by_small_ones() -> None:
+    a = Plain("a", 99)
+    places = Places([a])
+    small, large = needing(1), needing(4)
+    for _ in range(8):
+        assert put(places, small) == "a"
+    for freed in range(5):
+        places.look_again()
+        assert put(places, large) == ("a" if freed == 4 else None)
+        assert put(places, small) is None, "it would take what the large one waits for"
+        assert put(places, ANY) == "a", "it takes nothing that others wait for"
+        places.give_back(a, small, reserved=False)
+
+
+def test_only_nodes_that_could_take_it_are_held() -> None:
+    large, little = Plain("large", 9, cpus=8.0), Plain("little", 9)
+    places = Places([large, little])
+    assert put(places, needing(8)) == put(places, needing(8)) == "large"
+    assert put(places, needing(8)) is None
+    assert put(places, needing(1)) == "little"
+
+
+def test_a_session_that_fits_nowhere_is_told_so_by_a_node() -> None:
+    assert put(Places([Plain("a"), Plain("b", 9)]), needing(400)) == "b"
+
+
+def test_a_drained_node_gets_nothing() -> None:
+    a, b = Plain("a", 9, cpus=8.0), Plain("b", 1)
+    places = Places([a, b])
+    places.drained = {"a", "gone"}
+    assert places.free_slots() == 1
+    assert [put(places, ANY), put(places, ANY), put(places, needing(8))] == ["b", None, None]
+    assert [node.drained for node in places.stats()] == [True, False]
+    places.drained = set()
+    places.look_again()
+    assert put(places, needing(8)) == "a"
+    with pytest.raises(NotFound, match="no node 'c'"):
+        places.check_known("c")
+
+
+def test_a_node_that_loses_slots_gets_nothing_until_it_has_some() -> None:
+    a = Plain("a", 3)
+    places = Places([a])
+    for _ in range(3):
+        put(places, ANY)
+    a.capacity = 2
+    places.give_back(a, ANY, reserved=False)
+    assert (places.free_slots(), put(places, ANY)) == (0, None)
+
+
+@pytest.mark.parametrize(("share", "run", "reserved"), [(0.0, 8, 0), (0.01, 8, 1), (0.25, 8, 2), (1.0, 4, 4)])
+def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, reserved: int) -> None:
+    a, drained = Plain("a", 8, run=run), Plain("b", 8, run=run)
+    places = Places([a, drained], evaluation_share=share)
+    places.drained = {"b"}
+    assert places.free_share() == reserved
+    for left in range(reserved):
+        put(places, ANY, reserved=True)
+        assert places.free_share() == reserved - left - 1
+    places.give_back(a, ANY, reserved=bool(reserved))
+    assert places.free_share() == min(reserved, 1)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 99)), max_size=60))
+def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int]]) -> None:
+    nodes = [Plain("a", 3), Plain("b", 9, cpus=2.0)]
+    places = Places(nodes)
+    placed: list[tuple[Plain, RuntimeSpec]] = []
+    for arrives, cpus, number in steps:
+        places.look_again()
+        if arrives:
+            runtime = needing(cpus) if cpus else ANY
+            node = places.find(runtime)
+            if node is not None:
+                places.take(node, runtime, reserved=False)
+                placed.append((next(each for each in nodes if each is node), runtime))
+        elif placed:
+            node, runtime = placed.pop(number % len(placed))
+            places.give_back(node, runtime, reserved=False)
+        for each in nodes:
+            here = [runtime.resources.cpus or 0 for node, runtime in placed if node is each]
+            assert len(here) <= each.capacity
+            assert sum(here) <= OVERBOOKING * each.resources.cpus

@@ -1,0 +1,306 @@
+"""The order of the queue: priority, then fair share between buckets, then age; and who leaves it by expiring."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from outrider.errors import Conflict
+from outrider.lifecycle import StopReason
+from outrider.spec import EVALUATION_LABEL
+from outrider.store.migrations import MIGRATIONS
+from outrider.store.queue import bucket_of
+from outrider.store.rows import QueueLength, SessionRow
+from outrider.store.sqlite import SqliteDatabase, sqlite_store
+from outrider.store.store import Store
+
+from .conftest import NOW
+from .world import FAILURE, group_row, put_old, result, session_ids, start, turn
+
+T = TypeVar("T")
+
+
+async def put(
+    store: Store, id: str, n: int = 2, *, expires: float | None = None, labels: Mapping[str, str] = {}, **row: Any
+) -> None:
+    group = msgspec.structs.replace(group_row(id, n, **row), labels=dict(labels))
+    await store.create_group(group, b"{}", session_ids(group), expires=expires)
+
+
+async def order(store: Store, limit: int = 100, **which: Any) -> list[str]:
+    return [row.id for row in await store.queued(limit, **which)]
+
+
+def run(name: str) -> dict[str, str]:
+    return {"run": name}
+
+
+async def test_buckets_of_one_priority_take_turns(store: Store) -> None:
+    await put(store, "old", 3, created=1.0, labels=run("a"))
+    await put(store, "young", 2, created=2.0, labels=run("b"))
+    await put(store, "last", 1, created=3.0, labels={"user": "b"})
+    await put(store, "low", 2, created=0.0, labels=run("c"), priority=-1)
+    assert await order(store) == ["old.0", "young.0", "last.0", "old.1", "young.1", "old.2", "low.0", "low.1"]
+    assert await order(store, 4) == ["old.0", "young.0", "last.0", "old.1"]
+
+
+async def test_who_has_the_least_under_way_goes_first_then_who_was_served_longest_ago(store: Store) -> None:
+    for number, name in enumerate("abc"):
+        await put(store, name, 4, created=float(number), labels=run(name))
+    a, b, c = (bucket_of(run(name)) for name in "abc")
+    assert await order(store, 5, under_way={a: 2, b: 1}) == ["c.0", "b.0", "c.1", "a.0", "b.1"]
+    await start(store, "a.0")
+    await start(store, "b.0")
+    assert await order(store, 3) == ["c.0", "a.1", "b.1"]
+    await start(store, "c.0")
+    assert await order(store, 3, under_way={c: 1}) == ["a.1", "b.1", "c.1"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "others"),
+    [
+        ({"run": "x", "user": "me"}, [{"run": "x", "user": "you"}, {"run": "x"}]),
+        ({"user": "me"}, [{"user": "me", "run": ""}]),
+        ({}, [{"colour": "red"}, {"run": "", "user": ""}]),
+        ({"run": "x", EVALUATION_LABEL: "e"}, [{"run": "x", EVALUATION_LABEL: "another"}]),
+    ],
+)
+def test_groups_share_a_bucket(labels: dict[str, str], others: list[dict[str, str]]) -> None:
+    assert {bucket_of(each) for each in others} == {bucket_of(labels)}
+
+
+def test_other_groups_do_not() -> None:
+    odd = ["x", "X", " x", "x\0", "\0x", "\ud800", "é", "e\u0301", "x" * (1 << 20), "'; DROP TABLE sessions; --"]
+    labels = [{}, {"user": "x"}, {EVALUATION_LABEL: ""}, {EVALUATION_LABEL: "", "user": "x"}, *map(run, odd)]
+    buckets = [bucket_of(each) for each in labels]
+    assert len(set(buckets)) == len(labels)
+    assert all(len(bucket) <= 32 and bucket.isascii() for bucket in buckets)
+
+
+async def test_labels_and_priorities_may_be_anything(store: Store) -> None:
+    names = ["\0", "\U0001f600", "x" * 100_000, "%s ? {blob}"]
+    for name in names:
+        await put(store, f"g{names.index(name)}", 1, labels=run(name), created=float(names.index(name)))
+    await put(store, "first", 1, priority=1000)
+    await put(store, "last", 1, priority=-1000)
+    assert await order(store) == ["first.0", "g0.0", "g1.0", "g2.0", "g3.0", "last.0"]
+
+
+async def test_evaluations_can_be_asked_for_alone(store: Store) -> None:
+    await put(store, "train", 2, labels=run("a"), priority=9)
+    await put(store, "eval", 2, labels={**run("a"), EVALUATION_LABEL: "held out"}, priority=-9)
+    assert await order(store, evaluations=True) == ["eval.0", "eval.1"]
+    assert await order(store) == ["train.0", "train.1", "eval.0", "eval.1"]
+
+
+async def test_buckets_can_be_passed_over(store: Store) -> None:
+    for name in "ab":
+        await put(store, name, 2, labels=run(name))
+    assert await order(store, skip={bucket_of(run("a"))}) == ["b.0", "b.1"]
+
+
+async def test_a_bucket_that_was_emptied_comes_back_behind_those_served_before_it(store: Store) -> None:
+    for name in "ab":
+        await put(store, name, 1, labels=run(name))
+    await start(store, "b.0")
+    await start(store, "a.0")
+    assert await order(store) == []
+    assert await store.queue_length() == QueueLength(0, 0)
+    await store.requeue("a.0", 1, FAILURE, due=NOW + 5)
+    assert await order(store, now=NOW) == []
+    await put(store, "b2", 1, labels=run("b"))
+    assert await order(store, now=NOW + 5) == ["b2.0", "a.0"]
+    assert await store.queue_length() == QueueLength(2, 2)
+
+
+async def test_a_session_is_not_held_back_by_a_clock_that_was_set_back(store: Store) -> None:
+    await put(store, "g", 1)
+    await start(store, "g.0")
+    await store.requeue("g.0", 1, FAILURE, due=NOW + 60)
+    assert await order(store, now=NOW) == []
+    assert await order(store, now=NOW - 3600) == ["g.0"]
+
+
+async def test_the_queue_is_counted_by_bucket(store: Store) -> None:
+    await put(store, "a", 5, labels=run("a"))
+    await put(store, "a2", 5, labels=run("a"), priority=3)
+    await put(store, "b", 1)
+    assert await store.queue_length() == QueueLength(11, 2)
+    assert await store.waiting_with(run("a"), most=100) == 10
+    assert await store.waiting_with(run("a"), most=7) == 7
+    assert await store.waiting_with(run("c"), most=7) == 0
+
+
+async def test_sessions_expire_until_their_first_start(store: Store) -> None:
+    await put(store, "g", 3, expires=NOW + 10)
+    await put(store, "h", 1, expires=NOW + 20)
+    await put(store, "patient", 1)
+    assert await store.next_due(after=NOW) == NOW + 10
+    assert not await store.expire(now=NOW + 9)
+    await start(store, "g.0")
+    await store.requeue("g.0", 1, FAILURE)
+    await start(store, "g.1")
+    assert await store.expire(now=NOW + 10)
+    assert [(row.id, row.ending) for row in await store.to_end()] == [("g.2", StopReason.EXPIRED)]
+    assert await order(store) == ["g.0", "h.0", "patient.0"]
+    with pytest.raises(Conflict, match="to end: expired"):
+        await start(store, "g.2")
+    assert await store.next_due(after=NOW + 10) == NOW + 20
+    await store.finish("g.2", 0, result("g.2", 0, reason=StopReason.EXPIRED, reward=None))
+    assert not await store.expire(now=NOW + 10)
+
+
+async def test_drained_nodes_are_remembered(tmp_path: Path) -> None:
+    for _ in range(2):
+        async with sqlite_store(tmp_path / "outrider.db") as store:
+            await store.set_drained("a", True)
+            await store.set_drained("b", True)
+            await store.set_drained("c", False)
+    async with sqlite_store(tmp_path / "outrider.db") as store:
+        assert await store.drained_nodes() == {"a", "b"}
+        await store.set_drained("a", False)
+        assert await store.drained_nodes() == {"b"}
+
+
+async def test_sessions_of_an_earlier_version_are_queued_on(tmp_path: Path) -> None:
+    path = tmp_path / "outrider.db"
+    database = SqliteDatabase(path)
+    async with Store(database, migrations=MIGRATIONS[:2]):
+        await put_old(database, [turn(0)])
+        labels = 'UPDATE groups SET labels = \'{"run": "a"}\''
+        await database.write(lambda tx: tx.execute(labels))
+    async with sqlite_store(path) as store:
+        await store.recover(now=math.inf)
+        [row] = await store.queued(10)
+        assert (row.id, row.bucket) == ("g.0", bucket_of(run("a")))
+
+
+async def test_a_placement_reads_little_however_long_the_queue_and_many_the_buckets() -> None:
+    """Counted in steps of SQLite's machine, which depend on no clock."""
+    steps = {}
+    for buckets, each in ((10, 10), (1000, 10), (10, 1000)):
+        async with sqlite_store(None) as store:
+            for number in range(buckets):
+                await put(store, f"g{number:04}", each, created=float(number), labels=run(str(number)))
+            under_way = {bucket_of(run(str(number))): 3 for number in range(5)}
+            counted = Counter[str]()
+
+            async def count(tx: Any, counted: Counter[str] = counted) -> None:
+                def step() -> int:
+                    counted["steps"] += 1
+                    return 0
+
+                tx._raw.set_progress_handler(step, 1)
+
+            await store._db.read(count)
+            assert await order(store, 1, under_way=under_way) == ["g0005.0"]
+            steps[buckets, each] = counted["steps"]
+    assert max(steps.values()) < 1.5 * steps[10, 10]
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """The queue against a list that is searched from end to end."""
+
+    @initialize()
+    def open(self) -> None:
+        self.runner = asyncio.Runner()
+        self.store = sqlite_store(None)
+        self.call(self.store.__aenter__())
+        self.waiting: list[SessionRow] = []
+        self.running: list[SessionRow] = []
+        self.served: dict[tuple[int, str], int] = {}
+        self.since: dict[tuple[int, str], int] = {}
+        self.groups = 0
+
+    def teardown(self) -> None:
+        self.call(self.store.__aexit__(None, None, None))
+        self.runner.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(work)
+
+    @property
+    def under_way(self) -> Counter[str]:
+        return Counter(row.bucket for row in self.running)
+
+    @rule(n=st.integers(1, 4), priority=st.integers(-1, 1), name=st.sampled_from(["", "a", "b", "c"]))
+    def submit(self, n: int, priority: int, name: str) -> None:
+        id = f"g{self.groups:03}"
+        self.call(put(self.store, id, n, priority=priority, created=float(self.groups), labels=run(name)))
+        self.waiting += self.call(self.store.sessions(id))
+        self.since.setdefault((priority, bucket_of(run(name))), self.groups)
+        self.groups += 1
+
+    def expected(self) -> SessionRow:
+        under_way = self.under_way
+
+        def place(row: SessionRow) -> tuple[Any, ...]:
+            share = row.priority, row.bucket
+            turn = under_way[row.bucket], self.served.get(share, 0), self.since[share]
+            return -row.priority, *turn, row.created, row.sample_index
+
+        return min(self.waiting, key=place)
+
+    @rule()
+    def start_next(self) -> None:
+        found = self.call(self.store.queued(1, under_way=self.under_way))
+        assert [row.id for row in found] == [self.expected().id] if self.waiting else not found
+        for row in found:
+            attempt = self.call(start(self.store, row.id))
+            self.waiting = [each for each in self.waiting if each.id != row.id]
+            self.running.append(msgspec.structs.replace(row, attempt=attempt))
+            self.served[row.priority, row.bucket] = max(self.served.values(), default=0) + 1
+
+    @rule(limit=st.integers(2, 12))
+    def look(self, limit: int) -> None:
+        """Whoever is taken out of turn has no more under way than anybody else who waits."""
+        under_way = self.under_way
+        left = {row.id: row for row in self.waiting}
+        found = self.call(self.store.queued(limit, under_way=under_way))
+        assert len(found) == min(limit, len(left))
+        for row in found:
+            rivals = [each for each in left.values() if each.priority == max(each.priority for each in left.values())]
+            assert row.id in {each.id for each in rivals}
+            assert under_way[row.bucket] == min(under_way[each.bucket] for each in rivals)
+            own = [each for each in rivals if each.bucket == row.bucket]
+            assert row.id == min(own, key=lambda each: (each.created, each.sample_index)).id
+            under_way[row.bucket] += 1
+            del left[row.id]
+
+    @precondition(lambda self: self.running)
+    @rule(number=st.integers(0, 99), again=st.booleans())
+    def end(self, number: int, again: bool) -> None:
+        row = self.running.pop(number % len(self.running))
+        if again:
+            self.call(self.store.requeue(row.id, row.attempt, FAILURE))
+            self.waiting.append(row)
+        else:
+            self.call(self.store.finish(row.id, row.attempt, result(row.id, row.attempt)))
+
+    @precondition(lambda self: self.waiting)
+    @rule(number=st.integers(0, 99))
+    def cancel(self, number: int) -> None:
+        row = self.waiting.pop(number % len(self.waiting))
+        self.call(self.store.cancel_session(row.id))
+
+    @rule()
+    def count(self) -> None:
+        assert self.call(self.store.queue_length()).sessions == len(self.waiting)
+
+
+QueueMachine.TestCase.settings = settings(
+    stateful_step_count=40,
+    max_examples=40,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+)
+TestQueueAgainstList = QueueMachine.TestCase
