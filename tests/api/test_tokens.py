@@ -169,7 +169,7 @@ async def test_a_revoked_token_ends_at_once_also_for_calls_under_way(tmp_path: P
             group = await root.submit({"task": TASK})
             await root.wait([group.id])
             stream = await http.get("/v1/events")
-            assert (await stream.content.readline()).startswith(b"id:")
+            assert (await stream.content.readline()).startswith((b"retry:", b"id:"))
             waiting = asyncio.ensure_future(http.get("/v1/results?after=999&wait=60"))
             async with http.get("/v1/status") as reply:
                 assert reply.status == 200
