@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from outrider.api.server import serving
-from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.service.assembly import open_service
 from outrider.service.service import Service
@@ -57,6 +57,7 @@ async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int) -> Async
         config = Config(
             port=0,
             data=Path(data),
+            plugins=PluginsConfig(allow=("*",)),
             model=ModelConfig(tokenizer=str(tokenizer), renderer="qwen3", context_tokens=CONTEXT_TOKENS),
             lanes=LanesConfig(init=sessions, run=sessions),
             engines=(engine,),

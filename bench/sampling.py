@@ -24,7 +24,7 @@ import msgspec
 from bench.corpus import Corpus
 from outrider.api.server import serving
 from outrider.client import AsyncClient
-from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
@@ -133,6 +133,7 @@ async def _real(plan: Plan) -> list[dict[str, Any]]:
                 config = Config(
                     port=0,
                     data=Path(data),
+                    plugins=PluginsConfig(allow=("*",)),
                     model=ModelConfig(tokenizer=str(corpus.folder), renderer="qwen3"),
                     lanes=LanesConfig(init=slots, run=slots, eval=slots),
                     engines=(EngineSpec(kind="scripted", options={"replies": ["Done.<|im_end|>"]}),),

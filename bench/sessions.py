@@ -22,7 +22,7 @@ import msgspec
 from bench.corpus import Corpus
 from bench.processes import a_round_trip
 from outrider.api.server import serving
-from outrider.config import Config, ModelConfig
+from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.messages import Role
 from outrider.plugins import resolve
@@ -84,6 +84,7 @@ async def _rate(corpus: Corpus, kind: str, sessions: int) -> dict[str, Any]:
         config = Config(
             port=0,
             data=Path(data),
+            plugins=PluginsConfig(allow=("*",)),
             model=ModelConfig(tokenizer=str(corpus.folder), renderer="qwen3"),
             engines=(EngineSpec(kind="scripted", options={"replies": [CALL, ANSWER]}),),
         )

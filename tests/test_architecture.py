@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 
 LAYERS = (
     (
+        "redaction",
         "errors",
         "lifecycle",
         "messages",
@@ -23,6 +24,7 @@ LAYERS = (
         "spec",
         "config",
         "environment",
+        "tls",
         "plugins",
         "schemas",
         "callbacks",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with verl 0.9.1 on one node of 8 GPUs: agents in sandboxes of an Outrider service, generation by verl's own servers.
 # First start the service where the trainer's nodes can reach it; verl's servers attach themselves as its engine:
-#   OUTRIDER_TOKEN=... outrider serve --host 0.0.0.0 --tokenizer "$MODEL" --renderer qwen3
+#   OUTRIDER_TOKEN=... outrider serve --host 0.0.0.0 --insecure --tokenizer "$MODEL" --renderer qwen3
 set -euo pipefail
 : "${MODEL:?the folder of the model}" "${DATA:?the folder that make_data.py wrote}"
 : "${OUTRIDER_URL:?the address of the service}" "${OUTRIDER_TOKEN:?its token}"

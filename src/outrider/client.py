@@ -46,6 +46,7 @@ from outrider.schemas import (
     GroupList,
     GroupSummary,
     GroupView,
+    NewToken,
     NodeList,
     NodeStats,
     PolicyPause,
@@ -55,10 +56,13 @@ from outrider.schemas import (
     SampleList,
     ServiceStatus,
     SessionView,
+    TokenList,
+    TokenView,
     TurnList,
     TurnView,
 )
-from outrider.spec import EngineSpec, GroupSpec
+from outrider.spec import EngineSpec, GroupSpec, Role
+from outrider.tls import trusting
 from outrider.trajectory import ChatRow, Sample
 
 log = logging.getLogger("outrider.client")
@@ -92,9 +96,13 @@ class _Reply(NamedTuple):
 
 
 class AsyncClient:
-    """`async with AsyncClient(url, token=None) as client`."""
+    """`async with AsyncClient(url, token=None) as client`.
 
-    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
+    The certificate of an https service is verified. `ca` is a PEM file with the authority of one that is not known to
+    this machine.
+    """
+
+    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
         if token and not token.isprintable():
             raise InvalidField(
                 "the token has a line break or another control character",
@@ -103,10 +111,12 @@ class AsyncClient:
             )
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._trusted = trusting(ca)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(headers=self._headers)
+        connector = aiohttp.TCPConnector(ssl=self._trusted)
+        self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         return self
 
     async def __aexit__(
@@ -310,6 +320,19 @@ class AsyncClient:
     async def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
         return (await self._call("DELETE", f"/v1/engines/{name}", EngineList)).engines
 
+    async def tokens(self) -> tuple[TokenView, ...]:
+        return (await self._call("GET", "/v1/tokens", TokenList)).tokens
+
+    async def create_token(
+        self, name: str, role: Role, *, max_queued: int | None = None, expires_days: float | None = None
+    ) -> NewToken:
+        """The reply has the token's text, which nobody can be told again."""
+        body = {"name": name, "role": role, "max_queued": max_queued, "expires_days": expires_days}
+        return await self._call("POST", "/v1/tokens", NewToken, body=_encoded(body))
+
+    async def revoke_token(self, name: str) -> TokenView:
+        return await self._call("DELETE", f"/v1/tokens/{name}", TokenView)
+
     async def policy(self) -> PolicyStatus:
         return await self._call("GET", "/v1/policy", PolicyStatus)
 
@@ -374,6 +397,11 @@ class AsyncClient:
         return _Reply(data, reply.content_type)
 
     def _unreachable(self, error: Exception) -> ServiceError:
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            return ServiceError(
+                f"the service at {self.url} cannot be trusted: {error.certificate_error}",
+                hint="name the authority of its certificate with --ca or OUTRIDER_CA, and it by a name that is in it",
+            )
         number = getattr(getattr(error, "os_error", None), "errno", None)
         reason = os.strerror(number) if number else str(error) or type(error).__name__
         return ServiceError(
@@ -451,8 +479,8 @@ class Client:
     other asynchronous code, such as a `DynamicSampler`, use the same connections.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None) -> None:
-        self.asynchronous = AsyncClient(url, token=token)
+    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
+        self.asynchronous = AsyncClient(url, token=token, ca=ca)
         self._loop: LoopThread | None = None
 
     def __enter__(self) -> Self:
@@ -512,6 +540,9 @@ class Client:
     add_engine = _blocking(AsyncClient.add_engine)
     drain_engine = _blocking(AsyncClient.drain_engine)
     remove_engine = _blocking(AsyncClient.remove_engine)
+    tokens = _blocking(AsyncClient.tokens)
+    create_token = _blocking(AsyncClient.create_token)
+    revoke_token = _blocking(AsyncClient.revoke_token)
     policy = _blocking(AsyncClient.policy)
     pause_policy = _blocking(AsyncClient.pause_policy)
     resume_policy = _blocking(AsyncClient.resume_policy)

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,6 +26,7 @@ PREFIX = "OUTRIDER_"
 OWN_VARIABLES = (
     "OUTRIDER_HOME",
     "OUTRIDER_URL",
+    "OUTRIDER_CA",
     "OUTRIDER_OPENRLHF",
     "OUTRIDER_SKYRL",
     "OUTRIDER_SLIME",
@@ -68,10 +70,21 @@ class SandboxesConfig(Section):
 
     `allow`: files and folders of the host that tasks may name, with everything below them. `cpus` and `memory_mb`:
     how much all sandboxes together may reserve (None: all that the machine has). `warm`: how many sandboxes of each
-    recently used kind are started ahead of time, within `warm_memory_mb` in all.
+    recently used kind are started ahead of time, within `warm_memory_mb` in all. `runtimes`: the kinds that tokens of
+    the role submit may use. `images`: how the names of images begin that tasks may use (None: of all that are here).
     """
 
     allow: tuple[Path, ...] = ()
+    runtimes: tuple[str, ...] = (
+        "namespace",
+        "docker",
+        "podman",
+        "gvisor",
+        "apptainer",
+        "process-landlock",
+        "memory",
+    )
+    images: tuple[str, ...] | None = None
     cpus: Annotated[float, Field(gt=0)] | None = None
     memory_mb: Annotated[int, Field(ge=16)] | None = None
     warm: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -108,10 +121,24 @@ class FrozenConfig(Section):
     response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
 
 
+class PluginsConfig(Section):
+    """Python that may be named as `package.module:attribute`, and runs inside the service.
+
+    `allow`: a package or module, with all in it, or one whole path. "*" allows all Python that can be imported.
+    """
+
+    allow: tuple[str, ...] = ("outrider.demo.task",)
+
+
 class CallbacksConfig(Section):
-    """Callbacks. `secret`: the key of their signatures (see callbacks.py); without one they are not signed."""
+    """Callbacks. `secret`: the key of their signatures (see callbacks.py); without one they are not signed.
+
+    `allow`: where they may go: host names, `*.domain`, addresses, and networks such as 10.0.0.0/8; without any,
+    everywhere but to link-local addresses, and to this machine if others can reach it.
+    """
 
     secret: SecretStr | None = None
+    allow: tuple[str, ...] = ()
 
     @field_validator("secret")
     @classmethod
@@ -123,6 +150,14 @@ class CallbacksConfig(Section):
                 raise ValueError(f"{error.message}: {error.hint}" if error.hint else error.message) from None
         return secret
 
+    @field_validator("allow")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for place in value:
+            if "/" in place:
+                ip_network(place)
+        return value
+
 
 class RetentionConfig(Section):
     """Bounds beyond which the service removes finished groups, the oldest first: `days` since their end, and `size_mb`
@@ -132,12 +167,26 @@ class RetentionConfig(Section):
     size_mb: Annotated[int, Field(ge=1)] | None = None
 
 
+class TlsConfig(Section):
+    """TLS of the service's address.
+
+    `certificate`: PEM file with the certificate and those between it and its authority. `key`: PEM file of its private
+    key (None: it is in the certificate's file). `insecure`: listen beyond this machine without TLS, because a proxy in
+    front has it, or because nobody else is on the network.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    insecure: bool = False
+
+
 class Config(Section):
     """All settings of a service. `stop_seconds`: how long sessions under way may go on after a signal to stop."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
-    token: str | None = None
+    token: Annotated[str, Field(min_length=1)] | None = None
+    tls: TlsConfig = TlsConfig()
     stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400)] = 20.0
     data: Path = Path(".outrider")
     store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None
@@ -146,10 +195,24 @@ class Config(Section):
     lanes: LanesConfig = LanesConfig()
     queue: QueueConfig = QueueConfig()
     sandboxes: SandboxesConfig = SandboxesConfig()
+    plugins: PluginsConfig = PluginsConfig()
     engines: tuple[EngineSpec, ...] = ()
     frozen: tuple[FrozenConfig, ...] = ()
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()
+
+    @property
+    def public(self) -> bool:
+        """Whether other machines can reach the service."""
+        return not is_local(self.host)
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name or address can only refer to this machine."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:

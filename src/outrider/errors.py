@@ -4,9 +4,11 @@
     ├── RequestError                  request     400   no      the caller sent something wrong
     │   ├── InvalidField              request     422   no      a named field is wrong
     │   ├── Unauthorized              request     401   no
+    │   ├── Forbidden                 request     403   no      the token's role does not allow it
     │   ├── NotFound                  request     404   no
     │   ├── Conflict                  request     409   no
-    │   └── TooLarge                  request     413   no
+    │   ├── TooLarge                  request     413   no
+    │   └── QuotaExceeded             request     429   no      the token has as many sessions as it may have
     ├── EngineError                   engine      502   yes
     │   ├── ContextOverflow           engine      400   no      prompt does not fit the model
     │   ├── EngineRejected            engine      400   no      the engine refused the request itself
@@ -119,6 +121,11 @@ class Unauthorized(RequestError):
     http_status = 401
 
 
+class Forbidden(RequestError):
+    code = "forbidden"
+    http_status = 403
+
+
 class NotFound(RequestError):
     code = "not_found"
     http_status = 404
@@ -132,6 +139,11 @@ class Conflict(RequestError):
 class TooLarge(RequestError):
     code = "too_large"
     http_status = 413
+
+
+class QuotaExceeded(RequestError):
+    code = "quota_exceeded"
+    http_status = 429
 
 
 class EngineError(OutriderError):

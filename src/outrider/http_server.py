@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
@@ -24,8 +25,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DISCONNECT = "outrider.disconnect"
@@ -322,7 +324,12 @@ async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
 
 
 def server_settings(
-    application: Application, timeouts: Timeouts = TIMEOUTS, *, connections: int = sys.maxsize, websockets: int = 0
+    application: Application,
+    timeouts: Timeouts = TIMEOUTS,
+    *,
+    connections: int = sys.maxsize,
+    websockets: int = 0,
+    tls: ssl.SSLContext | None = None,
 ) -> uvicorn.Config:
     """Settings for a server that runs in the caller's event loop until the caller ends it. `connections` is the maximum
     number of connections at once; `websockets` the maximum bytes of a message, or 0 for a server without WebSockets."""
@@ -334,6 +341,7 @@ def server_settings(
         ws_max_size=websockets,
         ws_ping_interval=None,
         ws_per_message_deflate=False,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
         loop="none",
         lifespan="off",
         log_config=None,

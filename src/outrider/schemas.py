@@ -11,6 +11,7 @@ import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState
+from outrider.spec import Role
 from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, VersionSpan
 
 PolicyPause = Literal["finish", "abort"]
@@ -129,7 +130,7 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     """A group with its sessions in sample order. `cursor` is its place in the results once it is done; `samples` are
-    its training rows if they were asked for."""
+    its training rows if they were asked for; `submitted_by` is the name of the token that it was submitted with."""
 
     id: str
     state: GroupState
@@ -140,6 +141,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     finished: float | None
     cursor: int | None
     labels: dict[str, str]
+    submitted_by: str | None = None
     sessions: tuple[SessionView, ...]
     samples: tuple[Sample, ...] | None = None
 
@@ -157,6 +159,7 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     finished: float | None
     cursor: int | None
     labels: dict[str, str]
+    submitted_by: str | None = None
     done: int
     errors: int
     mean_reward: float | None
@@ -360,3 +363,27 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeStats, ...]
     engines: tuple[EngineStatus, ...]
     policy: PolicyStatus = PolicyStatus(version=0, paused=None, engines=())
+
+
+class TokenView(msgspec.Struct, frozen=True, kw_only=True):
+    """A token of the control API, without its text. `expires` and `revoked` are None where it does not, or is not."""
+
+    name: str
+    role: Role
+    max_queued: int | None
+    created: float
+    expires: float | None
+    revoked: float | None
+
+
+class TokenList(msgspec.Struct, frozen=True, kw_only=True):
+    """Every token, also expired and revoked ones, oldest first."""
+
+    tokens: tuple[TokenView, ...]
+
+
+class NewToken(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that was made, and its text, which is shown this once."""
+
+    token: TokenView
+    text: str

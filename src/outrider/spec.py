@@ -374,6 +374,20 @@ class EngineSpec(Spec):
     options: Annotated[dict[Name, Any], Field(max_length=64)] = {}
 
 
+Role = Literal["read", "submit", "admin"]
+"""What a token allows: each role also allows what those before it do."""
+
+
+class TokenSpec(Spec):
+    """A token to make. `max_queued`: maximum number of its sessions that are queued or running, null for no limit.
+    `expires_days`: when it expires, in days from now, null for never."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+    role: Role
+    max_queued: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    expires_days: Annotated[float, Field(gt=0, le=36500)] | None = None
+
+
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 Mode = Literal["finish", "abort"]
 

@@ -15,6 +15,7 @@ import pytest
 
 from outrider.api.access import check_address
 from outrider.client import AsyncClient, Client
+from outrider.config import Config, TlsConfig
 from outrider.errors import InvalidField, ModelMismatch, NotFound, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState
 from outrider.runtimes.base import Availability
@@ -220,15 +221,24 @@ async def test_no_request_outlives_its_server(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "some-host"])
-def test_a_public_address_needs_a_token(host: str) -> None:
+def test_a_public_address_needs_a_token_and_tls(host: str) -> None:
     with pytest.raises(InvalidField, match="no token"):
-        check_address(host, None)
-    check_address(host, "secret")
+        check_address(Config(host=host, tls=TlsConfig(insecure=True)), has_token=False)
+    with pytest.raises(InvalidField, match="unencrypted"):
+        check_address(Config(host=host), has_token=True)
+    check_address(Config(host=host, tls=TlsConfig(insecure=True)), has_token=True)
+    check_address(Config(host=host, tls=TlsConfig(certificate=Path("c.pem"))), has_token=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_the_loopback_needs_none(host: str) -> None:
-    check_address(host, None)
+def test_the_loopback_needs_neither(host: str) -> None:
+    check_address(Config(host=host), has_token=False)
+
+
+async def test_a_public_address_is_not_listened_on_without_a_token(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="no token"):
+        async with running_service(tmp_path=tmp_path, host="0.0.0.0", tls=TlsConfig(insecure=True)):
+            pass
 
 
 async def test_the_description_is_served_and_every_reference_in_it_resolves(tmp_path: Path) -> None:

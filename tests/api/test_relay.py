@@ -187,7 +187,7 @@ async def test_an_engine_of_another_kind_takes_no_worker(tmp_path: Path) -> None
 
 async def test_another_route_is_no_relay(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
-        with pytest.raises(NotFound, match="403"):
+        with pytest.raises(NotFound, match="404"):
             await Worker(f"{url}/elsewhere", _never).run()
 
 

@@ -93,7 +93,7 @@ async def test_what_the_service_refuses_is_raised_and_the_client_is_closed(tmp_p
 
 async def test_a_wrong_token_is_named(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, token="right") as (_, url):
-        for token, message in ((None, "requires its token"), ("wrong", "is not the token of this service")):
+        for token, message in ((None, "requires a token"), ("wrong", "is not a token of this service")):
             async with shared_client(url, token) as client:
                 with pytest.raises(Unauthorized, match=message) as caught:
                     await client.run(body(1))

@@ -461,7 +461,7 @@ async def test_a_wrong_address_or_token_is_told_at_the_start(tmp_path: Path, mon
     async with running_service(tmp_path=tmp_path, token="right") as (_, url):
         args = slime_args(url)
         args.outrider["token"] = "wrong"
-        with pytest.raises(Unauthorized, match="not the token of this service") as caught:
+        with pytest.raises(Unauthorized, match="not a token of this service") as caught:
             await train(args, DataSource(args, [prompt("slime nobody")]))
     assert "OUTRIDER_TOKEN" in (caught.value.hint or "")
 

@@ -23,6 +23,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.:/-])/(?:work|root|home|mnt|Users|data)/[\w.
 LANGUAGES = {
     "console",
     "js",
+    "json",
     "python",
     "python agent",
     "python openai",

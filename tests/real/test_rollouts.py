@@ -13,7 +13,7 @@ import pytest
 
 from outrider.api.server import serving
 from outrider.client import AsyncClient
-from outrider.config import Config, ModelConfig
+from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.harnesses.install import install
 from outrider.lifecycle import StopReason
 from outrider.schemas import GroupView
@@ -70,6 +70,7 @@ async def a_service(folder: Path, policy: Path, engine: EngineSpec, *, renderer:
     config = Config(
         port=0,
         data=folder,
+        plugins=PluginsConfig(allow=("*",)),
         model=ModelConfig(tokenizer=str(policy), renderer=renderer),
         engines=(engine,),
     )

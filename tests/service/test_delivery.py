@@ -15,6 +15,7 @@ from aiohttp import web
 
 from outrider.callbacks import verify
 from outrider.concurrency.offload import OffloadThread
+from outrider.config import CallbacksConfig, Config
 from outrider.errors import NotFound
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import GroupView
@@ -28,6 +29,7 @@ from outrider.service.delivery import (
     Deliverer,
     _wait_asked,
 )
+from outrider.service.permits import Permits
 from outrider.service.views import ViewReader, callback_view
 from outrider.store.rows import Delivery, EventKind, GroupRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
@@ -106,7 +108,12 @@ async def test_a_cancelled_group_is_pushed_too(world: MakeWorld) -> None:
 async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: Path) -> None:
     async with receiving(500, 404) as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "g", receiver.url)
-        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(
+            store,
+            ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
+            permits=Permits(Config()),
+            pauses=HASTY,
+        )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
             await receiver.accepted.wait()
@@ -114,6 +121,22 @@ async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: P
                 await store.counts()
             running.cancel()
         assert receiver.keys == ["g", "g", "g"]
+
+
+async def test_a_name_that_leads_to_a_refused_address_is_not_pushed_to(tmp_path: Path, tokenizer: Path) -> None:
+    """`localhost` stands for a name whose address was harmless when the group was submitted."""
+    async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
+        await finished_group(store, "g", receiver.url.replace("127.0.0.1", "localhost"))
+        permits = Permits(Config(host="0.0.0.0", callbacks=CallbacksConfig(allow=("localhost",))))
+        deliverer = Deliverer(
+            store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), permits=permits, pauses=HASTY
+        )
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(deliverer.run())
+            while (await store.deliveries(now=1e12, limit=1))[0].tries < 2:
+                await store.counts()
+            running.cancel()
+        assert receiver.keys == []
 
 
 async def test_a_receiver_that_is_not_there_is_no_failure_of_the_service(world: MakeWorld) -> None:
@@ -131,7 +154,12 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
     async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "bad", "http://a..b/")
         await finished_group(store, "good", receiver.url)
-        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(
+            store,
+            ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
+            permits=Permits(Config()),
+            pauses=HASTY,
+        )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
             await receiver.accepted.wait()
@@ -174,7 +202,12 @@ class Moments(Store):
 async def test_what_is_delivered_while_the_next_are_looked_for_is_not_pushed_again(tokenizer: Path) -> None:
     async with receiving() as receiver, Moments() as store, asyncio.timeout(20):
         await finished_group(store, "first", receiver.url)
-        deliverer = Deliverer(store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=HASTY)
+        deliverer = Deliverer(
+            store,
+            ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
+            permits=Permits(Config()),
+            pauses=HASTY,
+        )
         receiver.answering.clear()
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
@@ -193,7 +226,7 @@ async def deliver(store: Store, tokenizer: Path, until: Callable[[], Awaitable[b
     """Deliver until something is so."""
     reader = ViewReader(store, Tokenizer.load(tokenizer), OffloadThread())
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(Deliverer(store, reader, pauses=HASTY, **settings).run())
+        running = tasks.create_task(Deliverer(store, reader, permits=Permits(Config()), pauses=HASTY, **settings).run())
         while not await until():
             await store.counts()
         running.cancel()
@@ -321,7 +354,7 @@ async def test_a_receiver_that_fails_gets_one_at_a_time(tokenizer: Path) -> None
         for number in range(5):
             await finished_group(store, f"g{number}", receiver.url)
         reader = ViewReader(store, Tokenizer.load(tokenizer), OffloadThread())
-        deliverer = Deliverer(store, reader, pauses=HASTY)
+        deliverer = Deliverer(store, reader, permits=Permits(Config()), pauses=HASTY)
         host = receiver.url.split("/")[2]
         deliverer._failing.add(host)
         due = await store.deliveries(now=1e12, limit=9)

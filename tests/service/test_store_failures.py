@@ -11,11 +11,13 @@ import pytest
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.offload import OffloadThread
+from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.delivery import Deliverer
+from outrider.service.permits import Permits
 from outrider.service.scheduler import Scheduler
 from outrider.service.views import ViewReader
 from outrider.sessions.attempt import Attempt
@@ -173,7 +175,10 @@ async def test_a_redirect_is_no_delivery(tokenizer: Path) -> None:
 async def delivered(store: FailingStore, tokenizer: Path) -> None:
     """Deliver until nothing is left to be delivered."""
     deliverer = Deliverer(
-        store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), pauses=Backoff(first=0.01, longest=0.01)
+        store,
+        ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
+        permits=Permits(Config()),
+        pauses=Backoff(first=0.01, longest=0.01),
     )
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(deliverer.run())

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.api.server import serving
 from outrider.concurrency.backoff import Backoff
-from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.engines.base import EngineOptions
 from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import GroupView, LaneStats, SessionView
@@ -128,6 +128,7 @@ def config(folder: Path, tokenizer: Path, **settings: Any) -> Config:
     (folder / "files").mkdir(parents=True, exist_ok=True)
     defaults: dict[str, Any] = {
         "port": 0,
+        "plugins": PluginsConfig(allow=("*",)),
         "data": folder / "data",
         "files": folder / "files",
         "model": ModelConfig(tokenizer=str(tokenizer), renderer=RENDERER),

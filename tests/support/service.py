@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.api.server import serving
-from outrider.config import Config, ModelConfig
+from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.engines.base import EngineOptions
 from outrider.service.assembly import Opened, open_service
 from outrider.service.service import Service
@@ -67,6 +67,7 @@ async def running_node(
     own = () if engine else (EngineSpec(kind="scripted", name="scripted", options={"replies": list(replies)}),)
     defaults: dict[str, Any] = {
         "port": 0,
+        "plugins": PluginsConfig(allow=("*",)),
         "data": tmp_path / "data",
         "files": files,
         "model": ModelConfig(tokenizer=tokenizer, renderer=RENDERER),

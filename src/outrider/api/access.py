@@ -1,81 +1,229 @@
-"""Who may call the control API. The gateway checks its own keys.
+"""Who may call the control API: every route with the role that it needs. The gateway checks its own keys.
 
-Invariant: every control route except OPEN_PATHS is checked here first.
+Invariant: every control route except OPEN_PATHS is refused to callers without a role, and each call that may change
+something is in the audit log before it is answered.
 """
 
 from __future__ import annotations
 
-import secrets
-from ipaddress import ip_address
+import time
 from urllib.parse import urlsplit
 
-from outrider.api.replies import json_reply
-from outrider.errors import InvalidField, Unauthorized
-from outrider.http_server import Application, Receive, Scope, Send
+from fastapi import Request
+from starlette.requests import HTTPConnection
+
+from outrider.api.replies import error_reply
+from outrider.config import Config, is_local
+from outrider.errors import Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
+from outrider.http_server import Application, Message, Receive, Scope, Send
+from outrider.service.audit import AuditEntry, AuditLog
+from outrider.service.tokens import LOCAL, Caller, RevokedMeanwhile, Tokens
+from outrider.spec import Role
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
+RELAY = "WEBSOCKET /v1/relay/{engine}"
+
+ROUTES: dict[str, Role] = {
+    "GET /v1/groups": "read",
+    "POST /v1/groups": "submit",
+    "GET /v1/groups/{group_id}": "read",
+    "DELETE /v1/groups/{group_id}": "submit",  # its own groups; an admin's, any
+    "GET /v1/results": "read",
+    "GET /v1/consumers": "read",
+    "POST /v1/consumers/{name}/ack": "submit",
+    "DELETE /v1/consumers/{name}": "admin",
+    "GET /v1/events": "read",
+    "GET /v1/callbacks/dead": "read",
+    "POST /v1/callbacks/dead/{group_id}/redeliver": "admin",
+    "POST /v1/callbacks/dead/redeliver": "admin",
+    "DELETE /v1/callbacks/dead/{group_id}": "admin",
+    "POST /v1/gc": "admin",
+    "GET /v1/sessions/{session_id}": "read",
+    "DELETE /v1/sessions/{session_id}": "submit",  # of its own groups
+    "GET /v1/sessions/{session_id}/turns": "read",
+    "GET /v1/sessions/{session_id}/samples": "read",
+    "GET /v1/sessions/{session_id}/chat": "read",
+    "GET /v1/sessions/{session_id}/artifacts": "read",
+    "GET /v1/sessions/{session_id}/artifacts/{path:any_path}": "read",
+    "GET /v1/images/{digest}": "read",
+    "GET /v1/status": "read",
+    "GET /v1/engines": "read",
+    "POST /v1/engines": "admin",
+    "POST /v1/engines/{name}/drain": "admin",
+    "DELETE /v1/engines/{name}": "admin",
+    RELAY: "admin",
+    "GET /v1/nodes": "read",
+    "POST /v1/nodes/{name}/drain": "admin",
+    "POST /v1/nodes/{name}/resume": "admin",
+    "GET /v1/policy": "read",
+    "POST /v1/policy": "admin",
+    "POST /v1/policy/pause": "admin",
+    "POST /v1/policy/resume": "admin",
+    "GET /v1/tokens": "admin",
+    "POST /v1/tokens": "admin",
+    "DELETE /v1/tokens/{name}": "admin",
+}
+"""The role that each control route needs. A route that is not here cannot be called."""
+
+CALLER = "outrider.caller"
+MADE = "outrider.made"
+
 
 class AccessControl:
-    """Refuses control calls without the service's token.
+    """Refuses control calls without a token of the service, and notes those that may change something.
 
     A service without a token listens on this machine only. Then a web page open in a browser here could still send it
     requests, so calls are refused whose Host or Origin header names another machine: a page cannot forge these.
     """
 
-    def __init__(self, app: Application, token: str | None) -> None:
+    def __init__(self, app: Application, tokens: Tokens, audit: AuditLog) -> None:
         self._app = app
-        self._token = token
+        self._tokens = tokens
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] not in ("http", "websocket")
-            or scope["path"] in OPEN_PATHS
-            or (error := self._refusal(scope)) is None
-        ):
+        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
-        else:
-            # Starlette answers a WebSocket's request before it is accepted as it answers any other.
-            await json_reply(error.record(), status=error.http_status)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Unauthorized | None:
+            return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        if self._token is not None:
-            given = headers.get(b"authorization", b"")
-            if secrets.compare_digest(given, f"Bearer {self._token}".encode()):
-                return None
-            return Unauthorized(
-                "this service requires its token" if not given else "this is not the token of this service",
-                hint="set OUTRIDER_TOKEN for Outrider's commands, clients and bridges; others send the header"
-                " `Authorization: Bearer TOKEN`",
-            )
-        for name in (b"host", b"origin"):
-            place = headers.get(name, b"localhost").decode("latin-1")
-            try:
-                host = urlsplit(place if "//" in place else f"//{place}").hostname or ""
-            except ValueError:
-                host = ""
-            if not is_local(host):
-                return Unauthorized(
-                    f"without a token this service answers its own machine only, not {name.decode()} {place!r}",
-                    hint="use its address on 127.0.0.1, or serve with a token: --token or OUTRIDER_TOKEN",
-                )
+        try:
+            caller = await self._tokens.caller(_token(headers))
+            if caller is LOCAL:
+                check_place(headers)
+        except OutriderError as error:
+            # Not in the audit log: it changes nothing, and anybody could fill the log with such calls.
+            # Starlette answers a WebSocket's request before it is accepted as it answers any other.
+            await error_reply(error)(scope, receive, send)
+            return
+        scope[CALLER], scope[MADE] = caller, {}
+        reply = _Reply(scope, send, self._audit)
+        try:
+            with self._tokens.call(caller):
+                if scope["type"] == "websocket":
+                    check_worker(scope["path"], caller)
+                await self._app(scope, receive, reply)
+        except RevokedMeanwhile:
+            await reply.cut_off(receive)
+        except OutriderError as error:  # of `check_worker`: the application answers its own
+            await error_reply(error)(scope, receive, reply)
+
+
+class _Reply:
+    """Sends a reply. That to a call which may change something is in the audit log first."""
+
+    def __init__(self, scope: Scope, send: Send, audit: AuditLog) -> None:
+        self._scope = scope
+        self._send = send
+        self._audit = audit
+        self._begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if not self._begun:
+            self._begun = True
+            if self._scope.get("method") not in ("GET", "HEAD", "OPTIONS"):
+                await self._audit.add(_entry(self._scope, message.get("status", 101)))
+        await self._send(message)
+
+    async def cut_off(self, receive: Receive) -> None:
+        """End the reply to a caller whose token was revoked."""
+        if not self._begun:
+            refusal = Unauthorized("this token was revoked", hint="ask the operator for another one")
+            await error_reply(refusal)(self._scope, receive, self)
+        elif self._scope["type"] == "websocket":
+            await self._send({"type": "websocket.close", "code": 1008, "reason": "this token was revoked"})
+        else:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _entry(scope: Scope, status: int) -> AuditEntry:
+    caller, client = caller_in(scope), scope.get("client")
+    return AuditEntry(
+        at=time.time(),
+        who=caller.name,
+        role=caller.role,
+        place=client[0] if client else None,
+        call=_called(scope),
+        ids=scope.get("path_params", {}) | scope[MADE],
+        status=status,
+    )
+
+
+def _called(scope: Scope) -> str:
+    """As in ROUTES; for a route that does not exist, the path that was asked for."""
+    route = scope.get("route")
+    return f"{scope.get('method', 'WEBSOCKET')} {scope['path'] if route is None else route.path}"
+
+
+def caller_in(scope: Scope) -> Caller:
+    found: Caller = scope[CALLER]
+    return found
+
+
+def made(request: Request, **ids: str) -> None:
+    """Note what a call has made, for the audit log. Call it before the reply is sent."""
+    request.scope[MADE].update(ids)
+
+
+def check_worker(path: str, caller: Caller) -> None:
+    """As `check_role`, and NotFound for another route. What is raised after the routing of a WebSocket's request would
+    reach the worker as a bare 403."""
+    if not path.startswith("/v1/relay/"):
+        raise NotFound(f"there is no WebSocket at {path}")
+    _check(RELAY, caller)
+
+
+async def check_role(connection: HTTPConnection) -> None:
+    """Raises Forbidden if the caller may not call this route."""
+    _check(_called(connection.scope), caller_in(connection.scope))
+
+
+def _check(called: str, caller: Caller) -> None:
+    if not caller.may(needed := ROUTES[called]):
+        raise Forbidden(
+            f"{called} needs a token with the role {needed!r}; {caller.name!r} has {caller.role!r}",
+            hint=f"the operator makes one: outrider token create --role {needed}",
+        )
+
+
+def _token(headers: dict[bytes, bytes]) -> bytes | None:
+    """The bearer token that was sent."""
+    given = headers.get(b"authorization")
+    if given is None:
         return None
+    scheme, _, token = given.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else given
 
 
-def is_local(host: str) -> bool:
-    """Whether a host name or address can only refer to this machine."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+def check_place(headers: dict[bytes, bytes]) -> None:
+    """Raises Unauthorized if a request without a token is for, or from, another machine."""
+    for name in (b"host", b"origin"):
+        place = headers.get(name, b"localhost").decode("latin-1")
+        try:
+            host = urlsplit(place if "//" in place else f"//{place}").hostname or ""
+        except ValueError:
+            host = ""
+        if not is_local(host):
+            raise Unauthorized(
+                f"without a token this service answers its own machine only, not {name.decode()} {place!r}",
+                hint="use its address on 127.0.0.1, or serve with a token: --token or OUTRIDER_TOKEN",
+            )
 
 
-def check_address(host: str, token: str | None) -> None:
-    """Raises InvalidField for an address that other machines can reach, if there is no token."""
-    if not is_local(host) and not token:
+def check_address(config: Config, *, has_token: bool) -> None:
+    """Raises InvalidField for an address that other machines can reach, if there is no token, or no TLS."""
+    if not config.public:
+        return
+    if not has_token:
         raise InvalidField(
-            f"{host} can be reached from other machines, and no token is set",
+            f"{config.host} can be reached from other machines, and no token is set",
             field="token",
-            hint="set one with --token or OUTRIDER_TOKEN, or serve on 127.0.0.1",
+            hint="set one with --token or OUTRIDER_TOKEN, make one with `outrider token create`, or serve on 127.0.0.1",
+        )
+    if config.tls.certificate is None and not config.tls.insecure:
+        raise InvalidField(
+            f"{config.host} can be reached from other machines, and tokens would cross the network unencrypted",
+            field="tls.certificate",
+            hint="give a certificate: --tls-certificate FILE --tls-key FILE. If a proxy in front has one, or nobody"
+            " else is on the network: --insecure",
         )

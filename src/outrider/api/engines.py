@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from outrider.api.access import made
 from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, whole_body
+from outrider.errors import Conflict, EngineMisbehaved, EngineUnavailable
 from outrider.schemas import EngineList, EngineStatus, ServiceStatus
 from outrider.service.admission import parse_engine
 from outrider.service.service import Service
@@ -20,10 +22,17 @@ def engine_routes(service: Service) -> APIRouter:
         """The engines of the policy and of frozen models, with their load."""
         return json_reply(EngineList(engines=service.engines()))
 
-    @routes.post("/engines", status_code=201, **takes(EngineSpec), **answers(EngineStatus, status=201))
+    @routes.post(
+        "/engines",
+        status_code=201,
+        **takes(EngineSpec),
+        **answers(EngineStatus, Conflict, EngineMisbehaved, EngineUnavailable, status=201),
+    )
     async def add(request: Request) -> Response:
         """Attach an engine while sessions run. It must answer and have its model's tokenizer."""
-        return json_reply(await service.add_engine(parse_engine(await whole_body(request))), status=201)
+        engine = await service.attach_engine(parse_engine(await whole_body(request)))
+        made(request, name=engine.name)
+        return json_reply(engine, status=201)
 
     @routes.post("/engines/{name}/drain", **answers(EngineList))
     async def drain(name: str) -> Response:

@@ -10,9 +10,10 @@ import msgspec
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from outrider.api.access import caller_in, made
 from outrider.api.openapi import QUEUE_FULL, answers, takes
 from outrider.api.replies import json_reply, long_reply, whole_body
-from outrider.errors import Conflict, InvalidField
+from outrider.errors import Conflict, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 from outrider.service.service import Service
@@ -38,10 +39,17 @@ Samples = Annotated[bool, Query(description="include the training rows")]
 def group_routes(service: Service) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
-    @routes.post("/groups", status_code=201, **takes(GroupSpec), **answers(GroupView, status=201, also=QUEUE_FULL))
+    @routes.post(
+        "/groups",
+        status_code=201,
+        **takes(GroupSpec),
+        **answers(GroupView, Conflict, RuntimeUnavailable, status=201, also=QUEUE_FULL),
+    )
     async def submit(request: Request) -> Response:
         """Submit a group of sessions of one task. It is stored before the reply is sent."""
-        return json_reply(await service.submit(await service.parse(await whole_body(request))), status=201)
+        group = await service.submit(await service.parse(await whole_body(request)), caller_in(request.scope))
+        made(request, group_id=group.id)
+        return json_reply(group, status=201)
 
     @routes.get("/groups", **answers(GroupList))
     async def groups(state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20) -> Response:
@@ -65,9 +73,9 @@ def group_routes(service: Service) -> APIRouter:
         return long_reply(await service.reader.encoded(view))
 
     @routes.delete("/groups/{group_id}", **answers(GroupView))
-    async def cancel(group_id: str) -> Response:
+    async def cancel(request: Request, group_id: str) -> Response:
         """Cancel a group, whatever its sessions are doing. Cancelling it again changes nothing."""
-        return json_reply(await service.cancel(group_id))
+        return json_reply(await service.cancel(group_id, caller_in(request.scope)))
 
     @routes.get("/results", **answers(ResultsPage))
     async def results(
@@ -114,9 +122,9 @@ def group_routes(service: Service) -> APIRouter:
         return json_reply(await service.reader.session(session_id))
 
     @routes.delete("/sessions/{session_id}", **answers(SessionView))
-    async def cancel_session(session_id: str) -> Response:
+    async def cancel_session(request: Request, session_id: str) -> Response:
         """Cancel one session, whatever it is doing; the others of its group go on. Repeating it changes nothing."""
-        return json_reply(await service.cancel_session(session_id))
+        return json_reply(await service.cancel_session(session_id, caller_in(request.scope)))
 
     @routes.get("/sessions/{session_id}/turns", **answers(TurnList))
     async def turns(session_id: str) -> Response:

@@ -12,8 +12,27 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from outrider import schemas
-from outrider.errors import ErrorRecord
-from outrider.spec import AckSpec, EngineSpec, GcSpec, GroupSpec, PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
+from outrider.errors import (
+    ErrorRecord,
+    Forbidden,
+    InvalidField,
+    NotFound,
+    OutriderError,
+    RequestError,
+    ServiceError,
+    TooLarge,
+    Unauthorized,
+)
+from outrider.spec import (
+    AckSpec,
+    EngineSpec,
+    GcSpec,
+    GroupSpec,
+    PolicyPauseSpec,
+    PolicyResumeSpec,
+    PolicyUpdateSpec,
+    TokenSpec,
+)
 
 REF = "#/components/schemas/{name}"
 REPLIES = (
@@ -36,6 +55,9 @@ REPLIES = (
     schemas.ServiceStatus,
     schemas.SessionView,
     schemas.TurnList,
+    schemas.NewToken,
+    schemas.TokenList,
+    schemas.TokenView,
     ErrorRecord,
 )
 REQUESTS: tuple[type[BaseModel], ...] = (
@@ -44,6 +66,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     PolicyPauseSpec,
     PolicyResumeSpec,
     PolicyUpdateSpec,
+    TokenSpec,
     AckSpec,
     GcSpec,
 )
@@ -54,30 +77,39 @@ def _json(name: str) -> dict[str, Any]:
 
 
 _ERROR: dict[str, Any] = {"description": "What went wrong, and where.", "content": _json(ErrorRecord.__name__)}
+ALWAYS = (Unauthorized, Forbidden, ServiceError)
+"""Errors that every route may answer with."""
+WITH_A_BODY = (RequestError, TooLarge, InvalidField)
 
 
 QUEUE_FULL: dict[int | str, dict[str, Any]] = {
     429: {
-        "description": "Too many sessions wait in the queue. Submit the same again later.",
+        "description": "Too many sessions wait in the queue, or are those of the token. Submit the same again later.",
         "headers": {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}},
         "content": _json(ErrorRecord.__name__),
     }
 }
-"""The reply of a route that may be refused because the queue is full."""
+"""The reply of a route that may be refused because the queue is full, or the token has too much in it."""
 
 
 def answers(
-    shape: type[msgspec.Struct], *, status: int = 200, also: Mapping[int | str, dict[str, Any]] = {}
+    shape: type[msgspec.Struct],
+    *errors: type[OutriderError],
+    status: int = 200,
+    also: Mapping[int | str, dict[str, Any]] = {},
 ) -> dict[str, Any]:
-    """Route arguments that describe a route's JSON reply and its errors, `also` those with headers of their own."""
+    """Route arguments that describe a route's JSON reply, and the errors that `describe` cannot tell from its path, its
+    parameters and its body; `also` those with headers of their own."""
+    found: dict[int | str, dict[str, Any]] = {error.http_status: _ERROR for error in errors}
     reply = {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
-    return {"responses": {status: reply, **also, "default": _ERROR}}
+    return {"responses": found | {status: reply, **also}}
 
 
 def binary_answers(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that replies with a file."""
-    content = {media_type: {"schema": {"type": "string", "format": "binary"}}}
-    return {200: {"description": description, "content": content}, "default": _ERROR}
+    return {
+        200: {"description": description, "content": {media_type: {"schema": {"type": "string", "format": "binary"}}}}
+    }
 
 
 def takes(shape: type[BaseModel]) -> dict[str, Any]:
@@ -95,4 +127,12 @@ def describe(app: FastAPI) -> dict[str, Any]:
     )
     schemas.update(replies)
     schemas.update(requests["$defs"])
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            errors = [*ALWAYS, *(WITH_A_BODY if "requestBody" in operation else ())]
+            errors += [InvalidField] if operation.get("parameters") else []
+            errors += [NotFound] if "{" in path else []
+            operation["responses"] |= {str(error.http_status): _ERROR for error in errors}
+    for unused in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, in whose place `bad_query` answers
+        schemas.pop(unused, None)
     return document

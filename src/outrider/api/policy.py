@@ -6,10 +6,14 @@ from fastapi import APIRouter, Request, Response
 
 from outrider.api.openapi import answers, takes
 from outrider.api.replies import json_reply, whole_body
+from outrider.errors import Conflict, EngineMisbehaved, EngineUnavailable
 from outrider.schemas import PolicyStatus
 from outrider.service.admission import parse_body
 from outrider.service.service import Service
 from outrider.spec import PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
+
+FAILURES = (Conflict, EngineMisbehaved, EngineUnavailable)
+"""What a change of the policy may end with, as an engine must follow it."""
 
 
 def policy_routes(service: Service) -> APIRouter:
@@ -20,19 +24,19 @@ def policy_routes(service: Service) -> APIRouter:
         """The policy's version, whether it is paused, and the version of each engine."""
         return json_reply(service.pool.policy.status())
 
-    @routes.post("", **takes(PolicyUpdateSpec), **answers(PolicyStatus))
+    @routes.post("", **takes(PolicyUpdateSpec), **answers(PolicyStatus, *FAILURES))
     async def update(request: Request) -> Response:
         """Raise the version: pause, have the engines load the weights if they are given, and resume. Replies when the
         engines generate again."""
         return json_reply(await service.update_policy(parse_body(PolicyUpdateSpec, await whole_body(request))))
 
-    @routes.post("/pause", **takes(PolicyPauseSpec), **answers(PolicyStatus))
+    @routes.post("/pause", **takes(PolicyPauseSpec), **answers(PolicyStatus, *FAILURES))
     async def pause(request: Request) -> Response:
         """Hold new generations back. Replies when nothing is being generated any more. Clocks of agents stand still."""
         await service.pool.policy.pause(parse_body(PolicyPauseSpec, await whole_body(request)).mode)
         return json_reply(service.pool.policy.status())
 
-    @routes.post("/resume", **takes(PolicyResumeSpec), **answers(PolicyStatus))
+    @routes.post("/resume", **takes(PolicyResumeSpec), **answers(PolicyStatus, *FAILURES))
     async def resume(request: Request) -> Response:
         """Tell the engines the version of their weights, if one is given, and generate again."""
         await service.pool.policy.resume(parse_body(PolicyResumeSpec, await whole_body(request)).version)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 
-from outrider.errors import InvalidField, NotFound, OutriderError, QueueFull, TooLarge, record_of
+from outrider.errors import InvalidField, NotFound, OutriderError, QueueFull, TooLarge, Unauthorized, record_of
+from outrider.redaction import redacted
 from outrider.sessions.calls.body_limits import MAX_BODY
 
 PIECE = 256 << 10
 """Bytes of a long reply that are passed to the connection at once."""
+RETRY_AFTER = 10.0
+"""Seconds to wait where nothing is known that says how long: sessions take from seconds to hours."""
 
 
 async def whole_body(request: Request) -> bytes:
@@ -40,17 +43,30 @@ def long_reply(body: bytes) -> Response:
     return StreamingResponse(pieces(), media_type="application/json", headers={"Content-Length": str(len(body))})
 
 
-def json_reply(value: msgspec.Struct, *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+def json_reply(value: msgspec.Struct, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(value), status_code=status, media_type="application/json", headers=dict(headers or {})
+    )
+
+
+def error_reply(error: BaseException) -> Response:
+    """The reply to an error, without secrets: an OutriderError has its own status; any other is a bug, reported as one
+    with a 500."""
+    status = error.http_status if isinstance(error, OutriderError) else 500
+    record = record_of(error)
+    shown = msgspec.structs.replace(
+        record, message=redacted(record.message), log_tail=record.log_tail and redacted(record.log_tail)
+    )
+    headers = {}
+    if status == Unauthorized.http_status:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status == QueueFull.http_status:
+        headers["Retry-After"] = f"{getattr(error, 'retry_after', RETRY_AFTER):.0f}"
+    return json_reply(shown, status=status, headers=headers)
 
 
 async def outrider_error(request: Request, error: Exception) -> Response:
-    """The reply to an error: an OutriderError has its own status; any other is a bug, reported as one with a 500."""
-    status = error.http_status if isinstance(error, OutriderError) else 500
-    reply = json_reply(record_of(error), status=status)
-    if isinstance(error, QueueFull):
-        reply.headers["Retry-After"] = f"{error.retry_after:.0f}"
-    return reply
+    return error_reply(error)
 
 
 async def bad_query(request: Request, error: Exception) -> Response:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import cache
 from importlib.metadata import version
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
-from outrider.api.access import AccessControl, check_address
+from outrider.api.access import AccessControl, check_address, check_role
 from outrider.api.delivery import delivery_routes
 from outrider.api.engines import engine_routes
 from outrider.api.files import artifact_routes, image_routes
@@ -29,12 +30,15 @@ from outrider.api.openapi import describe
 from outrider.api.policy import policy_routes
 from outrider.api.relay import relay_routes
 from outrider.api.replies import bad_query, outrider_error, unknown_route
+from outrider.api.tokens import token_routes
+from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE
-from outrider.errors import EngineUnavailable, OutriderError, ServiceError, ServiceStopping
+from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceError, ServiceStopping
 from outrider.file_descriptors import raise_limit, shares
 from outrider.http_server import Application, Receive, Scope, Send, server_settings
 from outrider.service.service import Service
 from outrider.sessions.node import LocalNode
+from outrider.tls import presenting
 
 
 @asynccontextmanager
@@ -42,21 +46,30 @@ async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
     """Serve a service and its node's model gateway, and run its sessions; yields its base URL, such as
     http://127.0.0.1:8700.
 
-    Raises InvalidField for a public address without a token, and ServiceError if the address is in use.
+    Raises InvalidField for a public address without a token or TLS, and for a certificate that cannot be used, and
+    ServiceError if the address is in use.
     """
     config = service.config
-    check_address(config.host, config.token)
-    with _listener(config.host, config.port) as outside, socket.socket(socket.AF_UNIX) as inside:
+    check_address(config, has_token=await service.tokens.required())
+    tls = _tls(config.tls)
+    with ExitStack() as sockets:
+        outside = sockets.enter_context(_listener(config.host, config.port))
+        inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
         inside.bind(str(node.gateway_socket))
-        host, port = outside.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = _url(outside, tls=tls is not None)
         share = shares(raise_limit())
         gateway = Gateway(node, calls=share.session)
-        control = AccessControl(control_app(service), config.token)
+        control = AccessControl(control_app(service), service.tokens, service.audit)
         servers = [
-            (_Server(RootApp(control, gateway), share.control, websockets=MAX_TO_SERVICE), outside),
+            (_Server(RootApp(control, gateway), share.control, websockets=MAX_TO_SERVICE, tls=tls), outside),
             (_Server(gateway, share.sandboxes, websockets=0), inside),
         ]
+        gateway_url = url
+        if tls is not None:
+            # Sandboxes without a network of their own would have to know the certificate's authority.
+            beside = sockets.enter_context(_listener("127.0.0.1", 0))
+            servers.append((_Server(gateway, share.sandboxes, websockets=0), beside))
+            gateway_url = _url(beside, tls=False)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as group:
             for server, bound in servers:
@@ -64,7 +77,7 @@ async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
             for server, _ in servers:
                 await server.ready.wait()
             try:
-                with node.gateway_at(url):
+                with node.gateway_at(gateway_url):
                     async with service.running():
                         yield url
             except Exception as error:  # an error of the caller's block: the task group would wrap it in a group
@@ -86,14 +99,18 @@ def control_app(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.include_router(group_routes(service))
-    app.include_router(image_routes(service))
-    app.include_router(artifact_routes(service))
-    app.include_router(delivery_routes(service))
-    app.include_router(engine_routes(service))
-    app.include_router(node_routes(service))
-    app.include_router(policy_routes(service))
-    app.include_router(relay_routes(service))
+    for routes in (
+        group_routes,
+        image_routes,
+        artifact_routes,
+        delivery_routes,
+        engine_routes,
+        node_routes,
+        policy_routes,
+        relay_routes,
+        token_routes,
+    ):
+        app.include_router(routes(service), dependencies=[Depends(check_role)])
     app.add_exception_handler(OutriderError, outrider_error)
     app.add_exception_handler(Exception, outrider_error)
     app.add_exception_handler(RequestValidationError, bad_query)
@@ -142,7 +159,9 @@ class _Server(uvicorn.Server):
     `ready` is set once it listens. When it shuts down, it cuts off the requests that it is answering.
     """
 
-    def __init__(self, app: Application, connections: int, *, websockets: int) -> None:
+    def __init__(
+        self, app: Application, connections: int, *, websockets: int, tls: ssl.SSLContext | None = None
+    ) -> None:
         async def until_cut_off(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 await app(scope, receive, send)
@@ -150,7 +169,7 @@ class _Server(uvicorn.Server):
                 if not self.should_exit:
                     raise
 
-        super().__init__(server_settings(until_cut_off, connections=connections, websockets=websockets))
+        super().__init__(server_settings(until_cut_off, connections=connections, websockets=websockets, tls=tls))
         self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -169,6 +188,19 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _tls(settings: TlsConfig) -> ssl.SSLContext | None:
+    if settings.certificate is not None:
+        return presenting(settings.certificate, settings.key)
+    if settings.key is not None:
+        raise InvalidField("a key without a certificate", field="tls.key", hint="give --tls-certificate, too")
+    return None
+
+
+def _url(listener: socket.socket, *, tls: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _listener(host: str, port: int) -> socket.socket:

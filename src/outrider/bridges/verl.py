@@ -395,7 +395,13 @@ class ServiceActor:
         self._token = secrets.token_urlsafe(32)
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-verl-")
         self._log = Path(self._folder.name) / "log"
-        own = {"data": f"{self._folder.name}/data", "port": 0, "host": ray.util.get_node_ip_address()}
+        own = {
+            "data": f"{self._folder.name}/data",
+            "port": 0,
+            "host": ray.util.get_node_ip_address(),
+            "tls": {"insecure": True},  # Ray's own traffic is not encrypted either, unless its cluster says so
+            "plugins": {"allow": ["*"]},  # nobody but the trainer has the token
+        }
         settings = {**own, **config, "token": self._token}
         env = {name: value for name, value in variables().items() if name != "OUTRIDER_URL"}
         for name, value in settings.items():

@@ -18,7 +18,7 @@ from outrider.certify.judge import Certificate, Evidence, RowVerdict, Subject, h
 from outrider.certify.rows import FIRST_WORD, MARK, Row
 from outrider.certify.scripted_model import ScriptedModel
 from outrider.client import AsyncClient
-from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
 from outrider.service.assembly import open_service
 from outrider.spec import EvaluatorSpec, GroupSpec, Limits, TaskSpec, Write
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -52,7 +52,9 @@ async def certify(
             data=Path(data),
             model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
-            sandboxes=SandboxesConfig(allow=(Path("/"),)),  # tasks here come from the user who may read these files
+            # Tasks here come from the user, who may read these files, and run this Python.
+            sandboxes=SandboxesConfig(allow=(Path("/"),)),
+            plugins=PluginsConfig(allow=("*",)),
         )
         async with (
             open_service(config) as (service, node),

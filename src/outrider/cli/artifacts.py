@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.tables import table
 from outrider.cli.terminal import printable, terminal_of
 from outrider.errors import InvalidField, ServiceError
@@ -39,6 +39,7 @@ def artifacts(
     ] = None,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """List the files kept from a session's sandbox, or get one of them.
@@ -56,7 +57,7 @@ def artifacts(
         raise InvalidField("-o is for one file", field="output", hint="give the PATH of the file too")
     if path is not None and output is None and json:
         raise InvalidField("--json needs a file to write to", field="output", hint="add -o FILE")
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         if path is None:
             listed = service.artifacts(session, attempt=attempt)
             if terminal.json:

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.tables import callback_table, consumer_table
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.errors import InvalidField
@@ -36,7 +36,7 @@ def callback_commands() -> typer.Typer:
     return app
 
 
-def list_consumers(ctx: typer.Context, url: Url = None, token: Token = None, json: Json = False) -> None:
+def list_consumers(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
     """List the consumers with their positions.
 
     What a consumer has not acknowledged is not removed: look for those that were not seen for long.
@@ -45,7 +45,7 @@ def list_consumers(ctx: typer.Context, url: Url = None, token: Token = None, jso
 
         outrider consumers list
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show_consumers(terminal_of(ctx), service.consumers())
 
 
@@ -58,6 +58,7 @@ def acknowledge(
     rewind: Annotated[bool, typer.Option("--rewind", help="Also move it back: it gets groups again.")] = False,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Move a consumer to a cursor.
@@ -68,12 +69,12 @@ def acknowledge(
 
         outrider consumers ack trainer 0 --rewind
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show_consumers(terminal_of(ctx), (service.ack(name, cursor, rewind=rewind),))
 
 
 def remove_consumer(
-    ctx: typer.Context, name: Consumer, url: Url = None, token: Token = None, json: Json = False
+    ctx: typer.Context, name: Consumer, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
 ) -> None:
     """Forget a consumer.
 
@@ -83,18 +84,18 @@ def remove_consumer(
 
         outrider consumers rm trainer
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show_consumers(terminal_of(ctx), service.remove_consumer(name))
 
 
-def list_callbacks(ctx: typer.Context, url: Url = None, token: Token = None, json: Json = False) -> None:
+def list_callbacks(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
     """List the callbacks that were given up, the newest first.
 
     Example:
 
         outrider callbacks list
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show_callbacks(terminal_of(ctx), service.dead_callbacks(limit=LISTED))
 
 
@@ -104,6 +105,7 @@ def redeliver(
     everything: Annotated[bool, typer.Option("--all", help="All callbacks that were given up.")] = False,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Try callbacks anew that were given up.
@@ -117,7 +119,7 @@ def redeliver(
     terminal = terminal_of(ctx)
     if (group is None) is not everything:
         raise InvalidField("give either a GROUP or --all", field="group", hint="see outrider callbacks list")
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         count = service.redeliver(group)
     if terminal.json:
         terminal.write_json(Redelivered(callbacks=count))
@@ -130,6 +132,7 @@ def discard(
     group: Annotated[str, typer.Argument(metavar="GROUP", help="The group whose callback it is.")],
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Discard a callback that was given up.
@@ -140,7 +143,7 @@ def discard(
 
         outrider callbacks discard g-0019a4e2b6c1f3d2
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show_callbacks(terminal_of(ctx), service.discard_callback(group))
 
 
@@ -158,6 +161,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only count.")] = False,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Remove old groups with their sessions, turns, images, artifacts and events.
@@ -171,7 +175,7 @@ def gc(
         outrider gc --size-mb 20000
     """
     terminal = terminal_of(ctx)
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         report = service.gc(days=days, size_mb=size_mb, force=force, dry_run=dry_run)
         while report.more:
             terminal.note(f"removed {report.groups} groups, {report.bytes / (1 << 20):,.1f} MiB")

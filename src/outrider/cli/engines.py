@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.tables import engine_table
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.errors import InvalidField
@@ -56,7 +56,7 @@ def engine_commands() -> typer.Typer:
     return app
 
 
-def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, json: Json = False) -> None:
+def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
     """List the engines with their load.
 
     Requests in flight, sessions, and tokens generated since the service began.
@@ -65,7 +65,7 @@ def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, json:
 
         outrider engines list --json
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.engines())
 
 
@@ -81,6 +81,7 @@ def add(
     ] = None,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Add an engine.
@@ -97,11 +98,13 @@ def add(
     """
     given = {"name": name, "model": model, "serves": serves}
     named = {key: value for key, value in given.items() if value is not None}
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), (service.add_engine(parse_engine(engine) | named),))
 
 
-def drain(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, json: Json = False) -> None:
+def drain(
+    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
+) -> None:
     """Give an engine no new sessions.
 
     Its present sessions stay with it until they end.
@@ -110,11 +113,13 @@ def drain(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, 
 
         outrider engines drain vllm-0
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.drain_engine(name))
 
 
-def remove(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, json: Json = False) -> None:
+def remove(
+    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
+) -> None:
     """Remove an engine from the pool.
 
     Its sessions continue on other engines.
@@ -123,7 +128,7 @@ def remove(ctx: typer.Context, name: Name, url: Url = None, token: Token = None,
 
         outrider engines rm vllm-0
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.remove_engine(name))
 
 

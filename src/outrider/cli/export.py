@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.terminal import terminal_of
 from outrider.client import Client
 from outrider.errors import InvalidField
@@ -65,6 +65,7 @@ def export(
     ] = None,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Write the training samples of done groups.
@@ -89,7 +90,7 @@ def export(
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
     samples, left_out, groups, evaluations, cursor = 0, 0, 0, 0, after
     images = _Images(output.parent / "images" if output else None)
-    with client(url, token) as service, _writer(output, format) as writer:
+    with client(url, token, ca) as service, _writer(output, format) as writer:
         for done in _groups(service, group, after, samples=format is not SampleFormat.CHAT):
             cursor = max(cursor, done.cursor or 0)
             if group is None and EVALUATION_LABEL in done.labels:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.tables import node_table
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.schemas import NodeList, NodeStats
@@ -23,18 +23,20 @@ def node_commands() -> typer.Typer:
     return app
 
 
-def list_nodes(ctx: typer.Context, url: Url = None, token: Token = None, json: Json = False) -> None:
+def list_nodes(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
     """List the nodes with their lanes and resources.
 
     Example:
 
         outrider nodes list --json
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.nodes())
 
 
-def drain(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, json: Json = False) -> None:
+def drain(
+    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
+) -> None:
     """Give a node no new sessions.
 
     Its present sessions go on until they end. It stays drained until it is
@@ -44,18 +46,20 @@ def drain(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, 
 
         outrider nodes drain local
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.drain_node(name))
 
 
-def resume(ctx: typer.Context, name: Name, url: Url = None, token: Token = None, json: Json = False) -> None:
+def resume(
+    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
+) -> None:
     """Give a drained node sessions again.
 
     Example:
 
         outrider nodes resume local
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.resume_node(name))
 
 

@@ -27,19 +27,28 @@ Token = Annotated[
     str | None,
     typer.Option("--token", metavar="TOKEN", help="The service's access token.", show_default="$OUTRIDER_TOKEN"),
 ]
+Ca = Annotated[
+    str | None,
+    typer.Option(
+        "--ca",
+        metavar="FILE",
+        help="Certificate (PEM) of the authority of the service's.",
+        show_default="$OUTRIDER_CA, else those of this machine",
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", callback=_json, is_eager=True, help="Write one JSON document to standard output.")
 ]
 
 
-def client(url: str | None, token: str | None) -> Client:
+def client(url: str | None, token: str | None, ca: str | None) -> Client:
     """A client of the service that the options name, or else the environment."""
-    return Client(_url(url), token=token or environment("OUTRIDER_TOKEN"))
+    return Client(_url(url), token=token or environment("OUTRIDER_TOKEN"), ca=ca or environment("OUTRIDER_CA"))
 
 
-def async_client(url: str | None, token: str | None) -> AsyncClient:
+def async_client(url: str | None, token: str | None, ca: str | None) -> AsyncClient:
     """As `client`, for asynchronous commands."""
-    return AsyncClient(_url(url), token=token or environment("OUTRIDER_TOKEN"))
+    return AsyncClient(_url(url), token=token or environment("OUTRIDER_TOKEN"), ca=ca or environment("OUTRIDER_CA"))
 
 
 def _url(url: str | None) -> str:

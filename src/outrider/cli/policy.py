@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.tables import policy_line, policy_table
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.schemas import PolicyStatus
@@ -34,19 +34,24 @@ def policy_commands() -> typer.Typer:
     return app
 
 
-def show(ctx: typer.Context, url: Url = None, token: Token = None, json: Json = False) -> None:
+def show(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
     """Show the policy's version, and the version of each engine.
 
     Example:
 
         outrider policy show
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.policy())
 
 
 def pause(
-    ctx: typer.Context, mode: InFlight = Mode.FINISH, url: Url = None, token: Token = None, json: Json = False
+    ctx: typer.Context,
+    mode: InFlight = Mode.FINISH,
+    url: Url = None,
+    token: Token = None,
+    ca: Ca = None,
+    json: Json = False,
 ) -> None:
     """Hold new generations back, and wait until nothing is generated any more.
 
@@ -56,7 +61,7 @@ def pause(
 
         outrider policy pause --mode abort
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.pause_policy(mode.value))
 
 
@@ -68,6 +73,7 @@ def resume(
     ] = None,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Generate again.
@@ -78,7 +84,7 @@ def resume(
 
         outrider policy resume 12
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.resume_policy(version))
 
 
@@ -97,6 +103,7 @@ def update(
     ] = None,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Raise the policy's version, with weights that the engines load in place.
@@ -108,7 +115,7 @@ def update(
         outrider policy update 12 --weights checkpoints/12 --mode abort
     """
     path = None if weights is None else str(Path(weights).absolute()) if Path(weights).exists() else weights
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         _show(
             terminal_of(ctx),
             service.update_policy(version, mode=mode.value, weights=path, cancel_older_than=cancel_older_than),

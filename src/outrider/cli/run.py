@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import Json, Token, Url, async_client
+from outrider.cli.options import Ca, Json, Token, Url, async_client
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import session_table
 from outrider.cli.task_file import load_group
@@ -27,6 +27,7 @@ def run(
     priority: Annotated[int, typer.Option(metavar="P", help="From -1000 to 1000; higher ones run first.")] = 0,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Run a task and wait for it.
@@ -44,7 +45,7 @@ def run(
     """
     terminal = terminal_of(ctx)
     group = load_group(task, n=n, priority=priority)
-    raise typer.Exit(asyncio.run(_run(terminal, async_client(url, token), group)))
+    raise typer.Exit(asyncio.run(_run(terminal, async_client(url, token, ca), group)))
 
 
 async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:

@@ -15,7 +15,9 @@ from outrider.cli.event_loop import run_service, shorten_pauses
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import DEFAULT_URL
 from outrider.config import Config, load_config
+from outrider.redaction import SHORTEST, redacted
 
+NETWORK = "Network"
 LANES = "Lanes"
 SANDBOXES = "Sandboxes"
 MODEL = "Model"
@@ -57,6 +59,28 @@ def serve(
     ] = None,
     token: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="Token that clients must send. Safer: OUTRIDER_TOKEN.")
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate (PEM) to serve with TLS.", rich_help_panel=NETWORK),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Its private key (PEM).",
+            show_default="in the certificate's file",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool | None,
+        typer.Option(
+            "--insecure",
+            help="Let other machines connect without TLS: a proxy in front has it, or the network is your own.",
+            show_default=False,
+            rich_help_panel=NETWORK,
+        ),
     ] = None,
     engine: Annotated[list[str] | None, typer.Option(metavar=KIND, help=f"{KIND_HELP} May be repeated.")] = None,
     tokenizer: Annotated[
@@ -123,6 +147,15 @@ def serve(
             rich_help_panel=SANDBOXES,
         ),
     ] = None,
+    allow_plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="Python that tasks may name, and that runs inside the service. May be repeated.",
+            show_default="outrider.demo.task",
+            rich_help_panel=SANDBOXES,
+        ),
+    ] = None,
     sandbox_cpus: Annotated[
         float | None,
         typer.Option(
@@ -183,6 +216,7 @@ def serve(
         "store": store,
         "files": files,
         "token": token,
+        "tls": {"certificate": tls_certificate, "key": tls_key, "insecure": insecure},
         "engines": [parse_engine(text) for text in engine] if engine else None,
         "model": {"tokenizer": tokenizer, "renderer": renderer, "name": model_name, "context_tokens": context},
         "lanes": {
@@ -192,6 +226,7 @@ def serve(
             "eval": eval_lane,
             "evaluation_share": evaluation_share,
         },
+        "plugins": {"allow": allow_plugin or None},
         "sandboxes": {
             "allow": allow_path or None,
             "cpus": sandbox_cpus,
@@ -206,19 +241,28 @@ def serve(
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )
+    log = logging.StreamHandler()
+    log.setFormatter(_WithoutSecrets(settings.token))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[log])
     run_service(_serve(terminal_of(ctx), settings))
+
+
+class _WithoutSecrets(logging.Formatter):
+    """Lines of the log, tracebacks included, without secrets."""
+
+    def __init__(self, token: str | None) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        self._secrets = [token] if token and len(token) >= SHORTEST else []
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record), self._secrets)
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:
     # Imported here because most commands do not need the server's libraries.
-    from outrider.api.access import check_address
     from outrider.api.server import serving
     from outrider.service.assembly import open_service
 
-    check_address(config.host, config.token)
     signals = _StopSignals()
     try:
         async with open_service(config) as (service, node), serving(service, node) as url:

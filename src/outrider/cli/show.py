@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.tables import number
 from outrider.cli.terminal import printable, terminal_of
 from outrider.errors import ErrorRecord
@@ -37,6 +37,7 @@ def show(
     session: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Show a session: what the model was shown, what it sampled, and how it ended.
@@ -48,7 +49,7 @@ def show(
         outrider show s-0019a4e2b6c1f3d2-0
     """
     terminal = terminal_of(ctx)
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         record = Record(service.session(session), service.turns(session))
     if terminal.json:
         terminal.write_json(record)

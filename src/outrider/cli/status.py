@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import Json, Token, Url, client
+from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.tables import engine_table, group_table, node_table, policy_line, session_table
 from outrider.cli.terminal import Terminal, printable, terminal_of
 from outrider.schemas import GroupSummary, GroupView, ServiceStatus
@@ -28,6 +28,7 @@ def status(
     group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="A group's id: show its sessions.")] = None,
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Show the state of the service, or of one group.
@@ -42,7 +43,7 @@ def status(
         outrider status g-0019a4e2b6c1f3d2
     """
     terminal = terminal_of(ctx)
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         if group is not None:
             _show_group(terminal, service.group(group))
             return
@@ -70,6 +71,7 @@ def cancel(
     ],
     url: Url = None,
     token: Token = None,
+    ca: Ca = None,
     json: Json = False,
 ) -> None:
     """Cancel a group, or one session of it.
@@ -82,7 +84,7 @@ def cancel(
 
         outrider cancel s-0019a4e2b6c1f3d2-0
     """
-    with client(url, token) as service:
+    with client(url, token, ca) as service:
         group = service.group(service.cancel_session(id).group_id) if id.startswith("s-") else service.cancel(id)
         _show_group(terminal_of(ctx), group)
 

@@ -22,6 +22,7 @@ from outrider.schemas import (
     NodeStats,
     PolicyStatus,
     ResourceStats,
+    TokenView,
 )
 from outrider.trajectory import StageSeconds
 
@@ -180,6 +181,24 @@ def policy_table(policy: PolicyStatus) -> RenderableType:
     """One row for each engine of the policy."""
     rows = [(engine.name, str(engine.version), word("yes" if engine.ok else "no")) for engine in policy.engines]
     return table(("engine", "version>", "up"), rows)
+
+
+def token_table(tokens: Iterable[TokenView]) -> Table:
+    """One row for each token: until when it is good, or that it is not."""
+
+    def until(token: TokenView) -> str:
+        if token.revoked is not None:
+            return "revoked"
+        if token.expires is None:
+            return "always"
+        left = token.expires - time.time()
+        return f"{left / 86400:.1f} d more" if left > 0 else "expired"
+
+    rows = [
+        (token.name, token.role, "-" if token.max_queued is None else str(token.max_queued), until(token))
+        for token in tokens
+    ]
+    return table(("token", "role", "max queued>", "good"), rows)
 
 
 def node_table(node: NodeStats) -> RenderableType:

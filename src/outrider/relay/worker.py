@@ -52,6 +52,7 @@ from outrider.errors import (
     Conflict,
     EngineMisbehaved,
     EngineRejected,
+    Forbidden,
     NotFound,
     OutriderError,
     ServiceError,
@@ -61,6 +62,7 @@ from outrider.errors import (
 from outrider.plugins import plugin_code
 from outrider.relay.function_engine import FunctionEngine, Generate
 from outrider.relay.generations import Generations
+from outrider.tls import trusting
 
 log = logging.getLogger("outrider.relay")
 
@@ -76,7 +78,7 @@ REFUSALS: dict[int, type[OutriderError]] = {
     Close.REMOVED: Conflict,
     Close.PROTOCOL: Conflict,
     401: Unauthorized,
-    403: NotFound,
+    403: Forbidden,
     404: NotFound,
 }
 """Close codes and HTTP statuses that would come again, and the errors that `Worker.run` raises for them."""
@@ -84,7 +86,7 @@ REFUSALS: dict[int, type[OutriderError]] = {
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
     401: "give the service's token: Worker(..., token=...)",
-    403: "is this an Outrider service, of the same version as the worker?",
+    403: "its token must be an admin's: outrider token create --role admin",
     404: "is this an Outrider service, of the same version as the worker?",
 }
 
@@ -95,6 +97,7 @@ class Worker:
     `generate` is an `Engine`, started and closed by the caller, or a function (`FunctionEngine` says what it may be,
     and takes what there is to tell of it). `update_weights(weights, version)` is a coroutine function that loads the
     weights at a path, and raises where it cannot; an engine that loads weights itself needs none. `name` is for people;
+    `ca` is a PEM file with the authority of the service's certificate, where this machine does not know it;
     `reconnecting` are the waits between tries to connect.
     A worker runs once at a time: `await worker.run()`; `async with worker` beside other work of the event loop;
     `with worker.in_thread()` beside code that blocks. All three raise what `run` does.
@@ -107,6 +110,7 @@ class Worker:
         *,
         engine: str = "trainer",
         token: str | None = None,
+        ca: str | None = None,
         update_weights: Callable[[str, int], Awaitable[None]] | None = None,
         name: str | None = None,
         reconnecting: Backoff = RECONNECTING,
@@ -117,6 +121,7 @@ class Worker:
         self.connections = 0
         """How often the service has taken it up."""
         self._token = token
+        self._trusted = trusting(ca)
         self._load = update_weights or weights_loader(self.engine)
         self._loading = asyncio.Lock()
         self._paused = False
@@ -134,15 +139,16 @@ class Worker:
     async def run(self) -> None:
         """Serve until it is cancelled, whatever becomes of the connection.
 
-        Raises Unauthorized for a wrong token, Conflict where the service has no use for this worker (another model, an
-        engine of another kind, another version of the protocol), EngineMisbehaved when it sent what cannot be, and
-        NotFound for a service without a relay.
+        Raises Unauthorized for a wrong token, Forbidden for one that is no admin's, Conflict where the service has no
+        use for this worker (another model, an engine of another kind, another version of the protocol),
+        EngineMisbehaved when it sent what cannot be, and NotFound for a service without a relay.
         """
         if self._loop is not None:
             raise Conflict("this worker is running already", hint="make another one")
         self._loop = asyncio.get_running_loop()
         try:
-            async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+            connector = aiohttp.TCPConnector(ssl=self._trusted)
+            async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
                 await self._stay_attached(session, tasks)
         except ExceptionGroup as group:  # the task group's, around the one error of its block
             if len(group.exceptions) > 1:

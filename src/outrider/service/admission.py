@@ -27,7 +27,16 @@ from outrider.plugins import resolve
 from outrider.runtimes.base import RuntimeKind
 from outrider.schemas import NodeStats
 from outrider.sessions.resources import required, total_of
-from outrider.spec import MAX_INLINE_FILE, EngineSpec, GroupSpec, Resources, RuntimeSpec, Spec, TaskSpec, Upload
+from outrider.spec import (
+    MAX_INLINE_FILE,
+    EngineSpec,
+    GroupSpec,
+    Resources,
+    RuntimeSpec,
+    Spec,
+    TaskSpec,
+    Upload,
+)
 
 S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]

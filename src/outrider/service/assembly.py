@@ -44,6 +44,25 @@ class Opened(NamedTuple):
 
 
 @asynccontextmanager
+async def open_store(config: Config) -> AsyncIterator[Store]:
+    """The store of a service that does not run. Raises ServiceError if it does."""
+    config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # A lock of the kernel and not a file with a process id: it is released however the process dies.
+    lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        hint = "stop it, or give this one a folder of its own: --data DIR"
+        raise ServiceError(f"another service is using {config.data}", hint=hint) from error
+    try:
+        async with _store(config) as store:
+            yield store
+    finally:
+        os.close(lock)
+
+
+@asynccontextmanager
 async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIterator[Opened]:
     """A service with one node, both in this process. `pauses` are the waits between a session's failed attempts.
 
@@ -61,18 +80,9 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
     machine = machine_capacity()
     sandboxes = config.sandboxes
     async with AsyncExitStack() as stack:
-        config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A lock of the kernel and not a file with a process id: it is released however the process dies.
-        lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        stack.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            hint = "stop it, or give this one a folder of its own: --data DIR"
-            raise ServiceError(f"another service is using {config.data}", hint=hint) from error
+        store = await stack.enter_async_context(open_store(config))
         intake, offload = Intake(), OffloadThread()
         stack.push_async_callback(offload.close)
-        store = await stack.enter_async_context(_store(config))
         artifacts = ArtifactStore(config.data / "artifacts")
         engine_names: set[str] = set()
         kept = await store.policy()

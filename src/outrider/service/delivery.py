@@ -21,6 +21,7 @@ from outrider.callbacks import signed_headers
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
 from outrider.errors import NotFound, storable
+from outrider.service.permits import Permits
 from outrider.service.retry_store import retry_store
 from outrider.service.views import ViewReader
 from outrider.store.rows import Delivery
@@ -61,20 +62,23 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Deliverer:
-    """Run `run` in a task group; call `wake` when a group is done. Pushes are signed if there is a `secret`. `pauses`
-    are the waits between tries of a push, which is tried for `patience` seconds at least."""
+    """Run `run` in a task group; call `wake` when a group is done. `permits` say where a push may go. Pushes are signed
+    if there is a `secret`. `pauses` are the waits between tries of a push, which is tried for `patience` seconds at
+    least."""
 
     def __init__(
         self,
         store: Store,
         reader: ViewReader,
         *,
+        permits: Permits,
         secret: str | None = None,
         pauses: Backoff = PAUSES,
         patience: float = PATIENCE,
     ) -> None:
         self._store = store
         self._reader = reader
+        self._permits = permits
         self._secret = secret
         self._pauses = pauses
         self._patience = patience
@@ -92,7 +96,9 @@ class Deliverer:
         # Without cookies: those of one receiver are nothing to another.
         async with (
             aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=TRY_SECONDS), cookie_jar=aiohttp.DummyCookieJar()
+                timeout=aiohttp.ClientTimeout(total=TRY_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                connector=aiohttp.TCPConnector(socket_factory=self._permits.socket),
             ) as http,
             asyncio.TaskGroup() as group,
         ):

@@ -20,14 +20,17 @@ from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import InvalidField, NotFound
+from outrider.errors import Forbidden, InvalidField, NotFound
 from outrider.lifecycle import GroupState
 from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
+from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer
+from outrider.service.permits import Permits
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
+from outrider.service.tokens import LOCAL, Caller, Tokens
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
@@ -64,6 +67,9 @@ class Service:
         self.config = config
         self.store = store
         self.artifacts = artifacts
+        self.tokens = Tokens(store, config.token)
+        self.audit = AuditLog(config.data)
+        self._permits = Permits(config)
         self.pool = pool = backend.pool
         """The policy's engines."""
         self._frozen = {model.model: model.pool for model in frozen}
@@ -72,7 +78,9 @@ class Service:
         self._offload = backend.offload
         self._ids = Ids()
         secret = config.callbacks.secret
-        self._deliverer = Deliverer(store, self.reader, secret=secret.get_secret_value() if secret else None)
+        self._deliverer = Deliverer(
+            store, self.reader, permits=self._permits, secret=secret.get_secret_value() if secret else None
+        )
         self.retention = Retention(store, artifacts, config.retention)
         self._back_pressure = BackPressure(store, config.queue.sessions)
         self._scheduler = Scheduler(
@@ -134,9 +142,17 @@ class Service:
 
         return await self._offload.run_steps(steps())
 
-    async def submit(self, spec: GroupSpec) -> GroupView:
+    async def submit(self, spec: GroupSpec, caller: Caller = LOCAL) -> GroupView:
         """Check and store a group, and wake the scheduler. Raises the errors of admission, QueueFull while too many
-        sessions wait, and Conflict for a known idempotency key with another body."""
+        sessions wait, QuotaExceeded, and Conflict for a known idempotency key with another body."""
+        quota = caller.max_queued
+        if quota is not None and spec.n > quota:
+            raise InvalidField(
+                f"{spec.n} sessions are more than token {caller.name!r} may ever have queued and running: {quota}",
+                field="n",
+                hint="submit smaller groups, or ask the operator for a token with a higher --max-queued",
+            )
+        self._permits.check(spec, caller)
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
         await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
         group_id = f"g-{self._ids.next()}"
@@ -153,25 +169,37 @@ class Service:
             cursor=None,
             labels=spec.task.labels,
             min_usable=spec.min_usable,
+            submitted_by=caller.name,
         )
         await self._back_pressure.check(row)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())
         expires = None if seconds is None else row.created + seconds
-        stored = await self.store.create_group(row, body, session_ids, expires=expires)
+        stored = await self.store.create_group(row, body, session_ids, expires=expires, quota=quota)
         self._scheduler.wake()
         return await self.reader.view(stored)
 
-    async def cancel(self, group_id: str) -> GroupView:
-        """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing."""
+    async def cancel(self, group_id: str, caller: Caller = LOCAL) -> GroupView:
+        """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing. Raises
+        Forbidden if it is another's, and the caller no admin."""
+        await self._check_owner(group_id, caller)
         await self._scheduler.end(await self.store.cancel_group(group_id))
         return await self.reader.group(group_id)
 
-    async def cancel_session(self, session_id: str) -> SessionView:
-        """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing."""
+    async def cancel_session(self, session_id: str, caller: Caller = LOCAL) -> SessionView:
+        """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing.
+        Raises Forbidden as `cancel`."""
+        await self._check_owner((await self.store.session(session_id)).group_id, caller)
         await self._scheduler.end([await self.store.cancel_session(session_id)])
         return await self.reader.session(session_id)
+
+    async def _check_owner(self, group_id: str, caller: Caller) -> None:
+        if not caller.may("admin") and (owner := (await self.store.group(group_id)).submitted_by) != caller.name:
+            raise Forbidden(
+                f"group {group_id} was submitted by {owner!r}; {caller.name!r} may cancel its own groups only",
+                hint="an admin's token may cancel any",
+            )
 
     async def group(self, group_id: str, *, wait: float, samples: bool) -> GroupView:
         """A group as soon as it is done, or as it is after `wait` seconds."""
@@ -250,6 +278,12 @@ class Service:
 
         await self.pool.policy.update(update.version, mode=update.mode, weights=update.weights, meanwhile=cancel_old)
         return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
+
+    async def attach_engine(self, spec: EngineSpec) -> EngineStatus:
+        """As `add_engine`, for an engine that the settings do not name. Raises InvalidField for Python that is not
+        allowed."""
+        self._permits.check_python(spec.kind, field="kind")
+        return await self.add_engine(spec)
 
     async def add_engine(self, spec: EngineSpec) -> EngineStatus:
         """Attach an engine to the model that it serves. Raises as `EnginePool.add`, and InvalidField for an unknown

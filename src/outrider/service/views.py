@@ -13,6 +13,7 @@ import msgspec
 
 from outrider.concurrency.offload import OffloadThread, Steps
 from outrider.errors import NotFound
+from outrider.redaction import without_keys
 from outrider.schemas import (
     CallbackView,
     ChatList,
@@ -75,6 +76,7 @@ class ViewReader:
             finished=row.finished,
             cursor=row.cursor,
             labels=row.labels,
+            submitted_by=row.submitted_by,
             sessions=tuple(map(session_view, sessions)),
             samples=None if rows is None else tuple(rows),
         )
@@ -165,8 +167,9 @@ def _turn_view(
 
 
 def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
-    """The ids as text; `words` where there are none, as in the turns of a text engine, or nothing decodes them."""
-    return tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words
+    """The ids as text; `words` where there are none, as in the turns of a text engine, or nothing decodes them. Without
+    the key of the session: while it runs, whoever may look must not be able to make its model calls."""
+    return without_keys(tokenizer.decode(unpack_ids(ids).tolist()) if ids and tokenizer is not None else words)
 
 
 def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]:
@@ -225,6 +228,7 @@ def group_summary(row: GroupRow) -> GroupSummary:
         finished=row.finished,
         cursor=row.cursor,
         labels=row.labels,
+        submitted_by=row.submitted_by,
         done=row.done,
         errors=row.errors,
         mean_reward=row.reward_total / row.rewarded if row.rewarded else None,

@@ -12,8 +12,9 @@ import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import StopReason
+from outrider.redaction import redacted, secrets_in
 from outrider.schemas import NodeStats
-from outrider.spec import RuntimeSpec, TaskSpec
+from outrider.spec import Run, RuntimeSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
 from outrider.trajectory import FrozenUse, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
@@ -50,6 +51,23 @@ class Node(Protocol):
     def stats(self) -> NodeStats: ...
     def has_image(self, runtime: RuntimeSpec) -> bool: ...
     async def run(self, attempt: Attempt) -> SessionResult: ...
+
+
+def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:
+    """The result without the secrets in the task's environment, which a program that failed may have printed."""
+    runs = (step for step in task.runtime.prepare if isinstance(step, Run))
+    given = (task.harness.env, task.runtime.env, *(step.env for step in runs))
+    secrets = secrets_in(variable for env in given for variable in env.items())
+    error, ended = result.error, result.harness_exit
+    if error is not None:
+        error = msgspec.structs.replace(
+            error,
+            message=redacted(error.message, secrets),
+            log_tail=error.log_tail and redacted(error.log_tail, secrets),
+        )
+    if ended is not None:
+        ended = msgspec.structs.replace(ended, log_tail=redacted(ended.log_tail, secrets))
+    return msgspec.structs.replace(result, error=error, harness_exit=ended)
 
 
 def session_result(

@@ -21,6 +21,7 @@ from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import OutriderError, RequestError, record_of
 from outrider.lifecycle import StopReason
+from outrider.redaction import KEY_PREFIX
 from outrider.rootfs.store import ImageStore
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
@@ -28,7 +29,7 @@ from outrider.sandboxes.sandbox import Sandboxes
 from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactCollector
-from outrider.sessions.attempt import Attempt, session_result
+from outrider.sessions.attempt import Attempt, session_result, without_secrets
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import SessionModels
@@ -144,11 +145,12 @@ class LocalNode:
 
     async def run(self, attempt: Attempt) -> SessionResult:
         """The attempt's result, whatever fails. Raises only CancelledError."""
-        key = secrets.token_urlsafe(24)
+        # Found in `_models` by its hash, for which Python has a random seed: how long that takes tells nothing of it.
+        key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
         try:
             rollout = Rollout(attempt, key, self._services)
             self._models[key] = rollout.models
-            return await rollout.run()
+            return without_secrets(await rollout.run(), attempt.task)
         except Exception as error:  # such as that of a record that cannot be read back
             if not isinstance(error, OutriderError):
                 log.exception("session %s failed unexpectedly", attempt.name)

@@ -294,6 +294,20 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
         "CREATE TABLE drained_nodes (name TEXT PRIMARY KEY)",
     ),
+    (
+        # `digest` is the SHA-256 of the token (hex). A revoked one stays: its name is that of groups and audit lines.
+        """CREATE TABLE tokens (
+            name TEXT PRIMARY KEY,
+            digest TEXT NOT NULL UNIQUE,
+            role TEXT NOT NULL,
+            max_queued INTEGER,
+            created DOUBLE PRECISION NOT NULL,
+            expires DOUBLE PRECISION,
+            revoked DOUBLE PRECISION
+        )""",
+        "ALTER TABLE groups ADD COLUMN submitted_by TEXT",
+        "CREATE INDEX groups_by_submitter ON groups (submitted_by, open_sessions) WHERE open_sessions > 0",
+    ),
 )
 
 

@@ -15,12 +15,13 @@ import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.spec import Role
 from outrider.store.database import Row
 from outrider.trajectory import SessionResult, Turn
 
 GROUP_COLUMNS = (
     "id, n, priority, idempotency_key, callback_url, state, cancelled, created, finished, cursor, labels, "
-    "n - open_sessions, errors, rewarded, reward_total, min_usable"
+    "n - open_sessions, errors, rewarded, reward_total, min_usable, submitted_by"
 )
 SESSION_COLUMNS = (
     "id, group_id, sample_index, state, attempt, node, lease_until, priority, created, updated, last_error, result, "
@@ -28,6 +29,7 @@ SESSION_COLUMNS = (
 )
 EVENT_COLUMNS = "cursor, at, kind, group_id, session_id, data"
 DELIVERY_COLUMNS = "group_id, url, tries, next_try, since, given_up, fault"
+TOKEN_COLUMNS = "name, digest, role, max_queued, created, expires, revoked"
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +37,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `cursor` is the group's place in the results once it is done. The store counts the outcomes of its `n` sessions:
     `done`, those with an error (`errors`), those with a reward (`rewarded`), and the sum of the rewards. Once
-    `min_usable` have a reward, the others are ended.
+    `min_usable` have a reward, the others are ended. `submitted_by` names the token that it was submitted with.
     """
 
     id: str
@@ -54,6 +56,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     rewarded: int = 0
     reward_total: float = 0.0
     min_usable: int | None = None
+    submitted_by: str | None = None
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +98,18 @@ class PolicyRow(msgspec.Struct, frozen=True):
 
     version: int
     weights: str | None = None
+
+
+class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A token of the control API. Times are seconds since the epoch; `digest` is the SHA-256 of its text (hex)."""
+
+    name: str
+    digest: str
+    role: Role
+    max_queued: int | None
+    created: float
+    expires: float | None
+    revoked: float | None = None
 
 
 class EventKind(StrEnum):
@@ -186,6 +201,7 @@ def group_from(row: Row) -> GroupRow:
         rewarded=row[13],
         reward_total=row[14],
         min_usable=row[15],
+        submitted_by=row[16],
     )
 
 
@@ -220,6 +236,19 @@ def event_from(row: Row) -> Event:
         group_id=row[3],
         session_id=row[4],
         data=msgspec.json.decode(row[5]),
+    )
+
+
+def token_from(row: Row) -> TokenRow:
+    """From TOKEN_COLUMNS."""
+    return TokenRow(
+        name=row[0],
+        digest=row[1],
+        role=row[2],
+        max_queued=row[3],
+        created=row[4],
+        expires=row[5],
+        revoked=row[6],
     )
 
 

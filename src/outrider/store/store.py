@@ -15,7 +15,7 @@ from math import inf
 from types import TracebackType
 from typing import Any, Self
 
-from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
+from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded
 from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
 from outrider.messages import Image
 from outrider.spec import EVALUATION_LABEL
@@ -25,7 +25,7 @@ from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
-from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow
+from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.trajectory import SessionResult, Turn
 
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
@@ -85,13 +85,20 @@ class Store:
         await self._db.close()
 
     async def create_group(
-        self, group: GroupRow, spec: bytes, session_ids: Sequence[str], *, expires: float | None = None
+        self,
+        group: GroupRow,
+        spec: bytes,
+        session_ids: Sequence[str],
+        *,
+        expires: float | None = None,
+        quota: int | None = None,
     ) -> GroupRow:
         """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event. Sessions that have
         not started by the time `expires` end then (`expire`).
 
         The stored group starts active and not cancelled, whatever `group` says. If its idempotency key is known, the
-        group that has it is returned if its spec is the same bytes; else Conflict is raised.
+        group that has it is returned if its spec is the same bytes; else Conflict is raised. QuotaExceeded is raised if
+        its submitter would have more than `quota` sessions that are not done.
         """
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
@@ -108,10 +115,19 @@ class Store:
                             field="idempotency_key",
                         )
                     return known
+            if quota is not None:
+                sql = "SELECT COALESCE(SUM(open_sessions), 0) FROM groups WHERE submitted_by = ? AND open_sessions > 0"
+                taken: int = (await tx.fetch(sql, (group.submitted_by,)))[0][0]
+                if taken + group.n > quota:
+                    raise QuotaExceeded(
+                        f"token {group.submitted_by!r} has {taken} sessions queued or running, and may have {quota}:"
+                        f" {group.n} more do not fit",
+                        hint="submit again when some of them are done",
+                    )
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-                       open_sessions, created, min_usable, bytes)
-                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
+                       open_sessions, created, min_usable, bytes, submitted_by)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 (
                     group.id,
                     spec,
@@ -125,6 +141,7 @@ class Store:
                     group.created,
                     group.min_usable,
                     len(spec),
+                    group.submitted_by,
                 ),
             )
             if not inserted:
@@ -519,6 +536,37 @@ class Store:
         sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ? ORDER BY cursor LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, limit)))
         return [rows.event_from(row) for row in found]
+
+    async def tokens(self) -> list[TokenRow]:
+        """Every token of the control API, also expired and revoked ones, oldest first."""
+        sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens ORDER BY created, name"
+        return [rows.token_from(row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
+
+    async def token(self, digest: str) -> TokenRow | None:
+        sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens WHERE digest = ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (digest,)))
+        return rows.token_from(found[0]) if found else None
+
+    async def add_token(self, token: TokenRow) -> None:
+        """Raises Conflict for a name that a token has or had: groups and the audit log know tokens by their names."""
+        values = (token.name, token.digest, token.role, token.max_queued, token.created, token.expires, token.revoked)
+        sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+        if not await self._db.write(lambda tx: tx.execute(sql, values)):
+            raise Conflict(
+                f"there is, or was, a token {token.name!r}", field="name", hint="give the new one a name of its own"
+            )
+
+    async def revoke_token(self, name: str) -> TokenRow:
+        """Revoke a token; one that is revoked already keeps its time. Raises NotFound."""
+
+        async def body(tx: Connection) -> TokenRow:
+            await tx.execute("UPDATE tokens SET revoked = ? WHERE name = ? AND revoked IS NULL", (self._clock(), name))
+            found = await tx.fetch(f"SELECT {rows.TOKEN_COLUMNS} FROM tokens WHERE name = ?", (name,))
+            if not found:
+                raise NotFound(f"no token {name!r}", hint="see their names with `outrider token list`")
+            return rows.token_from(found[0])
+
+        return await self._db.write(body)
 
     async def last_event(self) -> int:
         """The newest cursor that was given to an event, removed ones included; 0 before the first."""

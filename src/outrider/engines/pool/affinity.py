@@ -16,6 +16,7 @@ import msgspec
 
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import ChatEngine, Engine, EngineHealth, TakesConstraints
+from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
 from outrider.trajectory import LogprobKind, TokenMode
 
@@ -136,10 +137,10 @@ class Member:
             name=self.name,
             kind=self.kind,
             serves=self.model,
-            url=self.url,
+            url=self.url and redacted(self.url),
             mode=self.engine.mode,
             ok=self.ok,
-            detail=self.detail,
+            detail=redacted(self.detail),
             draining=self.draining,
             in_flight=self.in_flight,
             sessions=self.sessions,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from outrider.engines.base import ListsEngines
 from outrider.errors import OutriderError
+from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
 from outrider.trajectory import TokenMode
@@ -75,10 +76,10 @@ class Listing:
             name=self.source.name,
             kind=self._kind,
             serves=self._serves,
-            url=self._url,
+            url=self._url and redacted(self._url),
             mode=TokenMode.TOKENS,
             ok=self._answers and any(name in serving for name in self.engines.values()),
-            detail=self._detail,
+            detail=redacted(self._detail),
             draining=self.draining,
             in_flight=0,
             sessions=0,

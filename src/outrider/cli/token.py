@@ -1,0 +1,131 @@
+"""`outrider token`: the tokens of the control API, of a running service or of one that is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.tables import token_table
+from outrider.cli.terminal import terminal_of
+from outrider.config import Config, load_config
+from outrider.errors import InvalidField
+from outrider.schemas import NewToken, TokenList
+from outrider.spec import Role, TokenSpec
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The token's name.")]
+
+
+def token_commands() -> typer.Typer:
+    """The sub-commands of `outrider token`."""
+    app = typer.Typer(no_args_is_help=True, help="Make, list and revoke tokens, each with a name and a role.")
+    app.command("create")(create)
+    app.command("list")(list_tokens)
+    app.command("revoke")(revoke)
+    return app
+
+
+def create(
+    ctx: typer.Context,
+    role: Annotated[
+        Role, typer.Option(metavar="ROLE", help="read: look. submit: also submit groups, and cancel those. admin: all.")
+    ],
+    name: Annotated[str, typer.Option(metavar="NAME", help="Whose it is. Groups and the audit log say it.")],
+    max_queued: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Maximum sessions queued or running at once.", show_default="no limit"),
+    ] = None,
+    expires: Annotated[
+        float | None, typer.Option(metavar="DAYS", help="Days until it expires.", show_default="never")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Data folder of a service that is stopped, for its first token."),
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    ca: Ca = None,
+    json: Json = False,
+) -> None:
+    """Make a token, and print it, which is done once.
+
+    Examples:
+
+        outrider token create --role admin --name me --data .outrider
+
+        outrider token create --role submit --name alice --max-queued 500 --expires 90
+    """
+    terminal = terminal_of(ctx)
+    if data is None:
+        with client(url, token, ca) as service:
+            new = service.create_token(name, role, max_queued=max_queued, expires_days=expires)
+    else:
+        if not data.is_dir():
+            raise InvalidField(f"there is no folder {data}", field="data", hint="it is made when the service starts")
+        spec = {"name": name, "role": role, "max_queued": max_queued, "expires_days": expires}
+        new = asyncio.run(_create_in(load_config({"data": data}), spec))
+    if terminal.json:
+        terminal.write_json(new)
+    else:
+        terminal.note("keep this token: it cannot be shown again")
+        terminal.out.print(new.text, soft_wrap=True)
+
+
+async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
+    """Make a token in the store of a service that is stopped."""
+    # Imported here because the other commands do not need the service's libraries.
+    from outrider.service.admission import parse_body
+    from outrider.service.assembly import open_store
+    from outrider.service.audit import AuditEntry, AuditLog
+    from outrider.service.tokens import OPERATOR, Tokens
+
+    async with open_store(config) as store:
+        new = await Tokens(store, config.token).create(parse_body(TokenSpec, msgspec.json.encode(spec)))
+    entry = AuditEntry(
+        at=new.token.created,
+        who=OPERATOR.name,
+        role=OPERATOR.role,
+        call="outrider token create",
+        ids={"name": new.token.name},
+        status=201,
+    )
+    await AuditLog(config.data).add(entry)
+    return new
+
+
+def list_tokens(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False) -> None:
+    """List the tokens by their names, also expired and revoked ones.
+
+    Example:
+
+        outrider token list
+    """
+    terminal = terminal_of(ctx)
+    with client(url, token, ca) as service:
+        tokens = service.tokens()
+    if terminal.json:
+        terminal.write_json(TokenList(tokens=tokens))
+    else:
+        terminal.out.print(token_table(tokens))
+
+
+def revoke(
+    ctx: typer.Context, name: Name, url: Url = None, token: Token = None, ca: Ca = None, json: Json = False
+) -> None:
+    """Revoke a token. Calls that are under way with it are cut off.
+
+    Example:
+
+        outrider token revoke alice
+    """
+    terminal = terminal_of(ctx)
+    with client(url, token, ca) as service:
+        revoked = service.revoke_token(name)
+    if terminal.json:
+        terminal.write_json(revoked)
+    else:
+        terminal.out.print(f"{revoked.name} is revoked")

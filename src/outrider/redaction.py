@@ -1,0 +1,44 @@
+"""Takes secrets out of text that people and programs read: errors, events, the status, the log.
+
+It knows how Outrider's own keys look, and where others usually stand. Samples and artifacts do not pass through it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+KEY_PREFIX = "outrider_"
+"""How tokens of the control API and keys of sessions begin, so that they are found wherever they are printed."""
+HIDDEN = "[redacted]"
+
+_OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")
+_PLACES = re.compile(
+    r"""(?P<before>://)[^/\s@"'<>]+(?=@)"""  # the user and password of a URL
+    r"""|(?P<header>\bbearer\s+)[^\s"',;\[\]]{8,}"""
+    r"""|(?P<name>(?:api[_-]?key|password|passwd|secret)["']?\s*[=:]\s*["']?)[^\s"'&,;{}\[\]]{6,}""",
+    re.IGNORECASE,
+)
+_NAMES_OF_SECRETS = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
+SHORTEST = 8
+"""Shorter values are not taken for secrets: `1` or `true` would be taken out of every text."""
+
+
+def without_keys(text: str) -> str:
+    """The text without tokens and session keys of Outrider."""
+    return _OWN.sub(HIDDEN, text) if KEY_PREFIX in text else text
+
+
+def redacted(text: str, secrets: Iterable[str] = ()) -> str:
+    """The text without keys of Outrider, these secrets, and what stands where secrets stand."""
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return _PLACES.sub(
+        lambda found: f"{found['before'] or found['header'] or found['name']}{HIDDEN}", without_keys(text)
+    )
+
+
+def secrets_in(variables: Iterable[tuple[str, str]]) -> list[str]:
+    """The values that are secrets by the names of their variables, the longest first: one may be part of another."""
+    found = {value for name, value in variables if len(value) >= SHORTEST and _NAMES_OF_SECRETS.search(name)}
+    return sorted(found, key=len, reverse=True)

@@ -1,0 +1,122 @@
+"""What tasks may name of this service, by the operator's settings: Python, runtimes, images, and hosts of callbacks.
+
+(Paths of the host are checked in admission.py, where they are looked up.) It imports nothing that a task names.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Any
+from urllib.parse import urlsplit
+
+from outrider.config import Config
+from outrider.errors import InvalidField
+from outrider.service.tokens import Caller
+from outrider.spec import GroupSpec
+
+Address = IPv4Address | IPv6Address
+
+METADATA = frozenset(map(ip_address, ("100.100.100.200", "192.0.0.192", "fd00:ec2::254")))
+"""Where clouds give a machine its credentials, beside the link-local 169.254.169.254."""
+
+
+class Permits:
+    """What the settings allow.
+
+    Callbacks are checked twice: their host when a group is submitted, and the very address that is connected to. So a
+    name whose address changes leads nowhere else.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        places = config.callbacks.allow
+        self._networks = [ip_network(place) for place in places if "/" in place]
+        self._names = [place.lower() for place in places if "/" not in place]
+
+    def check(self, spec: GroupSpec, caller: Caller) -> None:
+        """Raises InvalidField for what the group names and may not."""
+        task = spec.task
+        for name, field in (
+            (task.runtime.kind, "task.runtime.kind"),
+            (task.harness.agent, "task.harness.agent"),
+            (task.evaluator.kind, "task.evaluator.kind"),
+            (task.evaluator.path, "task.evaluator.path"),
+        ):
+            self.check_python(name, field=field)
+        sandboxes, kind, image = self._config.sandboxes, task.runtime.kind, task.runtime.image
+        if not caller.may("admin") and kind not in sandboxes.runtimes:
+            raise InvalidField(
+                f"sandboxes of kind {kind!r} are for admins: token {caller.name!r} may use"
+                f" {', '.join(sandboxes.runtimes) or 'none'}",
+                field="task.runtime.kind",
+                hint="the operator's setting sandboxes.runtimes says which others may use",
+            )
+        prefixes = None if image is None or image.startswith("/") else sandboxes.images
+        if prefixes is not None and not any(_begins(str(image), prefix) for prefix in prefixes):
+            raise InvalidField(
+                f"{image!r} is not among the images that tasks may name",
+                field="task.runtime.image",
+                hint="the operator's setting sandboxes.images says how their names begin",
+            )
+        if spec.callback_url is not None:
+            self.check_host(str(spec.callback_url))
+
+    def check_python(self, name: str | None, *, field: str) -> None:
+        """Raises InvalidField for a dotted path that plugins.allow does not cover. Call it before that is imported."""
+        if name is None or ":" not in name:
+            return
+        module, _, attribute = name.partition(":")
+        for allowed in self._config.plugins.allow:
+            # A path into another object would lead out of the module: to os.system, where it imports os.
+            within = "." not in attribute and (module == allowed or module.startswith(f"{allowed}."))
+            if allowed in ("*", name) or within:
+                return
+        raise InvalidField(
+            f"{name!r} is not among the Python that may be named here: it would run inside the service",
+            field=field,
+            hint=f"the operator allows it with `outrider serve --allow-plugin {module}`, or the setting plugins.allow",
+        )
+
+    def check_host(self, url: str) -> None:
+        """Raises InvalidField for a callback to a host, or literal address, that is not allowed."""
+        host = (urlsplit(url).hostname or "").rstrip(".")
+        try:
+            address = ip_address(host)
+        except ValueError:
+            listed = any(host == name or (name[:2] == "*." and host.endswith(name[1:])) for name in self._names)
+            refused = bool(self._names or self._networks) and not listed
+        else:
+            refused = self._refused(address) or (bool(self._names or self._networks) and not self._listed(address))
+        if refused:
+            raise InvalidField(
+                f"callbacks may not go to {host!r}",
+                field="callback_url",
+                hint="the operator allows hosts and networks with the setting callbacks.allow",
+            )
+
+    def socket(self, place: tuple[int, int, int, str, Sequence[Any]]) -> socket.socket:
+        """A socket for a callback to connect with. Raises OSError for an address that callbacks may not go to."""
+        family, kind, protocol, _, address = place
+        if self._refused(ip_address(str(address[0]).partition("%")[0])):
+            raise OSError(f"callbacks may not go to {address[0]}: the operator's setting is callbacks.allow")
+        return socket.socket(family, kind, protocol)
+
+    def _refused(self, address: Address) -> bool:
+        """Whether only the operator may send anything there: to the services of this machine, where others can reach
+        ours, and to what gives credentials to whoever asks from here."""
+        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        own = address.is_loopback or address.is_unspecified  # Linux takes 0.0.0.0 for this machine, too
+        dangerous = address.is_link_local or address.is_multicast or address in METADATA
+        return (dangerous or (own and self._config.public)) and not self._listed(address)
+
+    def _listed(self, address: Address) -> bool:
+        return str(address) in self._names or any(address in network for network in self._networks)
+
+
+def _begins(image: str, prefix: str) -> bool:
+    """Whether an image's name begins with whole parts of it: `python` allows python:3.12, and not pythonic/x."""
+    rest = image.removeprefix(prefix)
+    return image.startswith(prefix) and (not rest or prefix[-1:] in ("/", ":", "@") or rest[0] in "/:@")

@@ -1,0 +1,54 @@
+"""What the served OpenAPI description says is true: Schemathesis makes requests of it, and compares the replies."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.client import AsyncClient
+from outrider.config import CallbacksConfig, LanesConfig
+from support.service import running_service, say
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+SETTINGS = """\
+[parameters]
+"query.wait" = 0
+"""
+"""Random waits would be most of the time."""
+
+
+@pytest.mark.deep
+async def test_every_reply_is_described(tmp_path: Path) -> None:
+    (tmp_path / "schemathesis.toml").write_text(SETTINGS)
+    async with (
+        running_service(
+            tmp_path=tmp_path,
+            replies=[say("hello")],
+            token="root",
+            lanes=LanesConfig(init=2, run=2, eval=2),
+            callbacks=CallbacksConfig(allow=("127.0.0.1",)),  # so that no random host is ever asked for
+        ) as (_, url),
+        AsyncClient(url, token="root") as client,
+    ):
+        task = {
+            "instruction": "say hello",
+            "harness": {"agent": "tools"},
+            "runtime": {"kind": "memory"},
+            "evaluator": {"kind": "command", "run": "true"},
+        }
+        await client.wait([(await client.submit({"task": task})).id])
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml")),
+            *("run", f"{url}/openapi.json", "--header", "Authorization: Bearer root", "--checks", CHECKS),
+            *("--max-time", "45", "--max-examples", "200", "--request-timeout", "40", "--workers", "2", "--no-color"),
+            *("--exclude-path", "/v1/events"),  # which never ends
+            *("--generation-database", "none"),
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output = (await process.communicate())[0].decode()
+    assert process.returncode == 0, output[-20_000:]

@@ -1,0 +1,70 @@
+"""`outrider token`: of a running service, and the first one in the data folder of a stopped one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support.service import running_service
+
+from .world import Cli
+
+
+async def test_tokens_are_made_listed_and_revoked(cli: Cli, tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, token="root") as (_, url):
+        root = ("--url", url, "--token", "root")
+        made = await cli(
+            "token", "create", "--role", "submit", "--name", "alice", "--max-queued", "9", "--expires", "1", *root
+        )
+        assert (made.code, made.err) == (0, "keep this token: it cannot be shown again\n")
+        text = made.out.strip()
+        assert (await cli("status", "--url", url, "--token", text)).code == 0
+        refused = await cli("token", "list", "--url", url, "--token", text)
+        assert (refused.code, refused.err.splitlines()[0]) == (
+            2,
+            "error: GET /v1/tokens needs a token with the role 'admin'; 'alice' has 'submit'",
+        )
+        listed = await cli("token", "list", *root)
+        assert listed.out.splitlines()[-1].split() == ["alice", "submit", "9", "1.0", "d", "more"]
+        assert (await cli("token", "revoke", "alice", *root)).out == "alice is revoked\n"
+        assert "revoked" in (await cli("token", "list", *root)).out
+        ended = await cli("status", "--url", url, "--token", text)
+        assert ended.err.startswith("error: this token was revoked")
+        documents = [
+            (await cli("token", *words, *root, "--json")).document for words in (["list"], ["revoke", "alice"])
+        ]
+        assert documents[0]["tokens"] == [documents[1]]
+
+
+async def test_the_first_token_is_made_before_the_service_starts(cli: Cli, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    nowhere = await cli("token", "create", "--role", "admin", "--name", "me", "--data", data)
+    assert (nowhere.code, nowhere.err.splitlines()[0]) == (2, f"error: there is no folder {data}")
+    data.mkdir()
+    weak = await cli("token", "create", "--role", "read", "--name", "me", "--data", data)
+    assert (weak.code, "first token must be an admin's" in weak.err) == (2, True)
+    made = await cli("token", "create", "--role", "admin", "--name", "me", "--data", data, "--json")
+    text = made.document["text"]
+    [line] = (data / "audit.jsonl").read_bytes().splitlines()
+    assert msgspec.json.decode(line)["ids"] == {"name": "me"}
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        assert (await cli("status", "--url", url)).err.startswith("error: this service requires a token")
+        assert (await cli("status", "--url", url, "--token", text)).code == 0
+        busy = await cli("token", "create", "--role", "read", "--name", "you", "--data", data)
+        assert (busy.code, "another service is using" in busy.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("--role", "read", "--name", "a b"), "name"),
+        (("--role", "read", "--name", "x" * 65), "name"),
+        (("--role", "read", "--name", "x", "--max-queued", "0"), "max_queued"),
+        (("--role", "read", "--name", "x", "--expires", "-1"), "expires_days"),
+    ],
+)
+def test_a_token_that_cannot_be_is_refused(cli: Cli, tmp_path: Path, words: tuple[str, ...], field: str) -> None:
+    ran = cli.run("token", "create", *words, "--data", tmp_path)
+    assert (ran.code, ran.err.split(":")[1].strip()) == (2, field)
