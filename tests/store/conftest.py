@@ -20,10 +20,20 @@ NOW = 1000.0
 @pytest_asyncio.fixture(params=["memory", "file", "postgresql"])
 async def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
     """A database without tables, not open."""
-    if request.param == "postgresql":
-        server: PostgresqlServer = request.getfixturevalue("postgresql")
-        return PostgresqlDatabase(await server.new_database(), sole=True)
-    return SqliteDatabase(None if request.param == "memory" else tmp_path / "outrider.db")
+    return SqliteDatabase(None) if request.param == "memory" else await _kept(request, tmp_path)
+
+
+@pytest_asyncio.fixture(params=["file", "postgresql"])
+async def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
+    """The same, of those that keep what is in them when they are closed."""
+    return await _kept(request, tmp_path)
+
+
+async def _kept(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
+    if request.param == "file":
+        return SqliteDatabase(tmp_path / "outrider.db")
+    server: PostgresqlServer = request.getfixturevalue("postgresql")
+    return PostgresqlDatabase(await server.new_database(), sole=True)
 
 
 @pytest_asyncio.fixture

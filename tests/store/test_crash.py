@@ -119,7 +119,7 @@ def test_nothing_acknowledged_is_lost_by_kill_9(place: Place) -> None:
             told.add(line)
         check(place, told, history)
     with hammer(place, KILLS, "drain") as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=150)
         assert process.returncode == 0
     for line in output.splitlines():
         told.add(line)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from outrider.errors import ServiceError
 from outrider.lifecycle import StopReason
+from outrider.store.database import Database
 from outrider.store.migrations import MIGRATIONS
-from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 
 from .world import group_row, put_old, submit
@@ -19,8 +17,7 @@ CURRENT = list(range(1, len(MIGRATIONS) + 1))
 BROKEN = (*MIGRATIONS, ("CREATE TABLE extra (data {blob})", "ALTER TABLE nowhere ADD COLUMN colour TEXT"))
 
 
-async def versions(path: Path) -> list[int]:
-    database = SqliteDatabase(path)
+async def versions(database: Database) -> list[int]:
     await database.open()
     try:
         found = await database.read(lambda tx: tx.fetch("SELECT version FROM migrations ORDER BY version"))
@@ -29,50 +26,44 @@ async def versions(path: Path) -> list[int]:
         await database.close()
 
 
-async def test_each_step_is_taken_once_and_recorded(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
+async def test_each_step_is_taken_once_and_recorded(kept: Database) -> None:
     for _ in range(2):
-        async with sqlite_store(path):
+        async with Store(kept):
             pass
-        assert await versions(path) == CURRENT
+        assert await versions(kept) == CURRENT
 
 
-async def test_an_older_database_is_brought_up_to_date_with_its_content(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
-    async with sqlite_store(path) as store:
+async def test_an_older_database_is_brought_up_to_date_with_its_content(kept: Database) -> None:
+    async with Store(kept) as store:
         await submit(store, group_row())
-    async with Store(SqliteDatabase(path), migrations=NEXT) as store:
+    async with Store(kept, migrations=NEXT) as store:
         assert await store.group("g") == group_row()
-    assert await versions(path) == [*CURRENT, len(CURRENT) + 1]
+    assert await versions(kept) == [*CURRENT, len(CURRENT) + 1]
 
 
-async def test_sessions_of_groups_that_were_being_cancelled_are_to_end(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
-    database = SqliteDatabase(path)
-    async with Store(database, migrations=MIGRATIONS[:5]):
-        await put_old(database, [])
-        await database.write(lambda tx: tx.execute("UPDATE groups SET cancelled = 1"))
-    async with sqlite_store(path) as store:
+async def test_sessions_of_groups_that_were_being_cancelled_are_to_end(kept: Database) -> None:
+    async with Store(kept, migrations=MIGRATIONS[:5]):
+        await put_old(kept, [])
+        await kept.write(lambda tx: tx.execute("UPDATE groups SET cancelled = 1"))
+    async with Store(kept) as store:
         assert [(row.id, row.ending) for row in await store.to_end()] == [("g.0", StopReason.CANCELLED)]
 
 
-async def test_a_failing_step_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
-    async with sqlite_store(path) as store:
+async def test_a_failing_step_changes_nothing(kept: Database) -> None:
+    async with Store(kept) as store:
         await submit(store, group_row())
     with pytest.raises(ServiceError, match="nowhere"):
-        async with Store(SqliteDatabase(path), migrations=BROKEN):
+        async with Store(kept, migrations=BROKEN):
             pass
-    assert await versions(path) == CURRENT
-    async with Store(SqliteDatabase(path), migrations=NEXT) as store:
+    assert await versions(kept) == CURRENT
+    async with Store(kept, migrations=NEXT) as store:
         assert await store.group("g") == group_row()
 
 
-async def test_a_newer_database_is_refused_with_advice(tmp_path: Path) -> None:
-    path = tmp_path / "outrider.db"
-    async with Store(SqliteDatabase(path), migrations=NEXT):
+async def test_a_newer_database_is_refused_with_advice(kept: Database) -> None:
+    async with Store(kept, migrations=NEXT):
         pass
-    store = sqlite_store(path)
+    store = Store(kept)
     with pytest.raises(ServiceError, match=f"version {len(CURRENT) + 1},") as caught:
         async with store:
             pass

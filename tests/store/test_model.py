@@ -10,12 +10,23 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from outrider.errors import Conflict
 from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
+from outrider.store.database import Database
+from outrider.store.postgresql import PostgresqlDatabase
 from outrider.store.rows import EventKind
-from outrider.store.sqlite import sqlite_store
+from outrider.store.sqlite import SqliteDatabase
+from outrider.store.store import Store
+from support.postgresql import PostgresqlServer
 
 from .world import FAILURE, group_row, result, start, submit, turn
 
@@ -70,11 +81,14 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         self.runner = asyncio.Runner()
-        self.store = sqlite_store(None)
+        self.store = Store(self.database())
         self.groups: list[ModelGroup] = []
         self.done: list[ModelGroup] = []
         self.counted: dict[EventKind, int] = dict.fromkeys(EventKind, 0)
         self.run(self.store.__aenter__())
+
+    def database(self) -> Database:
+        return SqliteDatabase(None)
 
     def teardown(self) -> None:
         self.run(self.store.__aexit__(None, None, None))
@@ -277,3 +291,12 @@ StoreMachine.TestCase.settings = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),  # explaining takes minutes here
 )
 TestStoreAgainstModel = StoreMachine.TestCase
+
+
+@pytest.mark.parametrize("examples", [3, pytest.param(100, marks=pytest.mark.deep)])
+def test_postgresql_against_model(postgresql: PostgresqlServer, examples: int) -> None:
+    class OnPostgresql(StoreMachine):
+        def database(self) -> Database:
+            return PostgresqlDatabase(self.runner.run(postgresql.new_database()), sole=True)
+
+    run_state_machine_as_test(OnPostgresql, settings=settings(StoreMachine.TestCase.settings, max_examples=examples))

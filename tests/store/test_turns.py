@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from outrider.errors import Conflict
+from outrider.messages import Message, Role
+from outrider.store.database import Database
 from outrider.store.migrations import MIGRATIONS
+from outrider.store.postgresql import PostgresqlDatabase
 from outrider.store.rows import turn_from
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
-from outrider.trajectory import SessionResult
+from outrider.trajectory import SessionResult, pack_ids, pack_logprobs
 
 from .world import FAILURE, group_row, put_old, result, start, submit, turn
 
@@ -40,6 +45,44 @@ async def test_a_turn_index_is_stored_once(store: Store) -> None:
     with pytest.raises(Conflict, match="already has a turn 0"):
         await store.add_turn("g.0", 1, turn(0, text="other"))
     assert await store.turns("g.0") == [turn(0, text="first")]
+
+
+async def test_a_session_of_100_turns_and_100_000_tokens_takes_less_than_2_mb(empty: Database) -> None:
+    """What a turn adds is stored with it, and not what came before. Random text cannot be compressed to look small."""
+    turns, prompt, sampled = 100, 800, 200
+    chance = random.Random(20_26)
+
+    def words(tokens: int) -> str:
+        return base64.b85encode(chance.randbytes(tokens * 4 * 4 // 5)).decode()  # 4 characters a token
+
+    def ids(tokens: int) -> list[int]:
+        return [chance.randrange(150_000) for _ in range(tokens)]
+
+    async with Store(empty) as store:
+        await submit(store, group_row())
+        await start(store, "g.0")
+        before = await _size(empty)
+        for index in range(turns):
+            added = msgspec.structs.replace(
+                turn(index, text=words(sampled)),
+                prompt_length=(prompt + sampled) * index + prompt,
+                prompt_delta=pack_ids(ids(prompt)),
+                output_ids=pack_ids(ids(sampled)),
+                logprobs=pack_logprobs([-chance.random() for _ in range(sampled)]),
+                messages=(Message(role=Role.TOOL, content=words(prompt)),),
+            )
+            await store.add_turn("g.0", 1, added)
+        assert added.prompt_length + sampled == 100_000
+        assert 100_000 * 4 < await _size(empty) - before < 2_000_000
+
+
+async def _size(database: Database) -> int:
+    """Bytes of the database on its disk."""
+    sql = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+    if isinstance(database, PostgresqlDatabase):
+        sql = "SELECT pg_database_size(current_database())"
+    size: int = (await database.read(lambda tx: tx.fetch(sql)))[0][0]
+    return size
 
 
 def test_a_turn_that_an_earlier_version_stored_is_read() -> None:
