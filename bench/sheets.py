@@ -267,19 +267,24 @@ def _tools(found: Any) -> list[Sheet]:
 
 
 def _store(found: Any) -> list[Sheet]:
-    alone, busy, queue = found["add_turn"], found["add_turn_concurrent"], found["queue"]
-    rows = [
-        ("add a turn, alone", number(alone["p50_ms"]), number(alone["p99_ms"]), number(alone["per_second"])),
-        (
-            f"add a turn, {busy['concurrency']} at once",
-            number(busy["p50_ms"]),
-            number(busy["p99_ms"]),
-            number(busy["per_second"]),
-        ),
-        (f"read the queue of {queue['sessions']:,}", number(queue["read_p50_ms"]), "-", "-"),
-        ("submit a session", "-", "-", number(queue["submitted_per_second"])),
-    ]
-    return [Sheet(title="Store: SQLite in a file", columns=("what", "p50 ms", "p99 ms", "per second"), rows=rows)]
+    stores: dict[str, Any] = found["stores"]
+    first = next(iter(stores.values()))
+    at_once, queued = first["add_turn_concurrent"]["concurrency"], first["queue"]["sessions"]
+    measures = (
+        ("add a turn, alone: p50 ms", "add_turn", "p50_ms"),
+        ("p99 ms", "add_turn", "p99_ms"),
+        (f"add a turn, {at_once} at once: a second", "add_turn_concurrent", "per_second"),
+        ("p50 ms", "add_turn_concurrent", "p50_ms"),
+        ("p99 ms", "add_turn_concurrent", "p99_ms"),
+        (f"groups of {found['group_size']} submitted a second", "groups", "submitted_per_second"),
+        ("sessions started a second", "groups", "sessions_started_per_second"),
+        ("sessions finished a second", "groups", "sessions_finished_per_second"),
+        ("groups finished a second", "groups", "groups_finished_per_second"),
+        ("results read a second", "groups", "results_read_per_second"),
+        (f"read the queue of {queued:,}: p50 ms", "queue", "read_p50_ms"),
+    )
+    rows = [(what, *(number(store[part][name]) for store in stores.values())) for what, part, name in measures]
+    return [Sheet(title="Store", columns=("what", *stores), rows=rows)]
 
 
 def _service(found: Any) -> list[Sheet]:

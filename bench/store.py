@@ -1,6 +1,7 @@
-"""What the SQLite store costs: the latency and rate of stored turns, alone and beside a queue of 100,000 sessions.
+"""What a store costs, on SQLite and on PostgreSQL: turns, groups, results, and a queue of 100,000 sessions.
 
-Durations are milliseconds, rates are per second; the database is a file in the system's temporary folder.
+Durations are milliseconds, rates are per second. Both databases are in the system's temporary folder. PostgreSQL is a
+server of its own, reached over a Unix socket, with the settings that it comes with.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from tests.support.postgresql import postgresql_server, programs
 
-from outrider.lifecycle import GroupState
+from outrider.lifecycle import GroupState, StopReason
 from outrider.messages import Message, Role
+from outrider.store.postgresql import postgresql_store
 from outrider.store.rows import GroupRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
@@ -23,8 +27,10 @@ from outrider.trajectory import (
     FinishReason,
     JoinKind,
     LogprobKind,
+    SessionResult,
     Turn,
     TurnTimings,
+    Verdict,
     VersionSpan,
     pack_ids,
     pack_logprobs,
@@ -34,37 +40,49 @@ PROMPT_TOKENS = 500
 OUTPUT_TOKENS = 200
 WARM_TURNS = 200
 CONCURRENCY = 32
+GROUP_SIZE = 8
 QUEUE_GROUP_SIZE = 1_000
 QUEUE_READS = 50
 QUEUE_LIMIT = 64
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Turns stored one after another, turns of each of the concurrent sessions, and groups in the queue."""
+    """Turns stored one after another, turns of each of the concurrent sessions, groups that come and end, and groups in
+    the queue."""
 
     lone_turns: int
     turns_each: int
+    groups: int
     queue_groups: int
 
 
-FULL = Plan(lone_turns=2_000, turns_each=300, queue_groups=100)
-QUICK = Plan(lone_turns=500, turns_each=50, queue_groups=20)
+FULL = Plan(lone_turns=2_000, turns_each=300, groups=1_000, queue_groups=100)
+QUICK = Plan(lone_turns=500, turns_each=50, groups=200, queue_groups=20)
 
 
 async def run(quick: bool = False) -> dict[str, Any]:
-    """Latency of add_turn at concurrency 1, its rate at 32, and of queued(64) over 100,000 queued sessions."""
+    """For each store: latency of add_turn at concurrency 1; rates of turns, groups and results at 32; latency of
+    queued(64) over 100,000 queued sessions."""
     return await measure(QUICK if quick else FULL)
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
-        async with sqlite_store(Path(folder) / "bench.db") as store:
-            return {
-                "turn_tokens": PROMPT_TOKENS + OUTPUT_TOKENS,
-                "add_turn": await _lone_turns(store, plan.lone_turns),
-                "add_turn_concurrent": await _concurrent_turns(store, plan.turns_each),
-                "queue": await _queue(store, plan.queue_groups),
-            }
+        stores = {"SQLite": await _measured(sqlite_store(Path(folder) / "bench.db"), plan)}
+    if programs() is not None:
+        with postgresql_server({}) as server:
+            stores["PostgreSQL"] = await _measured(postgresql_store(await server.new_database()), plan)
+    return {"turn_tokens": PROMPT_TOKENS + OUTPUT_TOKENS, "group_size": GROUP_SIZE, "stores": stores}
+
+
+async def _measured(opened: Store, plan: Plan) -> dict[str, dict[str, float]]:
+    async with opened as store:
+        return {
+            "add_turn": await _lone_turns(store, plan.lone_turns),
+            "add_turn_concurrent": await _concurrent_turns(store, plan.turns_each),
+            "groups": await _groups(store, plan.groups),
+            "queue": await _queue(store, plan.queue_groups),
+        }
 
 
 async def _lone_turns(store: Store, number: int) -> dict[str, float]:
@@ -96,6 +114,56 @@ async def _concurrent_turns(store: Store, turns_each: int) -> dict[str, float]:
         "p50_ms": cuts[49],
         "p99_ms": cuts[98],
     }
+
+
+async def _groups(store: Store, number: int) -> dict[str, float]:
+    """Groups that are submitted, started, finished and read, by as many clients as there are."""
+    names = [f"group-{index}" for index in range(number)]
+    sessions = [f"{name}.{index}" for name in names for index in range(GROUP_SIZE)]
+
+    async def finish(session_id: str) -> None:
+        ended = SessionResult(
+            session_id=session_id,
+            group_id=session_id.partition(".")[0],
+            sample_index=int(session_id.partition(".")[2]),
+            attempt=1,
+            stop_reason=StopReason.COMPLETED,
+            verdict=Verdict(reward=1.0),
+        )
+        await store.finish(session_id, 1, ended)
+
+    async def start(session_id: str) -> None:
+        await store.start_attempt(session_id, node="bench", lease_until=time.time() + 3600)
+
+    submitted = await _at_once(names, lambda name: _group(store, name, GROUP_SIZE, priority=0))
+    started = await _at_once(sessions, start)
+    finished = await _at_once(sessions, finish)
+    begun, after, read = time.perf_counter(), 0, 0
+    while page := await store.results(after=after, limit=100):
+        after, read = page[-1].cursor or after, read + len(page)
+    assert read == number
+    return {
+        "submitted_per_second": number / submitted,
+        "sessions_started_per_second": len(sessions) / started,
+        "sessions_finished_per_second": len(sessions) / finished,
+        "groups_finished_per_second": number / finished,
+        "results_read_per_second": number / (time.perf_counter() - begun),
+    }
+
+
+async def _at_once(names: Sequence[str], work: Callable[[str], Awaitable[None]]) -> float:
+    """Seconds to do the work for each, CONCURRENCY at once."""
+    left = iter(names)
+
+    async def worker() -> None:
+        for name in left:
+            await work(name)
+
+    begun = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CONCURRENCY):
+            group.create_task(worker())
+    return time.perf_counter() - begun
 
 
 async def _queue(store: Store, groups: int) -> dict[str, float]:

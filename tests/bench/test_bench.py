@@ -165,9 +165,10 @@ async def test_history_is_written_and_removed() -> None:
 
 
 async def test_the_store_takes_turns() -> None:
-    found = await store.measure(store.Plan(lone_turns=2, turns_each=1, queue_groups=1))
+    found = await store.measure(store.Plan(lone_turns=2, turns_each=1, groups=2, queue_groups=1))
 
-    assert found["queue"]["sessions"] == store.QUEUE_GROUP_SIZE
+    for figures in found["stores"].values():
+        assert figures["queue"]["sessions"] == store.QUEUE_GROUP_SIZE
     check_shown("store", found)
 
 

@@ -19,7 +19,6 @@ import pytest
 USER = "outrider"
 READY = "database system is ready to accept connections"
 SETTINGS = {
-    "listen_addresses": "",
     "fsync": "off",  # a server that is killed loses nothing by it, only one whose machine stops
     "shared_buffers": "16MB",
     "max_connections": "50",
@@ -31,8 +30,9 @@ SETTINGS = {
 class PostgresqlServer:
     """`start` and `kill` it as often as wanted; the databases stay."""
 
-    def __init__(self, programs: Path, folder: Path) -> None:
+    def __init__(self, programs: Path, folder: Path, settings: dict[str, str]) -> None:
         self._programs = programs
+        self._settings = settings | {"listen_addresses": "", "unix_socket_directories": str(folder)}
         self._folder = folder
         self._process: subprocess.Popen[str] | None = None
 
@@ -44,9 +44,7 @@ class PostgresqlServer:
 
     def start(self) -> None:
         """Call it in the main thread: the server ends with the thread that has started it."""
-        settings = [
-            f"-c{name}={value}" for name, value in (SETTINGS | {"unix_socket_directories": self._folder}).items()
-        ]
+        settings = [f"-c{name}={value}" for name, value in self._settings.items()]
         command = [*self._command("postgres"), "-D", "data", *settings]
         while True:
             self._process = subprocess.Popen(command, cwd=self._folder, stderr=subprocess.PIPE, text=True)
@@ -120,13 +118,13 @@ def programs() -> Path | None:
 
 
 @contextmanager
-def postgresql_server() -> Iterator[PostgresqlServer]:
+def postgresql_server(settings: dict[str, str] = SETTINGS) -> Iterator[PostgresqlServer]:
     """A started server; the test is skipped where there is none."""
     folder = programs()
     if folder is None:
         pytest.skip("no PostgreSQL server here (Debian and Ubuntu: apt-get install postgresql)")
     with tempfile.TemporaryDirectory(prefix="outrider-postgresql-") as home:
-        server = PostgresqlServer(folder, Path(home))
+        server = PostgresqlServer(folder, Path(home), settings)
         server.create()
         server.start()
         try:
