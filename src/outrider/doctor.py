@@ -1,4 +1,4 @@
-"""Finds out what works on this machine: runtimes, harnesses, engines, file formats, the service's port, open files.
+"""Finds out what works on this machine: runtimes, harnesses, engines, file formats, stores, the port, open files.
 
 It starts nothing that outlives it. Invariant: every finding that is not ok says what to do about it.
 """
@@ -21,8 +21,8 @@ from outrider.plugins import names, resolve
 from outrider.runtimes.base import Availability, RuntimeKind
 
 PACKAGES = ("outrider", "aiohttp", "renderers", "tokenizers", "torch", "uvicorn", "uvloop", "pyarrow")
-LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",)}
-"""Packages that an engine or a format needs beyond the core. The key is also the extra that installs them."""
+LIBRARIES = {"embedded": ("torch", "safetensors"), "parquet": ("pyarrow",), "postgresql": ("asyncpg",)}
+"""Packages that an engine, a format or a store needs beyond the core. The key is also the extra that installs them."""
 
 NOTHING_MORE = "needs nothing more"
 
@@ -49,6 +49,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     harnesses: tuple[Finding, ...]
     engines: tuple[Finding, ...]
     formats: tuple[Finding, ...]
+    stores: tuple[Finding, ...]
     ports: tuple[Finding, ...]
     limits: tuple[Finding, ...]
 
@@ -77,6 +78,7 @@ def diagnose() -> Diagnosis:
             for name in names("engine")
         ),
         formats=(Finding(name="jsonl", ok=True, detail=NOTHING_MORE), _libraries("parquet")),
+        stores=(Finding(name="sqlite", ok=True, detail=NOTHING_MORE), _libraries("postgresql")),
         ports=(_port(Config().host, Config().port),),
         limits=(_open_files(),),
     )

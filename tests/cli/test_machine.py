@@ -29,6 +29,7 @@ def test_doctor_looks_at_everything(cli: Cli) -> None:
     assert {"mini-swe-agent", "pi", "shell", "tools"} <= named(found.harnesses).keys()
     assert {"embedded", "openai", "scripted", "sglang", "vllm"} <= named(found.engines).keys()
     assert named(found.formats)["jsonl"].ok
+    assert [named(found.stores)[name].ok for name in ("sqlite", "postgresql")] == [True, True]
     assert found.versions["outrider"]
 
 

@@ -435,6 +435,16 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
 
 
+@pytest.mark.parametrize("url", ["postgresql://me:sec/ret@host/db", "postgresql://me:secret@host:x/db"])
+async def test_a_url_that_cannot_be_read_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        async with postgresql_store(url):
+            pass
+    assert "sec" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert "%2F" in str(caught.value.hint)
+
+
 @pytest.mark.parametrize(("changed", "hint"), [("/nothing?", "createdb"), ("@nowhere.invalid:1/x?", "running")])
 async def test_a_database_that_cannot_be_used_says_why(url: str, changed: str, hint: str) -> None:
     if changed[0] == "/":

@@ -13,8 +13,8 @@ from outrider.doctor import Finding, diagnose
 def doctor(ctx: typer.Context, json: Json = False) -> None:
     """Show what works on this machine, and how to get what does not.
 
-    Looks at runtimes, harnesses, engines, file formats, the service's port
-    and the limit of open files.
+    Looks at runtimes, harnesses, engines, file formats, stores, the service's
+    port and the limit of open files.
 
     Exit code 1: no sandbox can be made here.
 
@@ -37,6 +37,7 @@ def doctor(ctx: typer.Context, json: Json = False) -> None:
         ("harnesses", diagnosis.harnesses),
         ("engines", diagnosis.engines),
         ("formats", diagnosis.formats),
+        ("stores", diagnosis.stores),
         ("ports", diagnosis.ports),
         ("limits", diagnosis.limits),
     )

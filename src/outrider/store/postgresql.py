@@ -229,6 +229,12 @@ class _Server:
             return await asyncpg.connect(
                 self._url, timeout=CONNECT_SECONDS, command_timeout=self._limit, server_settings=settings
             )
+        except ValueError:  # its text may be a part of the password
+            raise InvalidField(
+                f"the database's URL cannot be read: {self.shown}",
+                field="store",
+                hint="write / ? # @ of a password as %2F %3F %23 %40, or keep it out of the URL: PGPASSWORD, ~/.pgpass",
+            ) from None
         except FAULTS as error:
             code = getattr(error, "sqlstate", None) or "08"
             reason = str(error) or "it does not answer"
