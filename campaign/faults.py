@@ -7,6 +7,7 @@ sessions a fault then hits is up to the machine.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -25,6 +26,14 @@ class FaultKind(StrEnum):
     DISK_SLOW = "disk slow"  # for so many seconds, each commit waits for 0.2 seconds times the share
     CLOCK_JUMPED = "clock jumped"  # by hours, backwards where the share is below a half; back after the seconds
     LEASES_LAPSED = "leases lapsed"
+    DATABASE_KILLED = "database killed"
+    DATABASE_STOPPED = "database restarted"
+
+
+ON_FILES = frozenset({FaultKind.DISK_FULL, FaultKind.DISK_SLOW})
+ON_SERVERS = frozenset({FaultKind.DATABASE_KILLED, FaultKind.DATABASE_STOPPED})
+ON_SQLITE = tuple(kind for kind in FaultKind if kind not in ON_SERVERS)
+ON_POSTGRESQL = tuple(kind for kind in FaultKind if kind not in ON_FILES)
 
 
 class Fault(msgspec.Struct, frozen=True, order=True):
@@ -40,15 +49,17 @@ DRAWN = 6
 """Faults of any kind in a run, beside those that every run has."""
 
 
-def draw_faults(rng: random.Random) -> list[Fault]:
-    """In order. In every run the service is killed while groups are submitted, and once more later, the engine is
-    killed, and leases lapse."""
-    kinds = rng.choices(tuple(FaultKind), k=DRAWN)
+def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> list[Fault]:
+    """Of these kinds, in order. In every run the service is killed while groups are submitted, and once more later, the
+    engine is killed, and leases lapse; and a database server is killed, where there is one."""
+    drawn = rng.choices(kinds, k=DRAWN)
     points = [
         (FaultKind.SERVICE_KILLED, rng.uniform(0.02, 0.2)),
         (FaultKind.SERVICE_KILLED, rng.uniform(0.2, 0.95)),
         (FaultKind.ENGINE_KILLED, rng.uniform(0.2, 0.9)),
         (FaultKind.LEASES_LAPSED, rng.uniform(0.3, 0.8)),
     ]
-    points += [(kind, rng.uniform(0.05, 0.95)) for kind in kinds]
+    if FaultKind.DATABASE_KILLED in kinds:
+        points.append((FaultKind.DATABASE_KILLED, rng.uniform(0.1, 0.9)))
+    points += [(kind, rng.uniform(0.05, 0.95)) for kind in drawn]
     return sorted(Fault(at, kind, rng.uniform(0.3, 1.5), rng.random()) for kind, at in points)

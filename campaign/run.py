@@ -19,12 +19,12 @@ import msgspec
 
 from campaign import leaks
 from campaign.checks import Finding, Harm, Told, judge, read_calls
-from campaign.faults import Fault, FaultKind, draw_faults
+from campaign.faults import ON_POSTGRESQL, ON_SQLITE, Fault, FaultKind, draw_faults
 from campaign.processes import Nursery, Program
 from campaign.reader import Reader
 from campaign.receiver import receiving
 from campaign.seams import Knobs
-from campaign.stores import SqliteUnderTest
+from campaign.stores import Cluster, SqliteUnderTest, StoreUnderTest
 from campaign.tasks import draw_groups
 from outrider.client import AsyncClient
 from outrider.errors import NotFound, OutriderError, ServiceError
@@ -97,7 +97,9 @@ class Progress:
 class Run:
     """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service."""
 
-    def __init__(self, nursery: Nursery, seed: int, folder: Path, *, groups: int, program: str) -> None:
+    def __init__(
+        self, nursery: Nursery, seed: int, folder: Path, *, groups: int, program: str, cluster: Cluster | None = None
+    ) -> None:
         self._nursery = nursery
         self._rng = random.Random(seed)
         self._seed = seed
@@ -105,10 +107,11 @@ class Run:
         self._temporary = folder / "t"
         self._temporary.mkdir()
         self._knobs = Knobs(folder / "knobs")
-        self._store = SqliteUnderTest(folder / "data")
+        self._cluster = cluster
+        self._store: StoreUnderTest
         self._count = groups
         self._program = program
-        self._faults = draw_faults(self._rng)
+        self._faults = draw_faults(self._rng, ON_SQLITE if cluster is None else ON_POSTGRESQL)
         self._left_out: list[str] = []
         self._progress = Progress(groups)
         self._accepted: dict[str, list[str]] = {}
@@ -136,7 +139,7 @@ class Run:
             calls = read_calls(self._folder / "calls")
             async with self._store.open() as store:
                 findings += await judge(told, calls, store)
-            findings += self._store.stale_writes()
+            findings += await self._store.close()
         results = [session.result for view in readers[READERS[0]] for session in view.sessions if session.result]
         return RunReport(
             seed=self._seed,
@@ -154,18 +157,22 @@ class Run:
         )
 
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
+        if self._cluster is None:
+            self._store = SqliteUnderTest(self._folder / "data")
+        else:
+            self._store = await self._cluster.new_database(f"run_{self._seed}")
         service, engine = free_port(self._rng), free_port(self._rng)
         self._url = f"http://127.0.0.1:{service}"
         engine_url = f"http://127.0.0.1:{engine}"
         self._engine = self._a_program("campaign.engine", str(self._folder / "calls"), str(engine))
-        self._service = self._a_program(self._program, str(self._folder), str(service), engine_url)
+        self._service = self._a_program(self._program, str(self._folder), str(service), engine_url, self._store.url)
         crashing = self._folder / f"{READERS[1]}.sqlite3"
         self._crashing = self._a_program("campaign.reader", self._url, str(crashing))
         await self._engine.start(tasks)
         await _listening(engine)
         await self._service.start(tasks)
         await _listening(service)
-        self._store.watch_turns()
+        await self._store.watch_turns()
         await self._crashing.start(tasks)
 
     def _a_program(self, module: str, *arguments: str) -> Program:
@@ -312,6 +319,11 @@ class Run:
                 self._knobs.clock_offset = (LEAST_JUMP + DAY * fault.share) * (-1 if fault.share < 0.5 else 1)
                 await asyncio.sleep(fault.seconds)
                 self._knobs.clock_offset = 0.0
+            case FaultKind.DATABASE_KILLED | FaultKind.DATABASE_STOPPED:
+                assert self._cluster is not None
+                killed = fault.kind is FaultKind.DATABASE_KILLED
+                self._cluster.restart(signal.SIGKILL if killed else signal.SIGINT)
+                self._kills += killed
             case FaultKind.LEASES_LAPSED:
                 await self._until_busy()
                 self._service.signal(signal.SIGUSR1)

@@ -33,8 +33,8 @@ STOP_SECONDS = 1.0
 log = logging.getLogger("campaign")
 
 
-def main(folder: str, port: str, engine: str) -> None:
-    """Serve until SIGTERM. `folder` is the run's; `engine` is the URL of its engine."""
+def main(folder: str, port: str, engine: str, store: str) -> None:
+    """Serve until SIGTERM. `folder` is the run's; `engine` and `store` are URLs, the last one empty for SQLite."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are leases
     Knobs(Path(folder) / "knobs").obey()
@@ -42,6 +42,7 @@ def main(folder: str, port: str, engine: str) -> None:
         port=int(port),
         data=Path(folder) / "data",
         files=Path(folder),
+        store=store or None,
         model=ModelConfig(tokenizer=str(TOKENIZER), renderer="template:qwen3"),
         lanes=LANES,
         engines=(EngineSpec(kind="vllm", url=engine),),

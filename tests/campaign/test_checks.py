@@ -149,7 +149,7 @@ def test_a_push_is_taken_and_says_what_the_results_say() -> None:
     assert harms(judge_pushes(msgspec.structs.replace(told, taken=frozenset()), stored)) == {Harm.LOST}
     changed = {"g1": [view("g1", 2)]}
     assert harms(judge_pushes(msgspec.structs.replace(told, pushes=changed), stored)) == {Harm.LOST}
-    unasked = told.pushes | {"g2": [view("g2", 2)]}
+    unasked = {**told.pushes, "g2": [view("g2", 2)]}
     assert harms(judge_pushes(msgspec.structs.replace(told, pushes=unasked), stored)) == {Harm.DOUBLED}
 
 

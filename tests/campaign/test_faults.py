@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from campaign.faults import FaultKind, draw_faults
+from campaign.faults import ON_POSTGRESQL, ON_SERVERS, ON_SQLITE, FaultKind, draw_faults
 from campaign.tasks import draw_groups
 
 
@@ -22,7 +22,14 @@ def test_every_run_kills_the_service_early_and_again() -> None:
         assert kills[0] <= 0.2
         assert len(kills) >= 2
         assert {FaultKind.ENGINE_KILLED, FaultKind.LEASES_LAPSED} <= {fault.kind for fault in faults}
-    assert {fault.kind for faults in drawn for fault in faults} == set(FaultKind)
+    assert {fault.kind for faults in drawn for fault in faults} == set(ON_SQLITE)
+
+
+def test_every_run_on_a_server_kills_it() -> None:
+    drawn = [draw_faults(random.Random(seed), ON_POSTGRESQL) for seed in range(100)]
+    for faults in drawn:
+        assert FaultKind.DATABASE_KILLED in {fault.kind for fault in faults}
+    assert {fault.kind for faults in drawn for fault in faults} == set(ON_POSTGRESQL) > ON_SERVERS
 
 
 def test_the_same_seed_draws_the_same_groups() -> None:
