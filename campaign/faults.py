@@ -57,7 +57,7 @@ def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> l
         (FaultKind.SERVICE_KILLED, rng.uniform(0.02, 0.2)),
         (FaultKind.SERVICE_KILLED, rng.uniform(0.2, 0.95)),
         (FaultKind.ENGINE_KILLED, rng.uniform(0.2, 0.9)),
-        (FaultKind.LEASES_LAPSED, rng.uniform(0.3, 0.8)),
+        (FaultKind.LEASES_LAPSED, rng.uniform(0.25, 0.6)),
     ]
     if FaultKind.DATABASE_KILLED in kinds:
         points.append((FaultKind.DATABASE_KILLED, rng.uniform(0.1, 0.9)))

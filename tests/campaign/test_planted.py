@@ -8,19 +8,17 @@ import pytest
 from campaign.__main__ import one_run
 from campaign.checks import Harm
 from campaign.processes import a_nursery
-from campaign.run import RunReport
+from campaign.run import GROUPS, RunReport
 
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
-GROUPS = 20
-"""Fewer than in a real run: what is planted is caught early."""
 SEEDS = (3, 4, 5)
 """A fault can miss: sessions may not run when their leases lapse. It does not miss three times."""
 
 
 async def reported(program: str, seed: int) -> RunReport:
     async with a_nursery() as nursery:
-        report = await one_run(nursery, seed, groups=GROUPS, program=program)
+        report = await one_run(nursery, seed, program=program)
     print(report)
     if report.folder is not None:
         shutil.rmtree(report.folder)
