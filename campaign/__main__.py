@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.runs < 1:
         parser.error("--runs must be at least 1")
     console = Console(stderr=True)
+    # A campaign that is ended unmounts its disk and kills its programs, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with a_cluster() if options.store == "postgresql" else nullcontext() as cluster:
         reports = asyncio.run(_campaign(options.runs, options.seed, cluster, console, json=options.json))
     print(msgspec.json.encode(total(reports)).decode())

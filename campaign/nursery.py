@@ -22,6 +22,7 @@ from typing import Any
 
 from campaign import seams
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
 PROGRAMS = ("campaign.engine", "campaign.reader", "campaign.service")
 
 
@@ -61,6 +62,8 @@ def main() -> None:
     os.set_blocking(ended, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in ENDING:  # a Ctrl-C reaches the campaign, too, which ends this process by the end of its input
+        signal.signal(number, signal.SIG_IGN)
     started: set[int] = set()
     _say({"ready": os.getpid()})
     requests = b""
@@ -109,7 +112,8 @@ def _start(request: dict[str, Any]) -> int:
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, *ENDING):
+            signal.signal(number, signal.SIG_DFL)
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, descriptor in ((0, nothing), (1, log), (2, log)):
