@@ -33,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo train test test-deep check test-real test-trainers fuzz bench policy clean
+.PHONY: help venv demo train test test-deep check test-real test-trainers fuzz campaign bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.s
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\
 		$(ONE_THREAD) $(BIN)/python scripts/fuzz_gateway.py --dialect $(dialect) $(ARGS) &&) true
+
+campaign: $(STAMPS)/dev ## break a running service at random: ARGS="--runs 20 --seed 1 --json" (15 seconds a run)
+	$(ONE_THREAD) $(BIN)/python -m campaign $(ARGS)
 
 bench: $(STAMPS)/dev ## the benchmarks, as a table and JSON in bench/results
 	$(ONE_THREAD) $(BIN)/python -m bench $(ARGS)

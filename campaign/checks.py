@@ -1,0 +1,278 @@
+"""What must be true after a run, whatever was broken: judged from what the clients were told, what the engine sampled,
+and what the store has.
+
+It decides by rules of its own and not by the code that it judges: training rows are counted by their masks. It reads
+the store after the service has ended. Invariant: a run without a finding has lost and doubled nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from campaign.engine import END, Call, digest_of
+from campaign.service import TOKENIZER
+from outrider.errors import NotFound
+from outrider.lifecycle import GroupState, StopReason
+from outrider.schemas import GroupView
+from outrider.store.rows import Event, EventKind
+from outrider.store.store import Store
+from outrider.testing.scripted_engine import scripted_logprob
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import FinishReason, JoinKind, Sample, SessionResult, Turn, unpack_ids, unpack_logprobs
+
+
+class Harm(StrEnum):
+    LOST = "lost"
+    DOUBLED = "doubled"
+    STALE_WRITE = "stale_writes"
+    LEAKED = "leaked"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    harm: Harm
+    what: str
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What the clients of a run were told: the groups that were accepted, by idempotency key, once for each 2xx; what
+    each reader was given; and what was pushed and taken."""
+
+    accepted: Mapping[str, Sequence[str]]
+    readers: Mapping[str, Sequence[GroupView]]
+    with_callback: frozenset[str]
+    pushes: Mapping[str, Sequence[GroupView]]
+    taken: frozenset[str]
+
+
+def read_calls(log: Path) -> list[Call]:
+    """The engine's log."""
+    return [msgspec.json.decode(line, type=Call) for line in log.read_bytes().splitlines()]
+
+
+async def judge(told: Told, calls: Sequence[Call], store: Store) -> list[Finding]:
+    findings = judge_acceptance(told)
+    groups = {ids[0] for ids in told.accepted.values() if ids}
+    events = await all_events(store)
+    findings += judge_events(events, groups)
+    stored: dict[str, GroupView] = {}
+    for name, views in told.readers.items():
+        findings += judge_delivery(name, views, groups)
+        stored.update({view.id: view for view in views})
+    findings += judge_pushes(told, stored)
+    for group in sorted(groups):
+        findings += await judge_group(group, told, store)
+    ledger = Ledger(calls)
+    for group in sorted(groups & stored.keys()):
+        samples: defaultdict[str, list[Sample]] = defaultdict(list)
+        for sample in stored[group].samples or ():
+            samples[sample.session_id].append(sample)
+        for session in stored[group].sessions:
+            turns = {number: await store.turns(session.id, number) for number in range(1, session.attempt + 1)}
+            for number, of_attempt in turns.items():
+                for turn in of_attempt:
+                    findings += ledger.match(f"{session.id}-{number}", turn, of_attempt)
+            if session.result is not None:
+                findings += judge_session(session.result, turns.get(session.result.attempt, []), samples[session.id])
+    return findings
+
+
+def judge_acceptance(told: Told) -> list[Finding]:
+    """The same key is the same group, however often it was submitted."""
+    findings = []
+    for key, ids in told.accepted.items():
+        if not ids:
+            findings.append(Finding(Harm.LOST, f"{key} was never accepted"))
+        if len(set(ids)) > 1:
+            findings.append(Finding(Harm.DOUBLED, f"{key} was accepted as {sorted(set(ids))}"))
+    return findings
+
+
+async def all_events(store: Store) -> list[Event]:
+    events: list[Event] = []
+    while page := await store.events(after=events[-1].cursor if events else 0, limit=10_000):
+        events += page
+    return events
+
+
+def judge_events(events: Iterable[Event], groups: set[str]) -> list[Finding]:
+    """Each session and group ends once. No attempt says anything after it has lost its session, whether its successor
+    has begun or waits in the queue, where the service itself may only end it."""
+    findings = []
+    newest: defaultdict[str, int] = defaultdict(int)
+    lost: set[tuple[str, int]] = set()
+    ended: Counter[str] = Counter()
+    for event in events:
+        if event.session_id is not None:
+            attempt = event.data["attempt"]
+            if attempt < newest[event.session_id]:
+                what = f"{event.session_id}: {event.kind} of attempt {attempt} after attempt {newest[event.session_id]}"
+                findings.append(Finding(Harm.STALE_WRITE, what))
+            elif (event.session_id, attempt) in lost and not _ended_in_queue(event):
+                what = f"{event.session_id}: {event.kind} {event.data} of attempt {attempt}, which had ended"
+                findings.append(Finding(Harm.STALE_WRITE, what))
+            newest[event.session_id] = max(attempt, newest[event.session_id])
+            if event.kind is EventKind.SESSION_RETRY:
+                lost.add((event.session_id, attempt))
+        if event.kind in (EventKind.SESSION_DONE, EventKind.GROUP_DONE):
+            ended[event.session_id or event.group_id] += 1
+        if event.kind is EventKind.GROUP_CREATED and event.group_id not in groups:
+            findings.append(Finding(Harm.DOUBLED, f"{event.group_id} was stored, and nobody knows it"))
+    findings += [Finding(Harm.DOUBLED, f"{name} ended {times} times") for name, times in ended.items() if times > 1]
+    return findings
+
+
+def _ended_in_queue(event: Event) -> bool:
+    """Cancelled, or given up because its node died too often."""
+    return event.kind is EventKind.SESSION_DONE and (
+        event.data["stop_reason"] == StopReason.CANCELLED or event.data["error"] == "lease_expired"
+    )
+
+
+def judge_delivery(name: str, views: Sequence[GroupView], groups: set[str]) -> list[Finding]:
+    """A consumer got each group once, in the order of the cursors."""
+    times = Counter(view.id for view in views)
+    findings = [Finding(Harm.LOST, f"{name} was not given {group}") for group in sorted(groups - times.keys())]
+    findings += [Finding(Harm.DOUBLED, f"{name} was given {group} {n} times") for group, n in times.items() if n > 1]
+    cursors = [view.cursor for view in views]
+    if cursors != list(range(1, len(views) + 1)):
+        findings.append(Finding(Harm.LOST, f"{name} was given the cursors {cursors}"))
+    return findings
+
+
+def judge_pushes(told: Told, stored: Mapping[str, GroupView]) -> list[Finding]:
+    """Each group with a callback was pushed until it was taken; each push says the same as the results."""
+    findings = [Finding(Harm.LOST, f"{group} was not pushed") for group in sorted(told.with_callback - told.taken)]
+    for key, pushes in told.pushes.items():
+        if key not in told.with_callback:
+            findings.append(Finding(Harm.DOUBLED, f"{key} was pushed, and has no callback"))
+        for pushed in pushes:
+            if pushed.id != key or (key in stored and pushed != stored[key]):
+                findings.append(Finding(Harm.LOST, f"{key} was pushed as something else"))
+    return findings
+
+
+async def judge_group(group: str, told: Told, store: Store) -> list[Finding]:
+    """The group is done, as each reader was told."""
+    try:
+        row = await store.group(group)
+        sessions = await store.sessions(group)
+    except NotFound:
+        return [Finding(Harm.LOST, f"{group} is not in the store")]
+    findings = []
+    if row.state is not GroupState.DONE:
+        states = ", ".join(f"{session.id} {session.state}" for session in sessions)
+        findings.append(Finding(Harm.LOST, f"{group} is not done: {states}"))
+    for name, views in told.readers.items():
+        for view in views:
+            if view.id != group:
+                continue
+            if view.cursor != row.cursor:
+                findings.append(
+                    Finding(Harm.DOUBLED, f"{group} was given to {name} at {view.cursor}, is at {row.cursor}")
+                )
+            for given, session in zip(view.sessions, sessions, strict=True):
+                if given.result != session.result:
+                    findings.append(Finding(Harm.DOUBLED, f"{session.id}: {name} was given another result"))
+    for session in sessions:
+        if session.result is not None and session.result.attempt != session.attempt:
+            what = f"{session.id} has the result of attempt {session.result.attempt} of {session.attempt}"
+            findings.append(Finding(Harm.STALE_WRITE, what))
+    return findings
+
+
+def judge_session(result: SessionResult, turns: Sequence[Turn], samples: Sequence[Sample]) -> list[Finding]:
+    """Each sampled token is in one row, or none of its turn is, for a reason; and each reply that the agent has read is
+    a turn."""
+    name = f"{result.session_id}-{result.attempt}"
+    findings = []
+    trained: Counter[int] = Counter()
+    rows = Counter(sample.row for sample in samples)
+    if len(turns) != result.turns or len(samples) != result.samples or any(n > 1 for n in rows.values()):
+        what = f"{name}: {len(turns)} turns of {result.turns}, {len(samples)} rows of {result.samples}"
+        findings.append(Finding(Harm.LOST, what))
+    for sample in samples:
+        if sample.attempt != result.attempt:
+            findings.append(Finding(Harm.STALE_WRITE, f"{name}: a row of attempt {sample.attempt}"))
+        for index, (start, end) in zip(sample.turns, sample.turn_spans, strict=True):
+            masks = set(sample.loss_mask[start:end])
+            if index >= len(turns) or sample.ids[start:end] != unpack_ids(turns[index].output_ids).tolist():
+                findings.append(Finding(Harm.LOST, f"{name}: row {sample.row} has other tokens than turn {index}"))
+            elif masks == {1}:
+                trained[index] += 1
+                if sample.logprobs[start:end] != unpack_logprobs(turns[index].logprobs).tolist():
+                    findings.append(Finding(Harm.LOST, f"{name}: row {sample.row} has other numbers than turn {index}"))
+            elif masks == {0, 1}:
+                findings.append(Finding(Harm.LOST, f"{name}: row {sample.row} trains a part of turn {index}"))
+    for turn in turns:
+        if trained[turn.index] > 1:
+            findings.append(Finding(Harm.DOUBLED, f"{name}: turn {turn.index} trains in {trained[turn.index]} rows"))
+        if turn.output_ids and not trained[turn.index] and not _set_aside(turn, turns):
+            findings.append(Finding(Harm.LOST, f"{name}: turn {turn.index} trains in no row"))
+    sampled = sum(len(turn.output_ids) // 4 for turn in turns)
+    counted = sum(len(turns[index].output_ids) // 4 for index in trained)
+    if (result.tokens.sampled, result.tokens.trained) != (sampled, counted):
+        findings.append(Finding(Harm.LOST, f"{name}: {result.tokens} of {sampled} tokens, {counted} trained"))
+    told = Counter((result.verdict.reason or "").split() if result.verdict else ())
+    for missing in (told - Counter(map(_text, turns))).elements():
+        findings.append(Finding(Harm.LOST, f"{name}: the agent was told {missing!r}, which is no turn"))
+    return findings
+
+
+def _set_aside(turn: Turn, turns: Sequence[Turn]) -> bool:
+    """The policy drops what was cut off, and what the agent did not use: it asked the same again."""
+    again = (other for other in turns if other.index != turn.index and other.parent == turn.parent)
+    return turn.finish is FinishReason.ABORT or any(
+        JoinKind.RETRY in (turn.join, other.join) and other.prompt_delta == turn.prompt_delta for other in again
+    )
+
+
+_TOKENIZER = Tokenizer.load(TOKENIZER)
+
+
+def _text(turn: Turn) -> str:
+    return _TOKENIZER.decode(unpack_ids(turn.output_ids).tolist()).removesuffix(END)
+
+
+class Ledger:
+    """The engine's calls, each of which may be one turn."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
+        for call in calls:
+            self._calls[call.session, call.prompt].append(call)
+        self._turns: Counter[tuple[int, ...]] = Counter()
+
+    def match(self, attempt: str, turn: Turn, turns: Sequence[Turn]) -> list[Finding]:
+        """A turn has the tokens of a call of its own, for its prompt; all of them unless it was cut off."""
+        prompt = np.concatenate([unpack_ids(part) for part in _prompt(turn, turns)])
+        ids = unpack_ids(turn.output_ids).tolist()
+        if not ids:
+            return []
+        fitting = [call for call in self._calls[attempt, digest_of(prompt)] if call.ids[: len(ids)] == ids]
+        if not fitting:
+            return [Finding(Harm.LOST, f"{attempt}: turn {turn.index} has tokens that the engine did not sample")]
+        findings = []
+        if turn.finish is not FinishReason.ABORT and len(ids) != len(fitting[0].ids):
+            findings.append(Finding(Harm.LOST, f"{attempt}: turn {turn.index} has {len(ids)} tokens of the engine's"))
+        expected = [scripted_logprob(len(prompt) + at, token) for at, token in enumerate(ids)]
+        if unpack_logprobs(turn.logprobs).tolist() != expected:
+            findings.append(Finding(Harm.LOST, f"{attempt}: turn {turn.index} has other numbers than the engine's"))
+        self._turns[key := tuple(fitting[0].ids)] += 1
+        if self._turns[key] > 1:
+            findings.append(Finding(Harm.DOUBLED, f"{attempt}: turn {turn.index} has the tokens of another turn"))
+        return findings
+
+
+def _prompt(turn: Turn, turns: Sequence[Turn]) -> list[bytes]:
+    """The pieces of a turn's prompt, from its root on."""
+    pieces = [turn.prompt_delta]
+    while turn.parent is not None:
+        turn = turns[turn.parent]
+        pieces += [turn.output_ids, turn.prompt_delta]
+    return pieces[::-1]

@@ -1,0 +1,105 @@
+"""The engine of a campaign: vLLM's protocol, replies that are never the same, and a log of every token that it samples.
+
+`main(log, port)` serves it. A call is logged before its first token is sent, as a line of JSON (`Call`), so the log
+knows of every token that anybody can have been given, also after a kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import AsyncGenerator
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from campaign.service import TOKENIZER
+from outrider.cli.event_loop import run_service
+from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
+from outrider.http_server import Application
+from outrider.testing.engine_servers.app import engine_app, serving
+from outrider.testing.engine_servers.asgi import ServeSettings
+from outrider.testing.scripted_engine import scripted_logprob
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode
+
+REPLY_TOKENS = 24
+CHUNK_TOKENS = 6
+CHUNK_SECONDS = 0.03
+END = "<|im_end|>"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A generation: the attempt that it is for, a digest of its prompt's ids, and all ids that it is to sample."""
+
+    session: str
+    prompt: str
+    ids: list[int]
+
+
+def digest_of(prompt: Ids) -> str:
+    return sha256(prompt.astype("<i4").tobytes()).hexdigest()[:16]
+
+
+class LoggedEngine:
+    """`Engine`: each reply is so many random letters."""
+
+    name = "campaign"
+    mode = TokenMode.TOKENS
+    logprob_kind = LogprobKind.SAMPLING
+
+    def __init__(self, log: Path, tokenizer: Tokenizer) -> None:
+        self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._letters = [tokenizer.encode(letter)[0] for letter in LETTERS]
+        self._end = tokenizer.encode(END)[0]
+        self._tokenizer = tokenizer
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        os.close(self._log)
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True, model="campaign", context_tokens=32_768)
+
+    async def pause(self, mode: PauseMode) -> None:
+        raise NotImplementedError("a campaign does not pause its policy")
+
+    async def resume(self) -> None:
+        raise NotImplementedError("a campaign does not pause its policy")
+
+    async def token_check(self, text: str) -> list[int] | None:
+        return self._tokenizer.encode(text)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        ids = [*random.choices(self._letters, k=REPLY_TOKENS - 1), self._end]
+        call = Call(session=request.session_key, prompt=digest_of(request.input_ids), ids=ids)
+        os.write(self._log, msgspec.json.encode(call) + b"\n")
+        for start in range(0, REPLY_TOKENS, CHUNK_TOKENS):
+            await asyncio.sleep(CHUNK_SECONDS)
+            some = ids[start : start + CHUNK_TOKENS]
+            last = start + len(some) == REPLY_TOKENS
+            position = len(request.input_ids) + start
+            yield Chunk(
+                ids=some,
+                logprobs=[scripted_logprob(position + offset, token) for offset, token in enumerate(some)],
+                finish=FinishReason.STOP if last else None,
+                stop_match=self._end if last else None,
+            )
+
+
+def main(log: str, port: str) -> None:
+    logging.basicConfig(level=logging.WARNING)
+    tokenizer = Tokenizer.load(TOKENIZER)
+    engine = LoggedEngine(Path(log), tokenizer)
+    run_service(_serve(engine_app(engine, "vllm", ServeSettings(tokenizer=tokenizer)), int(port)))
+
+
+async def _serve(app: Application, port: int) -> None:
+    async with serving(app, port=port):
+        await asyncio.Event().wait()

@@ -1,0 +1,97 @@
+"""What the processes of a run leave on the machine, while its last service is idle and after it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+
+import msgspec
+
+from campaign.checks import Finding, Harm
+from campaign.nursery import descendants
+from outrider.client import AsyncClient
+from outrider.errors import OutriderError
+from outrider.runtimes.kernel import cgroups, process_marks
+from outrider.runtimes.node_host import PREFIX
+
+SETTLE_SECONDS = 15.0
+"""What a killed node had dies with it, but not in its last moment; its keeper takes some seconds."""
+LOOK_SECONDS = 0.1
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """A process's resident memory and open descriptors."""
+
+    mib: float
+    descriptors: int
+
+
+def footprint(pid: int) -> Footprint:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return Footprint(int(status["VmRSS"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd")))
+
+
+async def held_by_idle_service(client: AsyncClient, temporary: Path) -> list[Finding]:
+    """What a service without sessions still holds once it has had some time to put it down: slots, seats on engines,
+    folders and processes of sandboxes."""
+    held = await _settled(lambda: _held(client, temporary))
+    return [Finding(Harm.LEAKED, f"the idle service holds {what}") for what in held]
+
+
+async def _settled(look: Callable[[], Awaitable[list[str]]]) -> list[str]:
+    """What a look finds again and again until SETTLE_SECONDS are over; nothing as soon as it finds nothing."""
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        if not (found := await look()) or time.monotonic() > deadline:
+            return found
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _held(client: AsyncClient, temporary: Path) -> list[str]:
+    try:
+        status = await client.status()
+    except OutriderError as error:
+        return [f"no status: {error}"]
+    held = []
+    for node in status.nodes:
+        held += [f"{lane.in_use} slots of {lane.name}" for lane in node.lanes if lane.in_use or lane.waiting]
+        held += [f"{node.sessions} sessions"] * bool(node.sessions)
+    for engine in status.engines:
+        if engine.in_flight or engine.sessions or engine.assigned_tokens:
+            held.append(f"{engine.in_flight} calls and {engine.sessions} seats on {engine.name}")
+    return held + await asyncio.to_thread(_sandboxes, temporary)
+
+
+def _sandboxes(temporary: Path) -> list[str]:
+    found = []
+    folders = sorted(temporary.iterdir())
+    if len(folders) != 1:
+        found.append(f"the folders {', '.join(folder.name for folder in folders)}")
+    for folder in folders:
+        found += [f"the sandbox {path.name}" for path in folder.glob("s-*")]
+        if marked := process_marks.marked(f"{folder.name}/s-"):
+            found.append(f"{len(marked)} processes of sandboxes")
+    return found
+
+
+async def left_behind(nursery: int, folder: Path, temporary: Path, services: Collection[int]) -> list[Finding]:
+    """What is left when all programs of a run have ended: processes, mounts, control groups, folders, sockets."""
+    left = await _settled(lambda: asyncio.to_thread(_left, nursery, folder, temporary, services))
+    return [Finding(Harm.LEAKED, f"left behind: {what}") for what in left]
+
+
+def _left(nursery: int, folder: Path, temporary: Path, services: Collection[int]) -> list[str]:
+    left = [f"process {pid} ({command})" for pid, command in descendants(nursery).items()]
+    left += [f"folder {path}" for path in temporary.iterdir()]
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    left += [f"mount {line.split()[4]}" for line in mounts if str(temporary) in line]
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+    left += [f"socket {name}" for name in sockets if str(folder) in name]
+    for parent in set(cgroups.find().folders.values()):
+        for group in parent.glob(f"{PREFIX}*"):
+            if group.name.split("-")[2] in map(str, services):
+                left.append(f"control group {group}")
+    return left

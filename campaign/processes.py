@@ -1,0 +1,133 @@
+"""The campaign's end of the nursery, and a supervisor that starts a program again as soon as it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+STOP_SECONDS = 30.0
+SHORT_LIFE = 1.0
+"""A program that has not lived for so many seconds cannot start now: it is started again after a pause."""
+PAUSE_SECONDS = 0.2
+
+
+class Nursery:
+    """`pid` is that of the process whose descendants are all processes of the campaign's programs."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._starting = asyncio.Lock()
+        self._started: asyncio.Future[int]
+        self._ended: dict[int, asyncio.Future[int]] = {}
+
+    async def start(self, module: str, arguments: Sequence[str], *, log: Path, temporary: Path) -> int:
+        """The number of a new process that runs `main` of a module."""
+        request = {"module": module, "arguments": list(arguments), "log": str(log), "temporary": str(temporary)}
+        assert self._process.stdin is not None
+        async with self._starting:
+            self._started = asyncio.get_running_loop().create_future()
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            return await self._started
+
+    async def ended(self, pid: int) -> int:
+        """Wait until a process has ended; its status."""
+        return await asyncio.shield(self._ended[pid])
+
+    def alive(self, pid: int) -> bool:
+        return not self._ended[pid].done()
+
+    async def listen(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            message: dict[str, Any] = json.loads(line)
+            if (pid := message.get("started")) is not None:
+                self._ended[pid] = asyncio.get_running_loop().create_future()
+                self._started.set_result(pid)
+            elif (pid := message.get("ended")) is not None:
+                self._ended[pid].set_result(message["status"])
+
+
+@asynccontextmanager
+async def a_nursery(module: str = "campaign.nursery") -> AsyncIterator[Nursery]:
+    """All that its programs have left is killed at the end."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=pipe, stdout=pipe, cwd=ROOT)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if not await process.stdout.readline():
+            raise RuntimeError("the campaign's nursery ended before it was ready")
+        nursery = Nursery(process)
+        async with asyncio.TaskGroup() as tasks:
+            listening = tasks.create_task(nursery.listen())
+            try:
+                yield nursery
+            finally:
+                listening.cancel()
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+class Program:
+    """A program that is kept running from `start` to `stop`. `pids` are its processes so far."""
+
+    def __init__(self, nursery: Nursery, module: str, arguments: Sequence[str], *, log: Path, temporary: Path) -> None:
+        self.pids: list[int] = []
+        self._nursery = nursery
+        self._module = module
+        self._arguments = arguments
+        self._log = log
+        self._temporary = temporary
+        self._wanted = True
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        await self._start()
+        tasks.create_task(self._keep(), name=f"keep {self._module}")
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal to the process that is there now; whether one was."""
+        with suppress(ProcessLookupError):
+            if self._nursery.alive(self.pids[-1]):
+                os.kill(self.pids[-1], number)
+                return True
+        return False
+
+    async def stop(self) -> bool:
+        """End it for good; False if it had to be killed."""
+        self._wanted = False
+        pid = self.pids[-1]
+        self.signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._nursery.ended(pid)
+        except TimeoutError:
+            self.signal(signal.SIGKILL)
+            await self._nursery.ended(pid)
+            return False
+        return True
+
+    async def _start(self) -> None:
+        self.pids.append(
+            await self._nursery.start(self._module, self._arguments, log=self._log, temporary=self._temporary)
+        )
+
+    async def _keep(self) -> None:
+        while True:
+            started = time.monotonic()
+            await self._nursery.ended(self.pids[-1])
+            if not self._wanted:
+                return
+            if time.monotonic() - started < SHORT_LIFE:
+                await asyncio.sleep(PAUSE_SECONDS)
+            await self._start()

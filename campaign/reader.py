@@ -1,0 +1,57 @@
+"""A consumer that reads the results by cursor, and keeps what it was given together with its position.
+
+`main(url, file)` runs one as a process, which may be killed at any moment. Invariant: what a page brought and the
+cursor behind it are one transaction, so that each group is in the file exactly as often as the service gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from outrider.client import AsyncClient
+from outrider.errors import OutriderError
+from outrider.schemas import GroupView
+
+PAUSE_SECONDS = 0.1
+
+
+class Reader:
+    """`read` goes on until it is cancelled."""
+
+    def __init__(self, file: Path) -> None:
+        self._kept = sqlite3.connect(file, isolation_level=None, timeout=30)
+        # A kill of the process undoes no commit, and the machine is not part of the campaign.
+        self._kept.execute("PRAGMA journal_mode=WAL")
+        self._kept.execute("PRAGMA synchronous=OFF")
+        self._kept.execute("CREATE TABLE IF NOT EXISTS pages (cursor INTEGER, groups BLOB)")
+
+    async def read(self, url: str) -> None:
+        async with AsyncClient(url) as client:
+            (after,) = self._kept.execute("SELECT COALESCE(MAX(cursor), 0) FROM pages").fetchone()
+            while True:
+                try:
+                    page = await client.results(after=after, wait=5, limit=8, samples=True)
+                except OutriderError:
+                    await asyncio.sleep(PAUSE_SECONDS)
+                    continue
+                if page.groups:
+                    self._kept.execute(
+                        "INSERT INTO pages VALUES (?, ?)", (page.cursor, msgspec.json.encode(page.groups))
+                    )
+                    after = page.cursor
+
+    def groups(self) -> list[GroupView]:
+        """All that was read, in order."""
+        pages = self._kept.execute("SELECT groups FROM pages ORDER BY rowid").fetchall()
+        return [group for (page,) in pages for group in msgspec.json.decode(page, type=list[GroupView])]
+
+    def close(self) -> None:
+        self._kept.close()
+
+
+def main(url: str, file: str) -> None:
+    asyncio.run(Reader(Path(file)).read(url))

@@ -1,0 +1,421 @@
+"""One run: starts a service, an engine and consumers, submits groups, breaks what the seed says, and judges the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from campaign import leaks
+from campaign.checks import Finding, Harm, Told, judge, read_calls
+from campaign.faults import ON_POSTGRESQL, ON_SQLITE, Fault, FaultKind, draw_faults
+from campaign.processes import Nursery, Program
+from campaign.reader import Reader
+from campaign.receiver import receiving
+from campaign.seams import Knobs
+from campaign.stores import Cluster, SqliteUnderTest, StoreUnderTest
+from campaign.tasks import draw_groups
+from outrider.client import AsyncClient
+from outrider.errors import NotFound, OutriderError, ServiceError
+from outrider.lifecycle import GroupState, SessionState
+from outrider.runtimes.kernel import process_marks
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
+
+GROUPS = 50
+SUBMITTERS = 6
+CANCELLED = 4
+"""Groups that their client cancels."""
+REPEATED = 0.2
+"""Share of groups that are submitted a second time, with their key."""
+STALL_SECONDS = 60.0
+"""A run that gets nothing done for so long has lost what it still waits for."""
+IDLE_SECONDS = 2.0
+BUSY_LOOKS = 30
+BUSY_SESSIONS = 8
+LOOK_SECONDS = 0.1
+PAUSE_SECONDS = 0.1
+DISK_MIB = 64
+FULLEST_COMMIT = 0.2
+DAY = 86_400.0
+LEAST_JUMP = 7200.0
+"""A service takes a time that is an hour ahead for one that its receiver has asked for."""
+T = TypeVar("T")
+
+READERS = ("reader", "crashing reader")
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`kills` are SIGKILLs. `grown` is how the last service's memory (MiB) and descriptors have changed from its start
+    to its end. `left_out` are the faults that cannot be had on this machine."""
+
+    seed: int
+    seconds: float
+    groups: int
+    kills: int
+    faults: list[str]
+    left_out: list[str]
+    endings: dict[str, int]
+    attempts: int
+    turns: int
+    grown: tuple[float, int]
+    findings: list[Finding]
+    folder: str | None
+
+
+class Progress:
+    """How much of the run is done: an accepted group counts a quarter of one that was delivered."""
+
+    def __init__(self, groups: int) -> None:
+        self._all = groups * 4
+        self._done = 0
+        self._changed = asyncio.Condition()
+        self.moved = time.monotonic()
+
+    async def set(self, *, accepted: int, delivered: int) -> None:
+        if (done := accepted + 3 * delivered) > self._done:
+            self._done = done
+            self.moved = time.monotonic()
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def until(self, share: float) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._done >= share * self._all)
+
+
+class Run:
+    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service."""
+
+    def __init__(
+        self, nursery: Nursery, seed: int, folder: Path, *, groups: int, program: str, cluster: Cluster | None = None
+    ) -> None:
+        self._nursery = nursery
+        self._rng = random.Random(seed)
+        self._seed = seed
+        self._folder = folder
+        self._temporary = folder / "t"
+        self._temporary.mkdir()
+        self._knobs = Knobs(folder / "knobs")
+        self._cluster = cluster
+        self._store: StoreUnderTest
+        self._count = groups
+        self._program = program
+        self._faults = draw_faults(self._rng, ON_SQLITE if cluster is None else ON_POSTGRESQL)
+        self._left_out: list[str] = []
+        self._progress = Progress(groups)
+        self._accepted: dict[str, list[str]] = {}
+        self._with_callback: set[str] = set()
+        self._kills = 0
+
+    async def run(self) -> RunReport:
+        begun = time.monotonic()
+        findings: list[Finding] = []
+        with a_disk(self._folder / "data", DISK_MIB) as self._disk:
+            async with receiving(self._rng) as self._receiver, asyncio.TaskGroup() as tasks:
+                await self._start(tasks)
+                async with AsyncClient(self._url) as self._client:
+                    findings += await self._drive(tasks)
+                    findings += await self._stop()
+            ended = time.monotonic()
+            readers = {name: self._read(name) for name in READERS}
+            told = Told(
+                accepted=self._accepted,
+                readers=readers,
+                with_callback=frozenset(self._with_callback),
+                pushes=self._receiver.pushes,
+                taken=frozenset(self._receiver.taken),
+            )
+            calls = read_calls(self._folder / "calls")
+            async with self._store.open() as store:
+                findings += await judge(told, calls, store)
+            findings += await self._store.close()
+        results = [session.result for view in readers[READERS[0]] for session in view.sessions if session.result]
+        return RunReport(
+            seed=self._seed,
+            seconds=round(ended - begun, 1),
+            groups=sum(1 for ids in self._accepted.values() if ids),
+            kills=self._kills,
+            faults=[f"{fault.kind} at {fault.at:.2f}" for fault in self._faults],
+            left_out=self._left_out,
+            endings=dict(Counter(one.error.code if one.error else one.stop_reason.value for one in results)),
+            attempts=sum(one.attempt for one in results),
+            turns=sum(one.turns for one in results),
+            grown=self._grown,
+            findings=findings,
+            folder=None,
+        )
+
+    async def _start(self, tasks: asyncio.TaskGroup) -> None:
+        if self._cluster is None:
+            self._store = SqliteUnderTest(self._folder / "data")
+        else:
+            self._store = await self._cluster.new_database(f"run_{self._seed}")
+        service, engine = free_port(self._rng), free_port(self._rng)
+        self._url = f"http://127.0.0.1:{service}"
+        engine_url = f"http://127.0.0.1:{engine}"
+        self._engine = self._a_program("campaign.engine", str(self._folder / "calls"), str(engine))
+        self._service = self._a_program(self._program, str(self._folder), str(service), engine_url, self._store.url)
+        crashing = self._folder / f"{READERS[1]}.sqlite3"
+        self._crashing = self._a_program("campaign.reader", self._url, str(crashing))
+        await self._engine.start(tasks)
+        await _listening(engine)
+        await self._service.start(tasks)
+        await _listening(service)
+        await self._store.watch_turns()
+        await self._crashing.start(tasks)
+
+    def _a_program(self, module: str, *arguments: str) -> Program:
+        name = "service" if module == self._program else module.rpartition(".")[2]
+        log = self._folder / f"{name}.log"
+        return Program(self._nursery, module, arguments, log=log, temporary=self._temporary)
+
+    async def _drive(self, tasks: asyncio.TaskGroup) -> list[Finding]:
+        """Submit, break, cancel and read until all is delivered and broken."""
+        runtime = "namespace" if NamespaceRuntime.available().ok else "memory"
+        groups = draw_groups(self._rng, self._count, runtime=runtime, callback=self._receiver.url)
+        repeated = {number for number in range(self._count) if self._rng.random() < REPEATED}
+        cancelled = [(self._rng.uniform(0.2, 0.9), random.Random(self._rng.random())) for _ in range(CANCELLED)]
+        left = iter(enumerate(groups[:-1]))
+
+        async def submit() -> None:
+            for number, group in left:
+                for _ in range(2 if number in repeated else 1):
+                    await self._submit(group)
+
+        reader = Reader(self._folder / f"{READERS[0]}.sqlite3")
+        reading = tasks.create_task(reader.read(self._url))
+        breaking = [tasks.create_task(self._break(fault)) for fault in self._faults]
+        work: list[Coroutine[Any, Any, None]] = [submit() for _ in range(SUBMITTERS)]
+        work += [self._cancel(at, rng) for at, rng in cancelled]
+        work += [self._submit_last(groups[-1], breaking)]
+        doing = [*breaking, *(tasks.create_task(each) for each in work)]
+        findings = await self._watch(doing)
+        for task in (*doing, reading):
+            task.cancel()
+        await asyncio.wait((reading,))
+        reader.close()
+        return findings
+
+    async def _submit(self, group: dict[str, Any]) -> None:
+        ids = self._accepted.setdefault(group["idempotency_key"], [])
+        if (view := await self._answered(lambda: self._client.submit(group))) is not None:
+            ids.append(view.id)
+            if "callback_url" in group:
+                self._with_callback.add(view.id)
+
+    async def _submit_last(self, group: dict[str, Any], breaking: Sequence[asyncio.Task[None]]) -> None:
+        """Submit a group when nothing more breaks, and cancel it while it runs: no later service will clear up what the
+        last one leaves behind of it."""
+        await asyncio.wait(breaking)
+        await self._submit(group)
+        (id,) = self._accepted[group["idempotency_key"]]
+        while (view := await self._answered(lambda: self._client.group(id))) is not None:
+            if any(session.state is SessionState.RUNNING for session in view.sessions):
+                await self._answered(lambda: self._client.cancel(id))
+                return
+            if view.state is GroupState.DONE:
+                return
+
+    async def _cancel(self, at: float, rng: random.Random) -> None:
+        """Cancel a group with a session that runs, if there is one then."""
+        await self._progress.until(at)
+        accepted = [ids[0] for ids in self._accepted.values() if ids]
+        for group in rng.sample(accepted, k=len(accepted)):
+            view = await self._answered(lambda group=group: self._client.group(group))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+            if view is not None and any(session.state is SessionState.RUNNING for session in view.sessions):
+                await self._answered(lambda group=group: self._client.cancel(group))  # type: ignore[misc]  # as above
+                return
+
+    async def _answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
+        """The answer of the service, once it is there to give one; None for a group that is lost: the checks say so."""
+        while True:
+            try:
+                return await call()
+            except NotFound:
+                return None
+            except ServiceError:
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _watch(self, doing: list[asyncio.Task[None]]) -> list[Finding]:
+        """Follow the progress to its end; what is lost for certain ends it at once."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for task in doing:
+                if task.done():
+                    task.result()
+            delivered = [{view.id: view.cursor or 0 for view in self._read(name)} for name in READERS]
+            accepted = {ids[0] for ids in self._accepted.values() if ids}
+            both = delivered[0].keys() & delivered[1].keys() & accepted
+            pushed = self._with_callback <= self._receiver.taken
+            await self._progress.set(accepted=len(accepted), delivered=len(both))
+            idle = time.monotonic() - self._progress.moved
+            if len(both) == self._count and pushed and all(task.done() for task in doing):
+                return []
+            read_to = min(max(given.values(), default=0) for given in delivered)
+            if idle > IDLE_SECONDS and (lost := await self._lost(accepted - both, read_to)):
+                return lost
+            if idle > STALL_SECONDS:
+                return [Finding(Harm.LOST, f"nothing was delivered for {STALL_SECONDS:.0f} s")]
+
+    async def _lost(self, waiting: set[str], read_to: int) -> list[Finding]:
+        """Accepted groups that the service does not know any more, or that it gave a place that both readers have
+        passed."""
+        lost = []
+        for group in sorted(waiting):
+            try:
+                cursor = (await self._client.group(group)).cursor
+                if cursor is not None and cursor < read_to:
+                    lost.append(Finding(Harm.LOST, f"{group} is done at {cursor}: the readers are at {read_to}"))
+            except NotFound:
+                lost.append(Finding(Harm.LOST, f"{group} was accepted, and is not known any more"))
+            except OutriderError:
+                break  # it is down: later
+        return lost
+
+    async def _break(self, fault: Fault) -> None:
+        await self._progress.until(fault.at)
+        await asyncio.sleep(fault.seconds / 4)
+        match fault.kind:
+            case FaultKind.SERVICE_KILLED:
+                self._kill(self._service)
+            case FaultKind.SERVICE_STOPPED:
+                self._service.signal(signal.SIGTERM)
+            case FaultKind.ENGINE_KILLED:
+                self._kill(self._engine)
+            case FaultKind.ENGINE_HUNG:
+                self._engine.signal(signal.SIGSTOP)
+                await asyncio.sleep(fault.seconds)
+                if fault.share < 0.5:
+                    self._kill(self._engine)
+                else:
+                    self._engine.signal(signal.SIGCONT)
+            case FaultKind.AGENTS_KILLED:
+                await self._until_busy()
+                await asyncio.to_thread(self._kill_agents, fault.share)
+            case FaultKind.READER_KILLED:
+                self._kill(self._crashing)
+            case FaultKind.DISK_FULL:
+                if not self._disk:
+                    self._left_out.append(fault.kind)
+                    return
+                with a_full_disk(self._folder / "data"):
+                    await asyncio.sleep(fault.seconds)
+            case FaultKind.DISK_SLOW:
+                self._knobs.commit_seconds = FULLEST_COMMIT * fault.share
+                await asyncio.sleep(fault.seconds)
+                self._knobs.commit_seconds = 0.0
+            case FaultKind.CLOCK_JUMPED:
+                self._knobs.clock_offset = (LEAST_JUMP + DAY * fault.share) * (-1 if fault.share < 0.5 else 1)
+                await asyncio.sleep(fault.seconds)
+                self._knobs.clock_offset = 0.0
+            case FaultKind.DATABASE_KILLED | FaultKind.DATABASE_STOPPED:
+                assert self._cluster is not None
+                killed = fault.kind is FaultKind.DATABASE_KILLED
+                self._cluster.restart(signal.SIGKILL if killed else signal.SIGINT)
+                self._kills += killed
+            case FaultKind.LEASES_LAPSED:
+                await self._until_busy()
+                self._service.signal(signal.SIGUSR1)
+
+    def _kill(self, program: Program) -> None:
+        self._kills += program.signal(signal.SIGKILL)
+
+    async def _until_busy(self) -> None:
+        """Wait until some sessions run, unless it takes too long: they may all have ended."""
+        for _ in range(BUSY_LOOKS):
+            status = await self._answered(self._client.status)
+            if status is not None and sum(node.sessions for node in status.nodes) >= BUSY_SESSIONS:
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _kill_agents(self, share: float) -> None:
+        """Some of the processes in sandboxes, whichever they are: agents, what they started, the sandboxes' own."""
+        for folder in self._temporary.iterdir():
+            marked = sorted(process_marks.marked(f"{folder.name}/s-"))
+            for pid in self._rng.sample(marked, k=min(len(marked), 1 + int(len(marked) * share / 4))):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self._kills += 1
+
+    async def _stop(self) -> list[Finding]:
+        """End all programs, the service first while it is idle; what they hold or leave."""
+        findings = await leaks.held_by_idle_service(self._client, self._temporary)
+        service = self._service.pids[-1]
+        after = leaks.footprint(service)
+        self._grown = (round(after.mib, 1), after.descriptors)
+        for program in (self._service, self._crashing, self._engine):
+            in_order = await program.stop()
+            if program is self._service and not in_order:
+                findings.append(Finding(Harm.LEAKED, "the service did not stop"))
+        return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._temporary, self._service.pids)
+
+    def _read(self, name: str) -> Any:
+        reader = Reader(self._folder / f"{name}.sqlite3")
+        try:
+            return reader.groups()
+        finally:
+            reader.close()
+
+
+@contextmanager
+def a_disk(folder: Path, mib: int) -> Iterator[bool]:
+    """A file system of so many MiB at `folder`; False where this machine allows none: then it is a plain folder."""
+    folder.mkdir()
+    options = f"size={mib}m,mode=0700"
+    mounted = not subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "campaign", folder], capture_output=True
+    ).returncode
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextmanager
+def a_full_disk(folder: Path) -> Iterator[None]:
+    big = folder / "big"
+    try:
+        with suppress(OSError), big.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+        # The last bytes, too: a file system gives whole pages.
+        with suppress(OSError), big.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(512))
+        yield
+    finally:
+        big.unlink(missing_ok=True)
+
+
+def free_port(rng: random.Random) -> int:
+    """One outside of the range from which the kernel takes ports for connections: a program that is started again must
+    find its port free."""
+    while True:
+        port = rng.randrange(20_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+async def _listening(port: int) -> None:
+    async with asyncio.timeout(STALL_SECONDS):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.02)
+                continue
+            writer.close()
+            return

@@ -1,0 +1,82 @@
+"""Faults that need a place inside of the service's process: a clock that jumps, and a disk that is slow.
+
+`install` puts them into the standard library, before Outrider is imported: `time.time` and `time.time_ns` have an
+offset, and a COMMIT of SQLite first waits. Both are set from outside, in a file that the processes share; a process
+that has not called `Knobs.obey` sees the true time and the true disk. Nothing else of the service is touched.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sqlite3
+import struct
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_OFFSET, _DELAY = 0, 8
+_SIZE = 16
+_NUMBER = struct.Struct("d")
+
+
+class Knobs:
+    """The shared file at `path`: two numbers, both 0 at first."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a+b") as file:
+            file.truncate(_SIZE)
+            self._shared = mmap.mmap(file.fileno(), _SIZE)
+
+    @property
+    def clock_offset(self) -> float:
+        """Seconds by which the clock is ahead."""
+        return self._get(_OFFSET)
+
+    @clock_offset.setter
+    def clock_offset(self, seconds: float) -> None:
+        _NUMBER.pack_into(self._shared, _OFFSET, seconds)
+
+    @property
+    def commit_seconds(self) -> float:
+        """How long each commit waits for the disk."""
+        return self._get(_DELAY)
+
+    @commit_seconds.setter
+    def commit_seconds(self, seconds: float) -> None:
+        _NUMBER.pack_into(self._shared, _DELAY, seconds)
+
+    def obey(self) -> None:
+        """Let this process follow these numbers from now on."""
+        _OBEYED.append(self)
+
+    def close(self) -> None:
+        self._shared.close()
+
+    def _get(self, offset: int) -> float:
+        number: float = _NUMBER.unpack_from(self._shared, offset)[0]
+        return number
+
+
+_OBEYED: list[Knobs] = []
+
+
+class _SlowConnection(sqlite3.Connection):
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql == "COMMIT" and _OBEYED and (seconds := _OBEYED[-1].commit_seconds):
+            time.sleep(seconds)
+        return super().execute(sql, *values)
+
+
+def install() -> None:
+    """Must come before the first import of Outrider, whose classes take `time.time` as a default."""
+    true_time, true_time_ns = time.time, time.time_ns
+
+    def shifted() -> float:
+        return true_time() + (_OBEYED[-1].clock_offset if _OBEYED else 0.0)
+
+    def shifted_ns() -> int:
+        return true_time_ns() + (int(_OBEYED[-1].clock_offset * 1e9) if _OBEYED else 0)
+
+    time.time, time.time_ns = shifted, shifted_ns
+    sqlite3.connect = partial(sqlite3.connect, factory=_SlowConnection)  # type: ignore[assignment]

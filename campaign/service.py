@@ -1,0 +1,73 @@
+"""The service of a campaign: what `outrider serve` runs, with short pauses, on seams through which it can be broken.
+
+On SIGUSR1 the leases of all attempts under way lapse, as those of a node do that is cut off and does not know it: their
+sessions go back to the queue, and the old attempts run on beside the new ones until the store refuses them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+from campaign.seams import Knobs
+from outrider.api.server import serving
+from outrider.cli.event_loop import run_service, shorten_pauses
+from outrider.concurrency.backoff import Backoff
+from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.errors import OutriderError
+from outrider.service.assembly import open_service
+from outrider.service.retry_store import retry_store
+from outrider.service.service import Service
+from outrider.spec import EngineSpec
+
+TOKENIZER = Path(__file__).parent.parent / "src" / "outrider" / "demo" / "policy"
+LANES = LanesConfig(init=6, run=32, eval=8)
+HASTY = Backoff(first=0.1, longest=0.5)
+"""Waits between a session's failed attempts: a run has seconds."""
+
+STOP_SECONDS = 1.0
+"""What sessions under way have to end after a SIGTERM: some end, and some are interrupted."""
+
+log = logging.getLogger("campaign")
+
+
+def main(folder: str, port: str, engine: str, store: str) -> None:
+    """Serve until SIGTERM. `folder` is the run's; `engine` and `store` are URLs, the last one empty for SQLite."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are leases
+    Knobs(Path(folder) / "knobs").obey()
+    config = Config(
+        port=int(port),
+        data=Path(folder) / "data",
+        files=Path(folder),
+        store=store or None,
+        model=ModelConfig(tokenizer=str(TOKENIZER), renderer="template:qwen3"),
+        lanes=LANES,
+        engines=(EngineSpec(kind="vllm", url=engine),),
+    )
+    try:
+        run_service(_serve(config))
+    except* OutriderError as failed:  # such as an engine that is down: the supervisor starts the service again
+        log.error("the service cannot run: %s", failed.exceptions)
+        raise SystemExit(1) from None
+
+
+async def _serve(config: Config) -> None:
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    async with open_service(config, pauses=HASTY) as (service, node), asyncio.TaskGroup() as tasks:
+        loop.add_signal_handler(signal.SIGUSR1, lambda: tasks.create_task(_lapse(service)))
+        async with serving(service, node) as url:
+            shorten_pauses()
+            log.info("ready at %s", url)
+            await stopped.wait()
+            await service.run_dry(STOP_SECONDS)
+
+
+async def _lapse(service: Service) -> None:
+    lapsed = await retry_store(lambda: service.store.recover(now=float("inf")))
+    log.info("the leases of %d attempts have lapsed", len(lapsed))
+    service._scheduler.wake()

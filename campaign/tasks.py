@@ -1,0 +1,116 @@
+"""The tasks of a run, drawn from its seed: agents that talk to their model for a few turns and try again when it fails.
+
+An agent writes down each reply that it has read to its end. Its verdict gives them back (`told`), so that the campaign
+can ask for a stored turn for each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import EngineError
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.messages import Message, Role
+
+SESSIONS = 4
+"""In each group."""
+MAX_ATTEMPTS = 8
+NOTES = "notes.json"
+PATIENCE = 60
+"""How often an agent asks again, 0.2 seconds apart."""
+
+PROGRAM = """
+address=${OPENAI_BASE_URL#http://}; path=/${address#*/}; address=${address%%/*}
+exec 9<> <(:)
+history='{"role": "user", "content": "'$OUTRIDER_INSTRUCTION'"}'
+ask() {
+    { exec 3<>"/dev/tcp/${address%:*}/${address#*:}"; } 2>/dev/null || return 1
+    body='{"model": "m", "stream": '$2', "messages": ['$history']}'
+    printf '%s\\r\\n' "POST $path/chat/completions HTTP/1.1" "Host: x" "Connection: close" \\
+        "Content-Type: application/json" "Content-Length: ${#body}" "" >&3
+    printf %s "$body" >&3
+    answer=$(cat <&3); exec 3>&-
+    [[ $answer == "HTTP/1.1 200"* && $answer == *'"finish_reason":"stop"'* ]] || return 1
+    [[ $2 == false || $answer == *"[DONE]"* ]] || return 1
+    content=
+    while [[ $answer =~ \\"content\\":\\"([a-z]+)\\"(.*) ]]; do
+        content+=${BASH_REMATCH[1]}; answer=${BASH_REMATCH[2]}
+    done
+}
+for ((turn = 1; turn <= $1; turn++)); do
+    tries=0
+    until ask "$@"; do ((++tries < $3)) || exit 7; read -rt 0.2 -u 9; done
+    history+=', {"role": "assistant", "content": "'$content'"}, {"role": "user", "content": "go on"}'
+    told+="$content "
+    printf '{"told": "%s"}' "$told" > notes.json
+done
+"""
+
+
+class Talker:
+    """The same agent in the service's own process."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._turns: int = options["turns"]
+
+    async def init(self, context: HarnessContext) -> None:
+        pass
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        messages = [Message(role=Role.USER, content=context.task.instruction)]
+        told = []
+        for _ in range(self._turns):
+            for _ in range(PATIENCE):
+                try:
+                    reply = await context.model.chat(messages)
+                    break
+                except EngineError:
+                    await asyncio.sleep(0.2)
+            else:
+                raise TimeoutError("the model did not answer")
+            messages += [reply, Message(role=Role.USER, content="go on")]
+            told.append(reply.content)
+            await context.runtime.write(NOTES, json.dumps({"told": " ".join(told)}).encode())
+        return HarnessOutcome()
+
+
+async def grade(outcome: Outcome) -> dict[str, Any]:
+    """The reward is the number of replies that the agent has noted; the verdict's reason names them."""
+    told = json.loads(await outcome.runtime.read(NOTES))["told"]
+    return {"reward": float(len(told.split())), "reason": told}
+
+
+def draw_groups(rng: random.Random, count: int, *, runtime: str, callback: str) -> list[dict[str, Any]]:
+    """So many groups. `runtime` is that of agents in bash; half of the groups have the `callback`."""
+    return [_group(rng, number, runtime, callback) for number in range(count)]
+
+
+def _group(rng: random.Random, number: int, runtime: str, callback: str) -> dict[str, Any]:
+    turns = rng.randint(1, 4)
+    stream = rng.choice(("true", "false"))
+    harness: dict[str, Any] = {
+        "command": ["bash", "-c", PROGRAM, "agent", str(turns), stream, str(PATIENCE)],
+        "nonzero_exit": rng.choice(("error", "grade")),
+    }
+    kind = runtime
+    if runtime == "memory" or rng.random() < 0.25:
+        harness, kind = {"agent": "campaign.tasks:Talker", "options": {"turns": turns}}, "memory"
+    group = {
+        "idempotency_key": f"campaign-{number}",
+        "n": SESSIONS,
+        "priority": rng.randint(-2, 2),
+        "task": {
+            "instruction": f"Say something, number {number}.",
+            "harness": harness,
+            "runtime": {"kind": kind, "prepare": [{"write": '{"told": ""}', "to": NOTES}]},
+            "evaluator": {"kind": "callable", "path": "campaign.tasks:grade", "seconds": 30.0},
+            "limits": {"agent_seconds": 60.0, "session_seconds": 120.0},
+            "max_attempts": MAX_ATTEMPTS,
+        },
+    }
+    return group | ({"callback_url": callback} if number % 2 else {})

@@ -1,0 +1,41 @@
+"""A seed decides what is broken, and in every run the worst is."""
+
+from __future__ import annotations
+
+import random
+
+from campaign.faults import ON_POSTGRESQL, ON_SERVERS, ON_SQLITE, FaultKind, draw_faults
+from campaign.tasks import draw_groups
+
+
+def test_the_same_seed_breaks_the_same() -> None:
+    assert draw_faults(random.Random(7)) == draw_faults(random.Random(7))
+    assert draw_faults(random.Random(7)) != draw_faults(random.Random(8))
+
+
+def test_every_run_kills_the_service_early_and_again() -> None:
+    drawn = [draw_faults(random.Random(seed)) for seed in range(100)]
+    for faults in drawn:
+        assert faults == sorted(faults)
+        assert all(0 < fault.at <= 0.95 for fault in faults)
+        kills = [fault.at for fault in faults if fault.kind is FaultKind.SERVICE_KILLED]
+        assert kills[0] <= 0.2
+        assert len(kills) >= 2
+        assert {FaultKind.ENGINE_KILLED, FaultKind.LEASES_LAPSED} <= {fault.kind for fault in faults}
+    assert {fault.kind for faults in drawn for fault in faults} == set(ON_SQLITE)
+
+
+def test_every_run_on_a_server_kills_it() -> None:
+    drawn = [draw_faults(random.Random(seed), ON_POSTGRESQL) for seed in range(100)]
+    for faults in drawn:
+        assert FaultKind.DATABASE_KILLED in {fault.kind for fault in faults}
+    assert {fault.kind for faults in drawn for fault in faults} == set(ON_POSTGRESQL) > ON_SERVERS
+
+
+def test_the_same_seed_draws_the_same_groups() -> None:
+    def groups(seed: int) -> list[dict[str, object]]:
+        return draw_groups(random.Random(seed), 10, runtime="namespace", callback="http://127.0.0.1:1/done")
+
+    assert groups(1) == groups(1) != groups(2)
+    assert len({str(group["idempotency_key"]) for group in groups(1)}) == 10
+    assert sum("callback_url" in group for group in groups(1)) == 5

@@ -1,0 +1,53 @@
+"""The tests of the campaign itself: a sound service passes, and each planted bug is caught as the harm that it does."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from campaign.__main__ import one_run
+from campaign.checks import Harm
+from campaign.processes import a_nursery
+from campaign.run import GROUPS, RunReport
+
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
+
+SEEDS = (3, 4, 5)
+"""A fault can miss: sessions may not run when their leases lapse. It does not miss three times."""
+
+
+async def reported(program: str, seed: int) -> RunReport:
+    async with a_nursery() as nursery:
+        report = await one_run(nursery, seed, program=program)
+    print(report)
+    if report.folder is not None:
+        shutil.rmtree(report.folder)
+    return report
+
+
+async def caught(program: str) -> set[Harm]:
+    """The harms of the first run that has any."""
+    for seed in SEEDS:
+        if findings := (await reported(program, seed)).findings:
+            return {finding.harm for finding in findings}
+    return set()
+
+
+async def test_a_sound_service_passes() -> None:
+    report = await reported("campaign.service", SEEDS[0])
+    assert report.findings == []
+    assert report.kills >= 3
+    assert report.groups == GROUPS
+    assert sum(report.endings.values()) == GROUPS * 4
+
+
+async def test_an_answer_before_its_commit_is_caught() -> None:
+    assert Harm.LOST in await caught("tests.campaign.ack_before_commit")
+
+
+async def test_a_missing_fence_is_caught() -> None:
+    assert Harm.STALE_WRITE in await caught("tests.campaign.missing_fence")
+
+
+async def test_a_teardown_that_a_cancellation_ends_is_caught() -> None:
+    assert Harm.LEAKED in await caught("tests.campaign.unshielded_teardown")
