@@ -116,8 +116,8 @@ def _start(request: dict[str, Any]) -> int:
             signal.signal(number, signal.SIG_DFL)
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, descriptor in ((0, nothing), (1, log), (2, log)):
-            os.dup2(descriptor, number)
+        for place, descriptor in ((0, nothing), (1, log), (2, log)):
+            os.dup2(descriptor, place)
         os.closerange(3, 1024)
         tempfile.tempdir = os.environ["TMPDIR"] = request["temporary"]
         import_module(request["module"]).main(*request["arguments"])

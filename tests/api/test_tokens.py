@@ -20,7 +20,8 @@ from outrider.lifecycle import GroupState
 from outrider.redaction import KEY_PREFIX
 from outrider.relay import Worker
 from outrider.service.audit import AuditEntry, AuditLog
-from outrider.service.tokens import ROLES, Tokens
+from outrider.service.principals import ROLES
+from outrider.service.tokens import Tokens
 from outrider.spec import Role, TokenSpec
 from outrider.store.sqlite import sqlite_store
 from support.service import running_node, running_service, say, scripted_engine

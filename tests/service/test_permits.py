@@ -13,11 +13,11 @@ from outrider.client import AsyncClient
 from outrider.config import CallbacksConfig, Config, PluginsConfig, SandboxesConfig, load_config
 from outrider.errors import InvalidField
 from outrider.service.permits import Permits
-from outrider.service.tokens import LOCAL, Caller
+from outrider.service.principals import LOCAL, Principal
 from outrider.spec import GroupSpec
 from support.service import running_service
 
-SUBMITTER = Caller("alice", "submit")
+SUBMITTER = Principal("alice", "submit")
 
 
 def group(callback: str | None = None, **task: Any) -> GroupSpec:
@@ -30,7 +30,7 @@ def group(callback: str | None = None, **task: Any) -> GroupSpec:
     return GroupSpec.model_validate({"task": body, "callback_url": callback})
 
 
-def refusal(spec: GroupSpec, caller: Caller = LOCAL, **settings: Any) -> str | None:
+def refusal(spec: GroupSpec, caller: Principal = LOCAL, **settings: Any) -> str | None:
     """The field that is refused."""
     try:
         Permits(Config(**settings)).check(spec, caller)

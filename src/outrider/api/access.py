@@ -17,7 +17,8 @@ from outrider.config import Config, is_local
 from outrider.errors import Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
 from outrider.http_server import Application, Message, Receive, Scope, Send
 from outrider.service.audit import AuditEntry, AuditLog
-from outrider.service.tokens import LOCAL, Caller, RevokedMeanwhile, Tokens
+from outrider.service.principals import LOCAL, Principal
+from outrider.service.tokens import RevokedMeanwhile, Tokens
 from outrider.spec import Role
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
@@ -155,8 +156,8 @@ def _called(scope: Scope) -> str:
     return f"{scope.get('method', 'WEBSOCKET')} {scope['path'] if route is None else route.path}"
 
 
-def caller_in(scope: Scope) -> Caller:
-    found: Caller = scope[CALLER]
+def caller_in(scope: Scope) -> Principal:
+    found: Principal = scope[CALLER]
     return found
 
 
@@ -165,7 +166,7 @@ def made(request: Request, **ids: str) -> None:
     request.scope[MADE].update(ids)
 
 
-def check_worker(path: str, caller: Caller) -> None:
+def check_worker(path: str, caller: Principal) -> None:
     """As `check_role`, and NotFound for another route. What is raised after the routing of a WebSocket's request would
     reach the worker as a bare 403."""
     if not path.startswith("/v1/relay/"):
@@ -178,7 +179,7 @@ async def check_role(connection: HTTPConnection) -> None:
     _check(_called(connection.scope), caller_in(connection.scope))
 
 
-def _check(called: str, caller: Caller) -> None:
+def _check(called: str, caller: Principal) -> None:
     if not caller.may(needed := ROUTES[called]):
         raise Forbidden(
             f"{called} needs a token with the role {needed!r}; {caller.name!r} has {caller.role!r}",

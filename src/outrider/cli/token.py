@@ -81,7 +81,8 @@ async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     from outrider.service.admission import parse_body
     from outrider.service.assembly import open_store
     from outrider.service.audit import AuditEntry, AuditLog
-    from outrider.service.tokens import OPERATOR, Tokens
+    from outrider.service.principals import OPERATOR
+    from outrider.service.tokens import Tokens
 
     async with open_store(config) as store:
         new = await Tokens(store, config.token).create(parse_body(TokenSpec, msgspec.json.encode(spec)))

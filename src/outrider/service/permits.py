@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from outrider.config import Config
 from outrider.errors import InvalidField
-from outrider.service.tokens import Caller
+from outrider.service.principals import Principal
 from outrider.spec import GroupSpec
 
 Address = IPv4Address | IPv6Address
@@ -35,7 +35,7 @@ class Permits:
         self._networks = [ip_network(place) for place in places if "/" in place]
         self._names = [place.lower() for place in places if "/" not in place]
 
-    def check(self, spec: GroupSpec, caller: Caller) -> None:
+    def check(self, spec: GroupSpec, caller: Principal) -> None:
         """Raises InvalidField for what the group names and may not."""
         task = spec.task
         for name, field in (

@@ -28,9 +28,10 @@ from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer
 from outrider.service.permits import Permits
+from outrider.service.principals import LOCAL, Principal
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
-from outrider.service.tokens import LOCAL, Caller, Tokens
+from outrider.service.tokens import Tokens
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
@@ -142,7 +143,7 @@ class Service:
 
         return await self._offload.run_steps(steps())
 
-    async def submit(self, spec: GroupSpec, caller: Caller = LOCAL) -> GroupView:
+    async def submit(self, spec: GroupSpec, caller: Principal = LOCAL) -> GroupView:
         """Check and store a group, and wake the scheduler. Raises the errors of admission, QueueFull while too many
         sessions wait, QuotaExceeded, and Conflict for a known idempotency key with another body."""
         quota = caller.max_queued
@@ -180,21 +181,21 @@ class Service:
         self._scheduler.wake()
         return await self.reader.view(stored)
 
-    async def cancel(self, group_id: str, caller: Caller = LOCAL) -> GroupView:
+    async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
         """Cancel a group, whatever its sessions are doing. Cancelling again, or a done group, changes nothing. Raises
         Forbidden if it is another's, and the caller no admin."""
         await self._check_owner(group_id, caller)
         await self._scheduler.end(await self.store.cancel_group(group_id))
         return await self.reader.group(group_id)
 
-    async def cancel_session(self, session_id: str, caller: Caller = LOCAL) -> SessionView:
+    async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
         """Cancel one session; the others of its group go on. Cancelling again, or a done session, changes nothing.
         Raises Forbidden as `cancel`."""
         await self._check_owner((await self.store.session(session_id)).group_id, caller)
         await self._scheduler.end([await self.store.cancel_session(session_id)])
         return await self.reader.session(session_id)
 
-    async def _check_owner(self, group_id: str, caller: Caller) -> None:
+    async def _check_owner(self, group_id: str, caller: Principal) -> None:
         if not caller.may("admin") and (owner := (await self.store.group(group_id)).submitted_by) != caller.name:
             raise Forbidden(
                 f"group {group_id} was submitted by {owner!r}; {caller.name!r} may cancel its own groups only",

@@ -12,38 +12,20 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, get_args
 
 from outrider.errors import InvalidField, Unauthorized
 from outrider.redaction import KEY_PREFIX
 from outrider.schemas import NewToken, TokenView
-from outrider.spec import Role, TokenSpec
+from outrider.service.principals import LOCAL, OPERATOR, Principal
+from outrider.spec import TokenSpec
 from outrider.store.rows import TokenRow
 from outrider.store.store import Store
 
 DAY = 86400.0
-ROLES: tuple[Role, ...] = get_args(Role)
 HINT = (
     "set OUTRIDER_TOKEN for Outrider's commands, clients and bridges; others send the header"
     " `Authorization: Bearer TOKEN`"
 )
-
-
-class Caller(NamedTuple):
-    """Who calls: the name of a token, its role, and how many sessions it may have queued or running (None: any)."""
-
-    name: str
-    role: Role
-    max_queued: int | None = None
-
-    def may(self, role: Role) -> bool:
-        return ROLES.index(self.role) >= ROLES.index(role)
-
-
-LOCAL = Caller("local", "admin")
-"""Everybody on this machine, while the service has no token."""
-OPERATOR = Caller("operator", "admin")
-"""Whoever has the token of the settings."""
 
 
 class RevokedMeanwhile(Exception):
@@ -70,7 +52,7 @@ class Tokens:
         """Whether callers need a token."""
         return self._operator is not None or bool(await self._store.tokens())
 
-    async def caller(self, text: bytes | None) -> Caller:
+    async def caller(self, text: bytes | None) -> Principal:
         """Who has sent this token; None if none came. Raises Unauthorized."""
         if text is not None:
             digest = _digest(text)
@@ -81,7 +63,7 @@ class Tokens:
                     raise Unauthorized("this token was revoked", hint="ask the operator for another one")
                 if row.expires is not None and row.expires <= self._clock():
                     raise Unauthorized("this token has expired", hint="ask the operator for another one")
-                return Caller(row.name, row.role, row.max_queued)
+                return Principal(row.name, row.role, row.max_queued)
         if not await self.required():
             return LOCAL
         raise Unauthorized(
@@ -89,7 +71,7 @@ class Tokens:
         )
 
     @contextmanager
-    def call(self, caller: Caller) -> Iterator[None]:
+    def call(self, caller: Principal) -> Iterator[None]:
         """A call under way. Raises RevokedMeanwhile in place of the cancellation by which `revoke` ends it."""
         task = asyncio.current_task()
         assert task is not None
