@@ -6,7 +6,7 @@ later. (Sequences alone do not give that, nor does SERIALIZABLE.) Writes that ar
 so its cost is paid once for all of them. A commit that was acknowledged survives a loss of power, unless the server is
 told otherwise (synchronous_commit).
 Invariant: ServiceError means that nothing was committed. Where the reply to a COMMIT is lost, the database is asked for
-the outcome before anything else is written.
+the outcome before anything else is written. Only `close` does not wait for that for ever.
 """
 
 from __future__ import annotations
@@ -366,9 +366,10 @@ class _Writer:
             batch.results = results
             try:
                 await raw.execute(COMMIT_WRITE.format(writer, number))
-            except asyncpg.PostgresError:
-                if not raw.is_closed():
-                    batch.results = None  # it was refused
+            except asyncpg.PostgresError as error:
+                # It was refused. What ends the connection (FATAL, PANIC) may also come after it was carried out.
+                if error.severity_en == "ERROR":
+                    batch.results = None
                 raise
         except Exception as error:
             await _roll_back(raw, error)
@@ -380,15 +381,15 @@ class _Writer:
 async def _patiently(
     once: Callable[[], Awaitable[T]], patience: float, lasting: Callable[[], bool] = lambda: False
 ) -> T:
-    """Call `once` until it does not raise `_Unreachable`, for `patience` seconds, and further while it is `lasting`."""
+    """Call `once` until it does not raise `_Unreachable`, for `patience` seconds, or anything while it is `lasting`."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience
     tries = 0
     while True:
         try:
             return await once()
-        except _Unreachable:
-            if loop.time() >= give_up and not lasting():
+        except Exception as error:
+            if not lasting() and (not isinstance(error, _Unreachable) or loop.time() >= give_up):
                 raise
             await asyncio.sleep(PAUSES.wait(tries))
             tries += 1
