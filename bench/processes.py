@@ -30,7 +30,7 @@ from bench.floors import Proxy, Receive, RoundTrip, Scope, Send, relay, round_tr
 from bench.parked import CONTEXT_TOKENS, parked
 from outrider.api import server
 from outrider.cli.event_loop import shorten_pauses
-from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
 from outrider.engines.base import EngineOptions
 from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
@@ -169,6 +169,7 @@ async def _serve_service(tokenizer: str, data: str, run_lane: str) -> None:
         lanes=LanesConfig(run=int(run_lane)),
         # More than the machine has: the sandboxes are in memory and take none of it.
         sandboxes=SandboxesConfig(cpus=float(run_lane), memory_mb=int(run_lane) * 1024),
+        plugins=PluginsConfig(allow=("*",)),
         engines=(
             EngineSpec(
                 kind="scripted", options={"replies": ["It is done.<|im_end|>"], "context_tokens": CONTEXT_TOKENS}

@@ -21,6 +21,9 @@ async def test_prepared_sandboxes_wait_without_holding_up_others(world: MakeWorl
         for session in view.sessions[:3]:
             await w.state(session.id, SessionState.READY)
         init, ready, run, _, _ = w.lanes()
+        while (ready.waiting, run.waiting) < (1, 3):
+            await w.service.status()
+            init, ready, run, _, _ = w.lanes()
         assert [(lane.name, lane.in_use, lane.waiting) for lane in (init, ready, run)] == [
             ("init", 0, 0),
             ("ready", 3, 1),

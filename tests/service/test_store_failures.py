@@ -122,11 +122,12 @@ async def test_the_scheduler_gets_over_a_failing(method: str) -> None:
             Scheduler(store, [OnceMore()], on_done=done.set, pauses=Backoff(first=0.01, longest=0.01)).run()
         )
         await done.wait()
+        while +store.faults:  # the session may have ended before the second try
+            await store.session("s")
         running.cancel()
         session = await store.session("s")
         assert (session.attempt, session.result and session.result.stop_reason) == (2, StopReason.COMPLETED)
         assert (await store.group("g")).state is GroupState.DONE
-        assert not +store.faults
 
 
 async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Path, tokenizer: Path) -> None:

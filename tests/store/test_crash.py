@@ -83,7 +83,7 @@ class PostgresqlServerDatabase:
 Place = SqliteFile | PostgresqlServerDatabase
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.deep)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "sqlite":
         return SqliteFile(tmp_path / "outrider.db")
