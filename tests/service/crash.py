@@ -16,7 +16,7 @@ from outrider.lifecycle import SessionState
 
 from .world import SAY, World, a_world
 
-LANES = LanesConfig(init=2, run=3, eval=1)
+LANES = LanesConfig(init=2, ready=2, run=3, eval=1)  # room for the six that are under way
 REPLIES = (SAY, {"reply": SAY, "when": "stall here", "stall": 1})
 
 
