@@ -73,7 +73,11 @@ async def judge(told: Told, calls: Sequence[Call], store: Store) -> list[Finding
         for sample in stored[group].samples or ():
             samples[sample.session_id].append(sample)
         for session in stored[group].sessions:
-            turns = {number: await store.turns(session.id, number) for number in range(1, session.attempt + 1)}
+            try:
+                turns = {number: await store.turns(session.id, number) for number in range(1, session.attempt + 1)}
+            except NotFound:
+                findings.append(Finding(Harm.LOST, f"{session.id} has a result that was read, and is not stored"))
+                continue
             for number, of_attempt in turns.items():
                 for turn in of_attempt:
                     findings += ledger.match(f"{session.id}-{number}", turn, of_attempt)
@@ -108,7 +112,7 @@ def judge_events(events: Iterable[Event], groups: set[str]) -> list[Finding]:
     lost: set[tuple[str, int]] = set()
     ended: Counter[str] = Counter()
     for event in events:
-        if event.session_id is not None:
+        if event.session_id is not None and event.kind is not EventKind.SESSION_CANCELLED:  # that is of no attempt
             attempt = event.data["attempt"]
             if attempt < newest[event.session_id]:
                 what = f"{event.session_id}: {event.kind} of attempt {attempt} after attempt {newest[event.session_id]}"

@@ -15,7 +15,7 @@ from campaign.seams import Knobs
 from outrider.api.server import serving
 from outrider.cli.event_loop import run_service, shorten_pauses
 from outrider.concurrency.backoff import Backoff
-from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.errors import OutriderError
 from outrider.service.assembly import open_service
 from outrider.service.retry_store import retry_store
@@ -45,6 +45,7 @@ def main(folder: str, port: str, engine: str, store: str) -> None:
         store=store or None,
         model=ModelConfig(tokenizer=str(TOKENIZER), renderer="template:qwen3"),
         lanes=LANES,
+        plugins=PluginsConfig(allow=("campaign.tasks",)),
         engines=(EngineSpec(kind="vllm", url=engine),),
     )
     try:

@@ -7,7 +7,7 @@ import logging
 import msgspec
 import pytest
 
-from outrider.api.replies import error_reply
+from outrider.api.control_replies import error_reply
 from outrider.cli.serve import _WithoutSecrets
 from outrider.errors import EngineUnavailable
 from outrider.redaction import redacted, secrets_in, without_keys

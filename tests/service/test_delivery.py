@@ -19,6 +19,7 @@ from outrider.config import CallbacksConfig, Config
 from outrider.errors import NotFound
 from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import GroupView
+from outrider.service.allow_lists import AllowLists
 from outrider.service.delivery import (
     LONGEST_PAUSE,
     LOOK_AHEAD,
@@ -29,7 +30,6 @@ from outrider.service.delivery import (
     Deliverer,
     _wait_asked,
 )
-from outrider.service.permits import Permits
 from outrider.service.views import ViewReader, callback_view
 from outrider.store.rows import Delivery, EventKind, GroupRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
@@ -111,7 +111,7 @@ async def test_it_is_pushed_again_until_it_is_taken(tmp_path: Path, tokenizer: P
         deliverer = Deliverer(
             store,
             ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
-            permits=Permits(Config()),
+            allow_lists=AllowLists(Config()),
             pauses=HASTY,
         )
         async with asyncio.TaskGroup() as tasks:
@@ -127,9 +127,9 @@ async def test_a_name_that_leads_to_a_refused_address_is_not_pushed_to(tmp_path:
     """`localhost` stands for a name whose address was harmless when the group was submitted."""
     async with receiving() as receiver, sqlite_store(tmp_path / "db") as store, asyncio.timeout(20):
         await finished_group(store, "g", receiver.url.replace("127.0.0.1", "localhost"))
-        permits = Permits(Config(host="0.0.0.0", callbacks=CallbacksConfig(allow=("localhost",))))
+        allow_lists = AllowLists(Config(host="0.0.0.0", callbacks=CallbacksConfig(allow=("localhost",))))
         deliverer = Deliverer(
-            store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), permits=permits, pauses=HASTY
+            store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), allow_lists=allow_lists, pauses=HASTY
         )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deliverer.run())
@@ -157,7 +157,7 @@ async def test_a_url_that_cannot_be_used_costs_nobody_else_theirs(tmp_path: Path
         deliverer = Deliverer(
             store,
             ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
-            permits=Permits(Config()),
+            allow_lists=AllowLists(Config()),
             pauses=HASTY,
         )
         async with asyncio.TaskGroup() as tasks:
@@ -205,7 +205,7 @@ async def test_what_is_delivered_while_the_next_are_looked_for_is_not_pushed_aga
         deliverer = Deliverer(
             store,
             ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
-            permits=Permits(Config()),
+            allow_lists=AllowLists(Config()),
             pauses=HASTY,
         )
         receiver.answering.clear()
@@ -226,7 +226,9 @@ async def deliver(store: Store, tokenizer: Path, until: Callable[[], Awaitable[b
     """Deliver until something is so."""
     reader = ViewReader(store, Tokenizer.load(tokenizer), OffloadThread())
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(Deliverer(store, reader, permits=Permits(Config()), pauses=HASTY, **settings).run())
+        running = tasks.create_task(
+            Deliverer(store, reader, allow_lists=AllowLists(Config()), pauses=HASTY, **settings).run()
+        )
         while not await until():
             await store.counts()
         running.cancel()
@@ -354,7 +356,7 @@ async def test_a_receiver_that_fails_gets_one_at_a_time(tokenizer: Path) -> None
         for number in range(5):
             await finished_group(store, f"g{number}", receiver.url)
         reader = ViewReader(store, Tokenizer.load(tokenizer), OffloadThread())
-        deliverer = Deliverer(store, reader, permits=Permits(Config()), pauses=HASTY)
+        deliverer = Deliverer(store, reader, allow_lists=AllowLists(Config()), pauses=HASTY)
         host = receiver.url.split("/")[2]
         deliverer._failing.add(host)
         due = await store.deliveries(now=1e12, limit=9)

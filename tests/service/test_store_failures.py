@@ -16,8 +16,8 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import NodeStats, ResourceStats
+from outrider.service.allow_lists import AllowLists
 from outrider.service.delivery import Deliverer
-from outrider.service.permits import Permits
 from outrider.service.scheduler import Scheduler
 from outrider.service.views import ViewReader
 from outrider.sessions.attempt import Attempt
@@ -178,7 +178,7 @@ async def delivered(store: FailingStore, tokenizer: Path) -> None:
     deliverer = Deliverer(
         store,
         ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()),
-        permits=Permits(Config()),
+        allow_lists=AllowLists(Config()),
         pauses=Backoff(first=0.01, longest=0.01),
     )
     async with asyncio.TaskGroup() as tasks:

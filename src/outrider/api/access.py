@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from starlette.requests import HTTPConnection
 
-from outrider.api.replies import error_reply
+from outrider.api.control_replies import error_reply
 from outrider.config import Config, is_local
 from outrider.errors import Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
 from outrider.http_server import Application, Message, Receive, Scope, Send

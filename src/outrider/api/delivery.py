@@ -6,8 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from outrider.api.control_replies import json_reply, whole_body
 from outrider.api.openapi import answers, takes
-from outrider.api.replies import json_reply, whole_body
+from outrider.errors import Conflict
 from outrider.schemas import CallbackList, ConsumerList, ConsumerView, GcReport, Redelivered
 from outrider.service.admission import parse_body
 from outrider.service.service import Service
@@ -26,7 +27,7 @@ def delivery_routes(service: Service) -> APIRouter:
         """The consumers with their positions."""
         return json_reply(await _consumers(service))
 
-    @routes.post("/consumers/{name}/ack", **takes(AckSpec), **answers(ConsumerView))
+    @routes.post("/consumers/{name}/ack", **takes(AckSpec), **answers(ConsumerView, Conflict))
     async def acknowledge(name: Name, request: Request) -> Response:
         """Acknowledge groups: the consumer reads on after them. Its position moves back only with `rewind`."""
         spec = parse_body(AckSpec, await whole_body(request))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from outrider.api.access import made
+from outrider.api.control_replies import json_reply, whole_body
 from outrider.api.openapi import answers, takes
-from outrider.api.replies import json_reply, whole_body
 from outrider.errors import Conflict, EngineMisbehaved, EngineUnavailable
 from outrider.schemas import EngineList, EngineStatus, ServiceStatus
 from outrider.service.admission import parse_engine

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import FileResponse
 from starlette.convertors import Convertor, register_url_convertor
 
+from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers, binary_answers
-from outrider.api.replies import json_reply
 from outrider.schemas import ArtifactList
 from outrider.service.service import Service
 

@@ -28,7 +28,7 @@ from outrider.sessions.models import SessionModels
 
 PREFIX = "/s/"
 JSON = b"application/json"
-PING_SECONDS = 10.0
+STREAM_PING_SECONDS = 10.0
 """A streamed reply that is silent for this long is pinged: clients give up silent streams."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
@@ -278,18 +278,18 @@ async def _cut_off(reply: _ClientReply) -> None:
 
 
 async def _with_pings(work: Awaitable[None], reply: _ClientReply, writer: StreamWriter) -> None:
-    """Do the work, and ping the client whenever the streamed reply was silent for PING_SECONDS."""
+    """Do the work, and ping the client whenever the streamed reply was silent for STREAM_PING_SECONDS."""
 
     async def ping() -> None:
         while True:
             await reply.ping(writer)
-            await asyncio.sleep(PING_SECONDS)
+            await asyncio.sleep(STREAM_PING_SECONDS)
 
     pinging: list[asyncio.Task[None]] = []
     try:
         async with asyncio.TaskGroup() as group:
             timer = asyncio.get_running_loop().call_later(
-                PING_SECONDS, lambda: pinging.append(group.create_task(ping(), name="pings"))
+                STREAM_PING_SECONDS, lambda: pinging.append(group.create_task(ping(), name="pings"))
             )
             try:
                 await work

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from outrider.api.access import caller_in, made
-from outrider.api.openapi import QUEUE_FULL, answers, takes
-from outrider.api.replies import json_reply, long_reply, whole_body
+from outrider.api.control_replies import json_reply, long_reply, whole_body
+from outrider.api.openapi import QUEUE_FULL, answers, refusals, takes
 from outrider.errors import Conflict, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
@@ -25,7 +25,7 @@ MAX_WAIT = 60.0
 EVENTS_AT_ONCE = 500
 EVENT_PAUSE = 0.25
 """Seconds between two reads of the event log."""
-PING_SECONDS = 15.0
+EVENT_PING_SECONDS = 15.0
 """A comment is sent to a client of events after so many seconds without one, so that proxies keep the connection."""
 
 RETRY_MS = 1000
@@ -77,7 +77,7 @@ def group_routes(service: Service) -> APIRouter:
         """Cancel a group, whatever its sessions are doing. Cancelling it again changes nothing."""
         return json_reply(await service.cancel(group_id, caller_in(request.scope)))
 
-    @routes.get("/results", **answers(ResultsPage))
+    @routes.get("/results", **answers(ResultsPage, Conflict))
     async def results(
         after: Annotated[
             int | None, Query(ge=0, le=MAX_CURSOR, description="default: 0, or the position of the `consumer`")
@@ -99,7 +99,7 @@ def group_routes(service: Service) -> APIRouter:
         page = await service.results(after=start, wait=wait, limit=limit, samples=samples)
         return long_reply(page.json())
 
-    @routes.get("/events", response_class=StreamingResponse)
+    @routes.get("/events", response_class=StreamingResponse, responses=refusals(Conflict))
     async def events(
         after: After = 0,
         last_id: Annotated[
@@ -160,6 +160,6 @@ async def _events(service: Service, after: int) -> AsyncIterator[bytes]:
             continue
         await asyncio.sleep(EVENT_PAUSE)
         quiet = 0.0 if found else quiet + EVENT_PAUSE
-        if quiet >= PING_SECONDS:
+        if quiet >= EVENT_PING_SECONDS:
             quiet = 0.0
             yield b": ping\n\n"

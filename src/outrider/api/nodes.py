@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers
-from outrider.api.replies import json_reply
 from outrider.schemas import NodeList
 from outrider.service.service import Service
 

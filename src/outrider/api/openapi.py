@@ -100,9 +100,13 @@ def answers(
 ) -> dict[str, Any]:
     """Route arguments that describe a route's JSON reply, and the errors that `describe` cannot tell from its path, its
     parameters and its body; `also` those with headers of their own."""
-    found: dict[int | str, dict[str, Any]] = {error.http_status: _ERROR for error in errors}
     reply = {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
-    return {"responses": found | {status: reply, **also}}
+    return {"responses": refusals(*errors) | {status: reply, **also}}
+
+
+def refusals(*errors: type[OutriderError]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may answer with these errors."""
+    return {error.http_status: _ERROR for error in errors}
 
 
 def binary_answers(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:

@@ -20,6 +20,7 @@ from fastapi import Depends, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 
 from outrider.api.access import AccessControl, check_address, check_role
+from outrider.api.control_replies import bad_query, outrider_error, unknown_route
 from outrider.api.delivery import delivery_routes
 from outrider.api.engines import engine_routes
 from outrider.api.files import artifact_routes, image_routes
@@ -29,7 +30,6 @@ from outrider.api.nodes import node_routes
 from outrider.api.openapi import describe
 from outrider.api.policy import policy_routes
 from outrider.api.relay import relay_routes
-from outrider.api.replies import bad_query, outrider_error, unknown_route
 from outrider.api.tokens import token_routes
 from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE

@@ -21,7 +21,7 @@ from outrider.callbacks import signed_headers
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.events import wait_for_event
 from outrider.errors import NotFound, storable
-from outrider.service.permits import Permits
+from outrider.service.allow_lists import AllowLists
 from outrider.service.retry_store import retry_store
 from outrider.service.views import ViewReader
 from outrider.store.rows import Delivery
@@ -62,23 +62,23 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Deliverer:
-    """Run `run` in a task group; call `wake` when a group is done. `permits` say where a push may go. Pushes are signed
-    if there is a `secret`. `pauses` are the waits between tries of a push, which is tried for `patience` seconds at
-    least."""
+    """Run `run` in a task group; call `wake` when a group is done. `allow_lists` say where a push may go. Pushes are
+    signed if there is a `secret`. `pauses` are the waits between tries of a push, which is tried for `patience` seconds
+    at least."""
 
     def __init__(
         self,
         store: Store,
         reader: ViewReader,
         *,
-        permits: Permits,
+        allow_lists: AllowLists,
         secret: str | None = None,
         pauses: Backoff = PAUSES,
         patience: float = PATIENCE,
     ) -> None:
         self._store = store
         self._reader = reader
-        self._permits = permits
+        self._allow_lists = allow_lists
         self._secret = secret
         self._pauses = pauses
         self._patience = patience
@@ -98,7 +98,7 @@ class Deliverer:
             aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=TRY_SECONDS),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                connector=aiohttp.TCPConnector(socket_factory=self._permits.socket),
+                connector=aiohttp.TCPConnector(socket_factory=self._allow_lists.socket),
             ) as http,
             asyncio.TaskGroup() as group,
         ):

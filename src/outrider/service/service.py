@@ -24,10 +24,10 @@ from outrider.errors import Forbidden, InvalidField, NotFound
 from outrider.lifecycle import GroupState
 from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
+from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer
-from outrider.service.permits import Permits
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
@@ -70,7 +70,7 @@ class Service:
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
         self.audit = AuditLog(config.data)
-        self._permits = Permits(config)
+        self._allow_lists = AllowLists(config)
         self.pool = pool = backend.pool
         """The policy's engines."""
         self._frozen = {model.model: model.pool for model in frozen}
@@ -80,7 +80,7 @@ class Service:
         self._ids = Ids()
         secret = config.callbacks.secret
         self._deliverer = Deliverer(
-            store, self.reader, permits=self._permits, secret=secret.get_secret_value() if secret else None
+            store, self.reader, allow_lists=self._allow_lists, secret=secret.get_secret_value() if secret else None
         )
         self.retention = Retention(store, artifacts, config.retention)
         self._back_pressure = BackPressure(store, config.queue.sessions)
@@ -153,7 +153,7 @@ class Service:
                 field="n",
                 hint="submit smaller groups, or ask the operator for a token with a higher --max-queued",
             )
-        self._permits.check(spec, caller)
+        self._allow_lists.check(spec, caller)
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
         await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
         group_id = f"g-{self._ids.next()}"
@@ -283,7 +283,7 @@ class Service:
     async def attach_engine(self, spec: EngineSpec) -> EngineStatus:
         """As `add_engine`, for an engine that the settings do not name. Raises InvalidField for Python that is not
         allowed."""
-        self._permits.check_python(spec.kind, field="kind")
+        self._allow_lists.check_python(spec.kind, field="kind")
         return await self.add_engine(spec)
 
     async def add_engine(self, spec: EngineSpec) -> EngineStatus:

@@ -22,7 +22,7 @@ METADATA = frozenset(map(ip_address, ("100.100.100.200", "192.0.0.192", "fd00:ec
 """Where clouds give a machine its credentials, beside the link-local 169.254.169.254."""
 
 
-class Permits:
+class AllowLists:
     """What the settings allow.
 
     Callbacks are checked twice: their host when a group is submitted, and the very address that is connected to. So a

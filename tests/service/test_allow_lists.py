@@ -12,7 +12,7 @@ import pytest
 from outrider.client import AsyncClient
 from outrider.config import CallbacksConfig, Config, PluginsConfig, SandboxesConfig, load_config
 from outrider.errors import InvalidField
-from outrider.service.permits import Permits
+from outrider.service.allow_lists import AllowLists
 from outrider.service.principals import LOCAL, Principal
 from outrider.spec import GroupSpec
 from support.service import running_service
@@ -33,7 +33,7 @@ def group(callback: str | None = None, **task: Any) -> GroupSpec:
 def refusal(spec: GroupSpec, caller: Principal = LOCAL, **settings: Any) -> str | None:
     """The field that is refused."""
     try:
-        Permits(Config(**settings)).check(spec, caller)
+        AllowLists(Config(**settings)).check(spec, caller)
     except InvalidField as error:
         return error.field
     return None
@@ -145,7 +145,7 @@ def test_callbacks_go_where_they_may(place: str, settings: dict[str, Any], allow
 
 
 def test_a_name_that_leads_to_a_refused_address_is_not_connected_to() -> None:
-    public = Permits(Config(host="0.0.0.0", callbacks=CallbacksConfig(allow=("localhost",))))
+    public = AllowLists(Config(host="0.0.0.0", callbacks=CallbacksConfig(allow=("localhost",))))
     public.check_host("http://localhost/")
     for address in ("127.0.0.1", "::1", "fe80::1%eth0", "::ffff:169.254.169.254", "0.0.0.0"):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
