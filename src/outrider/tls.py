@@ -5,15 +5,20 @@ Invariant: a client always verifies the certificate and the name of the service.
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.errors import InvalidField
+
+if TYPE_CHECKING:
+    import ssl  # imported where it is used: every program that imports Outrider would load OpenSSL, and not all can
 
 
 def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
     """For a server: a certificate and its key, PEM files; without a key it is in the certificate's file. Raises
     InvalidField."""
+    import ssl
+
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         # Without a password OpenSSL would ask for that of an encrypted key on the terminal.
@@ -32,6 +37,8 @@ def trusting(ca: str | None) -> ssl.SSLContext | bool:
     Raises InvalidField."""
     if ca is None:
         return True
+    import ssl
+
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:

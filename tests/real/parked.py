@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.api.server import serving
 from outrider.client import AsyncClient
-from outrider.config import Config, ModelConfig
+from outrider.config import Config, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.schemas import GroupView
@@ -95,7 +95,7 @@ async def a_parked_session(
 ) -> AsyncIterator[ParkedSession]:
     """A running session of a service of its own; `policy` is a folder with a tokenizer."""
     model = ModelConfig(tokenizer=str(policy), renderer=renderer)
-    config = Config(port=0, data=folder, model=model, engines=(engine,))
+    config = Config(port=0, data=folder, model=model, engines=(engine,), plugins=PluginsConfig(allow=("*",)))
     line = Line()
     listener = await asyncio.start_server(line.accept, "127.0.0.1", 0)
     async with (

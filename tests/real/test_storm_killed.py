@@ -62,7 +62,8 @@ class Nodes:
 
     async def start(self) -> None:
         tokenizer, data = self.folder / "tokenizer", self.folder / "data"
-        flags = f"--port 0 --data {data} --tokenizer {tokenizer} --renderer {RENDERER} --files {self.folder}"
+        flags = "--port 0 --allow-plugin * "
+        flags += f"--data {data} --tokenizer {tokenizer} --renderer {RENDERER} --files {self.folder}"
         lanes = "--init-lane 4 --run-lane 12 --eval-lane 4"
         command = [sys.executable, "-m", "real.storm_node", str(self.tally), *flags.split(), *lanes.split()]
         engine = {"kind": "scripted", "options": {"replies": [*RULES]}}
