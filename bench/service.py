@@ -180,7 +180,7 @@ async def _start_live(client: AsyncClient, sessions: int) -> None:
 
 
 async def _under_way(client: AsyncClient, sessions: int) -> None:
-    """Wait until so many sessions run, and each has had its model call."""
+    """Wait until this number of sessions runs, and each has had its model call."""
     while True:
         status = await client.status()
         if status.sessions["running"] >= sessions and sum(e.sessions for e in status.engines) >= sessions:

@@ -46,7 +46,7 @@ def digest_of(prompt: Ids) -> str:
 
 
 class LoggedEngine:
-    """`Engine`: each reply is so many random letters."""
+    """`Engine`: each reply is random letters."""
 
     name = "campaign"
     mode = TokenMode.TOKENS

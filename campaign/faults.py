@@ -19,12 +19,12 @@ class FaultKind(StrEnum):
     SERVICE_KILLED = "service killed"
     SERVICE_STOPPED = "service stopped in order"
     ENGINE_KILLED = "engine killed"
-    ENGINE_HUNG = "engine hung"  # for so many seconds; where the share is below a half it is killed then
-    AGENTS_KILLED = "agents killed"  # so large a share of all processes in sandboxes
+    ENGINE_HUNG = "engine hung"  # for its `seconds`; then killed, if its `share` is below a half
+    AGENTS_KILLED = "agents killed"  # a `share` of all processes in sandboxes
     READER_KILLED = "reader killed"
-    DISK_FULL = "disk full"  # for so many seconds
-    DISK_SLOW = "disk slow"  # for so many seconds, each commit waits for 0.2 seconds times the share
-    CLOCK_JUMPED = "clock jumped"  # by hours, backwards where the share is below a half; back after the seconds
+    DISK_FULL = "disk full"  # for its `seconds`
+    DISK_SLOW = "disk slow"  # for its `seconds`: each commit waits 0.2 seconds times the `share`
+    CLOCK_JUMPED = "clock jumped"  # by hours, backwards if the `share` is below a half; set right after its `seconds`
     LEASES_LAPSED = "leases lapsed"
     DATABASE_KILLED = "database killed"
     DATABASE_STOPPED = "database restarted"

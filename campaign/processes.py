@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 30.0
 SHORT_LIFE = 1.0
-"""A program that has not lived for so many seconds cannot start now: it is started again after a pause."""
+"""A program that ends sooner cannot start now: it is started again after a pause."""
 PAUSE_SECONDS = 0.2
 
 
