@@ -120,7 +120,7 @@ def a_cluster() -> Iterator[Cluster]:
     if folder is None:
         raise SystemExit("no PostgreSQL server here (Debian and Ubuntu: apt-get install postgresql)")
     with tempfile.TemporaryDirectory(prefix="outrider-postgresql-") as home:
-        server = PostgresqlServer(folder, Path(home))
+        server = PostgresqlServer(folder, Path(home), {})  # durable, unlike the servers of the tests
         server.create()
         server.start()
         try:
