@@ -370,7 +370,7 @@ class Run:
 
 @contextmanager
 def a_disk(folder: Path, mib: int) -> Iterator[bool]:
-    """A file system of so many MiB at `folder`; False where this machine allows none: then it is a plain folder."""
+    """A file system of `mib` MiB at `folder`; False where this machine allows none: then it is a plain folder."""
     folder.mkdir()
     options = f"size={mib}m,mode=0700"
     mounted = not subprocess.run(

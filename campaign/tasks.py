@@ -86,7 +86,7 @@ async def grade(outcome: Outcome) -> dict[str, Any]:
 
 
 def draw_groups(rng: random.Random, count: int, *, runtime: str, callback: str) -> list[dict[str, Any]]:
-    """So many groups. `runtime` is that of agents in bash; half of the groups have the `callback`."""
+    """`count` groups. `runtime` is that of agents in bash; half of the groups have the `callback`."""
     return [_group(rng, number, runtime, callback) for number in range(count)]
 
 
