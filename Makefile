@@ -46,9 +46,9 @@ demo: $(STAMPS)/demo ## roll out 32 sessions with a real (tiny) model in real sa
 train: $(TRL_VENV)/.stamps/train ## train the demo's policy with TRL until it is right nearly every time (minutes)
 	$(TRL_VENV)/bin/outrider demo --train $(ARGS)
 
-# Three workers, also on two cores: many tests wait for other processes.
+# Four workers, also on two cores: many tests wait for other processes.
 test: $(STAMPS)/dev ## the fast tests
-	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 test-deep: $(STAMPS)/dev ## storms, fuzzers and properties on many examples
 	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal -m "(deep or hypothesis) and not real" \

@@ -365,7 +365,7 @@ UNDOCUMENTED = {
     "protocol.cycle": {"scope", "body", "more_body", "response_complete", "disconnected"},
     "protocol.flow": {"read_paused", "resume_reading"},
     "protocol.server_state": {"connections", "tasks", "total_requests"},
-    "server": {"startup", "shutdown", "capture_signals", "should_exit", "force_exit", "server_state"},
+    "server": {"startup", "main_loop", "on_tick", "shutdown", "capture_signals", "should_exit", "server_state"},
 }
 """What http_server.py and api/server.py use or override of uvicorn, and uvicorn does not document."""
 

@@ -141,6 +141,7 @@ async def test_tool_calls_are_answered_whichever_way_is_here(monkeypatch: pytest
     check_shown("tools", found)
 
 
+@pytest.mark.deep
 async def test_the_sampler_is_compared_with_those_that_wait() -> None:
     found = await sampling.measure(sampling.Plan(6, 4, (0.5,), 1, 1, 0.01))
 
@@ -150,6 +151,7 @@ async def test_the_sampler_is_compared_with_those_that_wait() -> None:
     check_shown("sampling", found)
 
 
+@pytest.mark.deep
 async def test_a_killed_service_has_its_sessions_running_again() -> None:
     found = await service.measure(service.Plan(finished=16, live=16, submitted=8, pages=1))
     assert found["after_kill"]["running_seconds"] > found["after_kill"]["ready_seconds"]
@@ -164,6 +166,7 @@ async def test_history_is_written_and_removed() -> None:
     check_shown("history", found)
 
 
+@pytest.mark.deep
 async def test_the_store_takes_turns() -> None:
     found = await store.measure(store.Plan(lone_turns=2, turns_each=1, groups=2, queue_groups=1))
 

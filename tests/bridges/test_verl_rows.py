@@ -251,6 +251,7 @@ def test_no_settings_are_the_defaults() -> None:
     assert isinstance(columns(row())[0], Columns)
 
 
+@pytest.mark.deep
 def test_the_example_makes_files_whose_rows_are_tasks(tmp_path: Path) -> None:
     source = [EXAMPLES / "rows.jsonl", tmp_path, "--template", EXAMPLES / "template.json", "--val", "1"]
     command = [sys.executable, str(EXAMPLES / "make_data.py"), *map(str, source)]

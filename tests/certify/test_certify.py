@@ -25,7 +25,9 @@ async def certified(*habits: str, rows: tuple[str, ...] = (), dialect: str = "ch
     return await certify(subject, asked, agent_seconds=30)
 
 
-@pytest.mark.parametrize("habits", [("streamed",), ("respaced", "trimmed")], ids="+".join)
+@pytest.mark.parametrize(
+    "habits", [("streamed",), pytest.param(("respaced", "trimmed"), marks=pytest.mark.deep)], ids="+".join
+)
 async def test_an_honest_program_passes_every_row_that_applies(habits: tuple[str, ...]) -> None:
     certificate = await certified(*habits)
     assert [row.row for row in certificate.rows] == [row.name for row in ROWS]

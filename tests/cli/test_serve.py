@@ -36,7 +36,7 @@ def flags(folder: Path, replies: Sequence[Any] = REPLIES) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.deep)])
 async def test_it_serves_until_a_signal_comes(cli: Cli, tmp_path: Path, number: signal.Signals) -> None:
     process = await program("serve", *flags(tmp_path))
     assert process.stdout is not None
@@ -98,6 +98,7 @@ async def test_sessions_under_way_end_before_a_stopped_service_does(tmp_path: Pa
         assert [session.state for session in await store.sessions(later.id)] == ["queued"]
 
 
+@pytest.mark.deep
 async def test_a_second_signal_interrupts_them(tmp_path: Path) -> None:
     async with serving_a_slow_agent(tmp_path) as (process, _, group_id):
         process.send_signal(signal.SIGINT)
@@ -140,6 +141,7 @@ def test_what_cannot_be_served_names_its_setting(
     assert ran.err.startswith(error)
 
 
+@pytest.mark.deep
 async def test_an_engine_that_does_not_answer_ends_it(cli: Cli, tmp_path: Path) -> None:
     process = await program("serve", *flags(tmp_path), "--engine", "vllm=http://127.0.0.1:9")
     _, err = await process.communicate()

@@ -122,6 +122,7 @@ def test_a_model_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], 
     assert "nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_a_service_in_its_own_process_is_there_and_then_gone(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     config = Config(
@@ -151,6 +152,7 @@ with service_process(config, folder) as url:
 """
 
 
+@pytest.mark.deep
 def test_a_service_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -165,6 +167,7 @@ def test_a_service_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     pytest.fail("the service is still there")
 
 
+@pytest.mark.deep
 def test_a_service_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     config = Config(port=0, data=tmp_path / "data", model=ModelConfig(tokenizer=str(tmp_path)))
     with pytest.raises(ServiceError, match="did not start") as raised, service_process(config, tmp_path):

@@ -141,6 +141,7 @@ async def test_a_display_that_is_too_large_is_left_out(real: Runtime) -> None:
     ]
 
 
+@pytest.mark.deep
 async def test_displays_of_few_characters_but_many_bytes_do_not_cost_the_shell(real: Runtime) -> None:
     shell = await real.open_shell("ipython")
     large = "state = 1\ndisplay({'text/html': chr(0x1F600) * (5 << 20)}, raw=True)"

@@ -211,6 +211,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.deep
 async def test_a_service_killed_while_a_sandbox_starts(world: World, folder: Path) -> None:
     """However far the start has come: neither it, nor an older sandbox, nor the zygote outlives the service."""
     world.create("namespace")  # skips where there are none

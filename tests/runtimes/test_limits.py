@@ -83,6 +83,7 @@ async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.deep
 async def test_a_sandbox_whose_first_process_has_to_wait_for_all_others_is_stopped_in_time(world: World) -> None:
     needs("namespace", "cpu")
     sandbox = await world.start("namespace", resources=Resources(cpus=0.1, pids=1000))

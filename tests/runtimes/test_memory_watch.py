@@ -12,6 +12,7 @@ from outrider.runtimes.guest import memory_watch
 from outrider.runtimes.kernel import cgroups
 from outrider.spec import Resources
 
+from .test_contract import LANDLOCK
 from .world import World
 
 MEMORY_MB = 128
@@ -83,7 +84,7 @@ async def python(sandbox: Runtime, program: str) -> ExecResult:
     return await sandbox.exec(["python3", "-c", SETUP + program], seconds=60)
 
 
-@pytest.mark.parametrize("kind", ["namespace", "process-landlock"])
+@pytest.mark.parametrize("kind", ["namespace", LANDLOCK])
 @pytest.mark.parametrize("way", REFUSED)
 async def test_memory_that_is_no_processs_is_refused(world: World, kind: str, way: str) -> None:
     result = await python(await a_sandbox(world, kind), REFUSED[way])
@@ -101,7 +102,7 @@ async def test_files_of_shared_memory_have_the_bound_of_all_files(world: World) 
 
 
 @pytest.mark.parametrize("mapping", ["mmap.MAP_SHARED", "mmap.MAP_PRIVATE"])
-@pytest.mark.parametrize("kind", ["namespace", "process-landlock"])
+@pytest.mark.parametrize("kind", ["namespace", LANDLOCK])
 async def test_many_processes_have_no_more_together(world: World, kind: str, mapping: str) -> None:
     """Of twelve, each of half the bound, ten are killed: and nothing else is."""
     sandbox = await a_sandbox(world, kind)

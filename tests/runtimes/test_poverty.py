@@ -21,6 +21,7 @@ from outrider.runtimes.guest.bridge import MAX_PAIRS
 from outrider.runtimes.guest.filesystem.trees import Packer
 from outrider.runtimes.limits import open_files
 
+from .test_contract import LANDLOCK
 from .test_leaks import at_most, first_process
 from .world import World, snapshot
 
@@ -145,7 +146,7 @@ async def test_only_so_many_connections_are_bridged_at_once(world: World) -> Non
             assert (await python(sandbox, f"{program}\nprint(ended)")).stdout == b"0\n"
 
 
-@pytest.mark.parametrize("kind", ["namespace", "process-landlock"])
+@pytest.mark.parametrize("kind", ["namespace", LANDLOCK])
 async def test_a_sandbox_has_half_of_the_descriptors_of_its_node(world: World, kind: str) -> None:
     sandbox = await world.start(kind)
     most = max(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)

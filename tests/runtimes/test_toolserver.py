@@ -104,6 +104,7 @@ async def test_a_server_ends_itself_and_all_it_started_after_its_lifetime(tmp_pa
         assert all(dead((tmp_path / name).read_text().strip()) for name in ("pid", "child"))
 
 
+@pytest.mark.deep
 async def test_what_a_server_cannot_kill_the_host_kills(tmp_path: Path) -> None:
     harmless = program().replace("SIGKILL", "SIGCONT")
     bytecode = marshal.dumps(compile(harmless, "toolserver", "exec", dont_inherit=True))

@@ -62,6 +62,7 @@ async def test_a_deep_layer_is_carried(world: World, folder: Path) -> None:
     assert await run(await world.start("namespace", layer=folder / "layer"), LOOK, "/var/tmp") == "deep\n"
 
 
+@pytest.mark.deep
 async def test_a_patch_of_a_deep_path_is_applied(world: World, kind: str) -> None:
     sandbox = await world.start(kind)
     path = "a/" * 1500 + "f"

@@ -75,6 +75,7 @@ def test_a_name_alone_is_no_reason_to_die(temporary: Path, start: Start) -> None
     assert os.listdir(temporary) == []
 
 
+@pytest.mark.deep
 def test_the_keeper_kills_what_is_left_of_a_node_that_was_killed(temporary: Path, start: Start) -> None:
     node = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(temporary)], stdout=subprocess.PIPE, start_new_session=True

@@ -133,6 +133,7 @@ async def test_no_clock_runs_while_the_service_stands_still(world: MakeWorld) ->
         assert stalls.held < stalls.longest  # it slept
 
 
+@pytest.mark.deep
 async def test_a_run_that_ended_badly_after_a_stall_is_no_outcome(world: MakeWorld) -> None:
     async with world() as w:
         freeze = f"freeze {HARMFUL_SECONDS + 0.1}"

@@ -33,6 +33,7 @@ def with_files(*contents: tuple[str, str]) -> bytes:
     return json.dumps(spec).encode()
 
 
+@pytest.mark.deep
 async def test_a_group_with_large_files_is_read_beside_the_loop(world: MakeWorld) -> None:
     noise = base64.b64encode(random.Random(0).randbytes(6 << 20)).decode()
     text = "a line of text\n" * (1 << 18)

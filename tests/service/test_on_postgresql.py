@@ -36,6 +36,7 @@ async def test_it_is_stopped_in_the_middle_and_started_again(world: MakeWorld, p
         assert_nothing_twice(groups, await done_events(w))
 
 
+@pytest.mark.deep
 async def test_no_session_notices_a_restart_of_the_server(world: MakeWorld, postgresql: PostgresqlServer) -> None:
     """Some wait in their agent, some in their grader; what they store next finds no server."""
     async with world(store=await postgresql.new_database()) as w:

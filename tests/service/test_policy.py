@@ -167,6 +167,7 @@ async def test_old_groups_are_cancelled_and_others_go_on(tmp_path: Path, tokeniz
         assert ends == [{StopReason.CANCELLED}, {StopReason.COMPLETED}, {StopReason.COMPLETED}]
 
 
+@pytest.mark.deep
 async def test_a_killed_service_goes_on_with_its_version_and_the_ages_of_its_groups(
     tmp_path: Path, tokenizer: Path
 ) -> None:

@@ -162,6 +162,7 @@ async def test_the_gateway_is_there_before_and_after_every_session(world: MakeWo
         assert [result_of(session).attempt for session in done.sessions] == [2] * 3
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(150)
 async def test_killed_with_real_sandboxes(world: MakeWorld, tmp_path: Path, tokenizer: Path, temporary: Path) -> None:
     if not (can := NamespaceRuntime.available()).ok:

@@ -17,13 +17,16 @@ from support.postgresql import PostgresqlServer
 NOW = 1000.0
 
 
-@pytest_asyncio.fixture(params=["memory", "file", "postgresql"])
+POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.deep)  # its statements are those of SQLite
+
+
+@pytest_asyncio.fixture(params=["memory", "file", POSTGRESQL])
 async def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
     """A database without tables, not open."""
     return SqliteDatabase(None) if request.param == "memory" else await _kept(request, tmp_path)
 
 
-@pytest_asyncio.fixture(params=["file", "postgresql"])
+@pytest_asyncio.fixture(params=["file", POSTGRESQL])
 async def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
     """The same, of those that keep what is in them when they are closed."""
     return await _kept(request, tmp_path)

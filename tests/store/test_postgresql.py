@@ -25,6 +25,8 @@ from .world import group_row, result, start, submit, turn
 
 BACKENDS = "SELECT pid FROM pg_stat_activity WHERE datname = '{}' AND backend_type = 'client backend'"
 
+pytestmark = pytest.mark.deep
+
 
 @pytest_asyncio.fixture
 async def url(postgresql: PostgresqlServer) -> str:

@@ -88,6 +88,7 @@ def test_a_long_history_is_not_indexed_again() -> None:
     assert messages.read <= 2 * UNSTABLE_TAIL + REMEMBER_EVERY + 4
 
 
+@pytest.mark.deep
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**32)), min_size=8, max_size=40))
 def test_a_remembered_prefix_changes_no_join(moves: list[tuple[int, int]]) -> None:
     """The same session three times: with the constants as they are, remembering the shortest prefixes, and none."""

@@ -40,6 +40,9 @@ from outrider.service.service import Service
 from outrider.sessions.node import LocalNode
 from outrider.tls import presenting
 
+LAST_REPLIES_SECONDS = 0.1
+"""How long requests that are being answered may take until a server that stops cuts them off."""
+
 
 @asynccontextmanager
 async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
@@ -84,7 +87,7 @@ async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
                 failure = error
             finally:
                 for server, _ in servers:
-                    server.should_exit = server.force_exit = True
+                    server.stop()
         if failure is not None:
             raise failure
 
@@ -171,13 +174,32 @@ class _Server(uvicorn.Server):
 
         super().__init__(server_settings(until_cut_off, connections=connections, websockets=websockets, tls=tls))
         self.ready = asyncio.Event()
+        self._stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
 
+    def stop(self) -> None:
+        """Make `serve` shut down and return."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn's own loop looks ten times a second whether it has to stop. This one is told."""
+        while not await self.on_tick(0):  # 0: at this tick it updates the Date header of its replies
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), timeout=1)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
+        if under_way := tuple(self.server_state.tasks):
+            await asyncio.wait(under_way, timeout=LAST_REPLIES_SECONDS)
         for connection in tuple(self.server_state.connections):
             connection.transport.abort()
         if cut_off := tuple(self.server_state.tasks):
