@@ -62,7 +62,9 @@ async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
         url = _url(outside, tls=tls is not None)
         share = shares(raise_limit())
         gateway = Gateway(node, calls=share.session)
-        control = AccessControl(control_app(service), service.tokens, service.audit)
+        # In a thread: FastAPI takes 50 ms to make its routes, and the event loop must not stand still for so long.
+        app = await asyncio.to_thread(control_app, service)
+        control = AccessControl(app, service.tokens, service.audit)
         servers = [
             (_Server(RootApp(control, gateway), share.control, websockets=MAX_TO_SERVICE, tls=tls), outside),
             (_Server(gateway, share.sandboxes, websockets=0), inside),
