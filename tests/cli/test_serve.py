@@ -111,6 +111,7 @@ async def test_a_second_signal_interrupts_them(tmp_path: Path) -> None:
         assert [session.result for session in await store.sessions(group_id)] == [None] * 4
 
 
+@pytest.mark.deep
 async def test_its_settings_come_from_a_file_too(tmp_path: Path) -> None:
     words = flags(tmp_path)
     (tmp_path / "outrider.toml").write_text(f'[model]\ntokenizer = "{tmp_path / "tokenizer"}"\nrenderer = "qwen3"\n')

@@ -52,6 +52,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     return json.loads(ran.stdout), folder / "out"
 
 
+@pytest.mark.deep
 def test_every_session_ends_without_error_or_drift(demo: tuple[dict[str, Any], Path]) -> None:
     line, _ = demo
     assert (line["sessions"], line["errors"], line["drift_tokens"], line["faults"]) == (GROUPS * SAMPLES, 0, 0, [])
@@ -61,6 +62,7 @@ def test_every_session_ends_without_error_or_drift(demo: tuple[dict[str, Any], P
     assert line["seconds"] < 150
 
 
+@pytest.mark.deep
 def test_the_files_hold_what_the_line_says(demo: tuple[dict[str, Any], Path]) -> None:
     line, folder = demo
     rows = [json.loads(text) for text in Path(line["samples"]).read_text().splitlines()]

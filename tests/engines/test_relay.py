@@ -147,6 +147,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.mark.deep
 async def test_a_hundred_cut_connections_lose_double_and_mix_up_nothing() -> None:
     await cut_a_hundred_times(seed=11, most=6000, window=8)
 

@@ -66,6 +66,7 @@ async def test_shells_keep_their_state_and_parallel_calls_run_in_order(sandbox: 
     assert [message.tool_call_id for message in model.asked[1][2:]] == ["call_0", "call_1", "call_2", "call_3"]
 
 
+@pytest.mark.deep
 async def test_exit_codes_and_time_limits_are_told(sandbox: Runtime) -> None:
     _, model = await run(
         sandbox,

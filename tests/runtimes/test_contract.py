@@ -426,6 +426,7 @@ async def test_snapshot_keeps_links_and_leaves_out_sockets(real: Runtime, tmp_pa
         assert {m.name: m.type for m in archive} == {"work/d": tarfile.DIRTYPE, "work/d/link": tarfile.SYMTYPE}
 
 
+@pytest.mark.deep
 async def test_a_sandbox_ends_by_itself_at_its_age(world: World) -> None:
     kinds = ("process", "process-landlock", "namespace")
     sandboxes = [await world.start(kind, lifetime_seconds=2) for kind in kinds]

@@ -135,6 +135,7 @@ async def test_a_bridge_without_descriptors_ends_nothing_but_the_connection(worl
         assert (await python(sandbox, f"{LIMIT}{program}\nprint(ended)")).stdout == b"0\n"
 
 
+@pytest.mark.deep
 async def test_only_so_many_connections_are_bridged_at_once(world: World) -> None:
     async with world.gateway(idle):
         sandbox = await world.start("namespace")

@@ -59,13 +59,8 @@ async def test_what_is_carried_alone_does_not_change_any_more(sandbox: Runtime, 
     assert (await sandbox.exec("sleep 0.1; cat grows", seconds=20)).stdout == b"x" * size
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("python3 leaderless.py", id="itself"),
-        pytest.param(f"{BESIDE}{BEGUN}; sleep 60", id="an orphan", marks=pytest.mark.deep),
-    ],
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("how", ["python3 leaderless.py", f"{BESIDE}{BEGUN}; sleep 60"], ids=["itself", "an orphan"])
 async def test_it_ends_with_its_time(sandbox: Runtime, how: str) -> None:
     started = time.monotonic()
     assert (await sandbox.exec(how, seconds=2)).timed_out

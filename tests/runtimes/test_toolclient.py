@@ -131,6 +131,18 @@ async def test_cancellation_waits_for_the_end_inside(pair: tuple[ToolClient, Pee
     assert task.cancelled()
 
 
+async def test_a_cancellation_that_comes_with_the_reply_waits_for_nothing(pair: tuple[ToolClient, Peer]) -> None:
+    client, peer = pair
+    stop_time()  # a wait for a second reply would stand still
+    task = asyncio.create_task(client.call("exec", {}, Done))
+    call, _, _ = await peer.request()
+    client.data_received(frame(call, "ok", {}))
+    task.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert task.cancelled()
+
+
 @pytest.mark.parametrize("size", [0, 5000])
 async def test_a_server_that_sends_more_parts_than_asked_for_is_dropped(
     pair: tuple[ToolClient, Peer], size: int

@@ -40,6 +40,7 @@ async def run(sandbox: Runtime, program: str, cwd: str) -> str:
     return result.stdout.decode()
 
 
+@pytest.mark.deep
 async def test_a_deep_tree_is_carried(world: World, kind: str) -> None:
     agent, fresh = await world.start(kind), await world.start(kind)
     for sandbox in (agent, fresh):

@@ -192,6 +192,7 @@ async def test_a_group_that_is_being_delivered_is_kept(world: MakeWorld) -> None
         assert receiver.keys == [submitted.id]
 
 
+@pytest.mark.deep
 async def test_kill_9_leaves_nothing_half_removed(tmp_path: Path) -> None:
     path, folder = tmp_path / "outrider.db", tmp_path / "artifacts"
     async with sqlite_store(path) as store:

@@ -293,10 +293,10 @@ StoreMachine.TestCase.settings = settings(
 TestStoreAgainstModel = StoreMachine.TestCase
 
 
-@pytest.mark.parametrize("examples", [3, pytest.param(100, marks=pytest.mark.deep)])
-def test_postgresql_against_model(postgresql: PostgresqlServer, examples: int) -> None:
+@pytest.mark.deep
+def test_postgresql_against_model(postgresql: PostgresqlServer) -> None:
     class OnPostgresql(StoreMachine):
         def database(self) -> Database:
             return PostgresqlDatabase(self.runner.run(postgresql.new_database()), sole=True)
 
-    run_state_machine_as_test(OnPostgresql, settings=settings(StoreMachine.TestCase.settings, max_examples=examples))
+    run_state_machine_as_test(OnPostgresql, settings=settings(StoreMachine.TestCase.settings, max_examples=100))

@@ -8,6 +8,8 @@ import tracemalloc
 from collections.abc import Sequence
 from time import thread_time
 
+import pytest
+
 from outrider.messages import Message, ParsedMessages, Role, ToolCall, ToolSpec
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.tree.tree import TokenTree
@@ -107,6 +109,7 @@ def test_the_family_is_shown_only_the_end_of_a_prompt() -> None:
     assert max(renderer.lengths) < 20
 
 
+@pytest.mark.deep
 def test_a_call_of_2000_tokens_keeps_less_than_10_kilobytes() -> None:
     talk = Talk(family_renderer("qwen3"))
     new = [text(750), text(750)]

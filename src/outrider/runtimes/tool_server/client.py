@@ -213,7 +213,8 @@ class ToolClient(asyncio.Protocol):
             fields = await outcome
         except asyncio.CancelledError:
             # Have the server kill the call's processes, and wait until it has, but not for ever.
-            if self._lost is None:
+            # An outcome that is not cancelled came together with the cancellation: no other reply will come.
+            if self._lost is None and outcome.cancelled():
                 ended: asyncio.Future[msgspec.Raw] = self._loop.create_future()
                 self._calls[number] = Call(ended)
                 self._send(self._frame(0, "cancel", {"call": number}))
