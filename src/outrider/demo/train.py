@@ -41,6 +41,9 @@ INFLIGHT = 8
 """Groups that run at once: enough for the run lane. What runs beyond the next batch is too old for the one after."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 1e-3, 1e-4
+WARM_UP = 12
+"""Optimizer steps over which the learning rate rises to its full height. Adam's first steps are as long as the rate,
+however small their gradient: at the full rate one can leave a policy that is always wrong, which learns nothing."""
 MAX_STEPS = 48
 PASSES = 2
 """Optimizer steps over each batch."""
@@ -251,16 +254,17 @@ def _train(
     lanes = LaneWatch(client.asynchronous)
 
     class Steps(TrainerCallback):  # type: ignore[misc]  # the same
-        """Reports each step, lowers the learning rate, and ends the training when the task is solved or the time is up.
+        """Reports each step, sets the learning rate, and ends the training when the task is solved or the time is up.
 
-        The rate falls by a cosine with the steps or the time, whichever is nearer its end: on a slow machine, too, the
-        last steps are small ones."""
+        The rate rises for WARM_UP steps, and falls by a cosine with the steps or the time, whichever is nearer its end:
+        on a slow machine, too, the last steps are small ones."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
             done = max(state.global_step / state.max_steps, (time.monotonic() - began) / SECONDS)
             share = (1 + math.cos(math.pi * min(done, 1.0))) / 2
+            rate = LAST_LEARNING_RATE + (LEARNING_RATE - LAST_LEARNING_RATE) * share
             for parameters in optimizer.param_groups:
-                parameters["lr"] = LAST_LEARNING_RATE + (LEARNING_RATE - LAST_LEARNING_RATE) * share
+                parameters["lr"] = rate * min(1.0, (state.global_step + 1) / WARM_UP)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if state.global_step % PASSES:
