@@ -50,7 +50,7 @@ train: $(TRL_VENV)/.stamps/train ## train the demo's policy with TRL until it is
 test: $(STAMPS)/dev ## the fast tests
 	$(ONE_THREAD) $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
-test-deep: $(STAMPS)/dev ## storms, fuzzers and properties on many examples
+test-deep: $(STAMPS)/dev ## what takes long: storms, fuzzers, PostgreSQL, restarts
 	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal -m "(deep or hypothesis) and not real" \
 		--hypothesis-profile deep --timeout 600 $(ARGS)
 

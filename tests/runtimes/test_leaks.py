@@ -252,7 +252,11 @@ async def test_program_that_is_not_a_server(folder: Path) -> None:
     assert raised.value.log_tail == "went wrong"
     with pytest.raises(RuntimeFailure, match="cannot start"):
         await started([str(folder / "none")])
-    noise = ["/bin/sh", "-c", "head -c 100000 /dev/zero | tr '\\0' '\\377'; cat >/dev/null"]  # no length of a message
+    noise = [
+        "/bin/sh",
+        "-c",
+        "head -c 100000 /dev/zero | tr '\\0' '\\377'; cat >/dev/null",
+    ]  # a length above any message's
     with pytest.raises(RuntimeFailure):
         await started(noise)
     assert before.left() == (set(), False, 0)

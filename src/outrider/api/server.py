@@ -41,7 +41,7 @@ from outrider.sessions.node import LocalNode
 from outrider.tls import presenting
 
 LAST_REPLIES_SECONDS = 0.1
-"""How long requests that are being answered may take until a server that stops cuts them off."""
+"""How long a server that stops waits for requests under way before it cuts them off."""
 
 
 @asynccontextmanager
@@ -188,8 +188,8 @@ class _Server(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """uvicorn's own loop looks ten times a second whether it has to stop. This one is told."""
-        while not await self.on_tick(0):  # 0: at this tick it updates the Date header of its replies
+        """Wait for `stop`, where uvicorn's own loop polls `should_exit` ten times a second."""
+        while not await self.on_tick(0):  # tick 0 updates the Date header, which replies carry
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), timeout=1)
 
