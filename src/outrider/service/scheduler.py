@@ -106,8 +106,8 @@ class Scheduler:
         self._placements: dict[str, _Placement] = {}
         self._under_way: Counter[str] = Counter()
         """Attempts under way, by bucket."""
-        self._tasks: dict[str, TaskSpec] = {}
-        """Parsed tasks by group id: all sessions of a group share one."""
+        self._specs: dict[str, GroupSpec] = {}
+        """Parsed groups by id: all sessions of a group share one."""
 
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts that are then under way are requeued by the next service's start."""
@@ -233,7 +233,7 @@ class Scheduler:
                 policy_version=self._policy_version(),
             )
         except Conflict:  # it was cancelled since the queue was read
-            self._tasks.pop(session.group_id, None)
+            self._specs.pop(session.group_id, None)
             return True
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
@@ -246,16 +246,15 @@ class Scheduler:
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
         """The session's task; None if another version of Outrider stored one that this version cannot read."""
-        if session.group_id not in self._tasks:
+        if session.group_id not in self._specs:
             spec = await self._store.spec(session.group_id)
             try:
                 # In a thread: validation decodes the base64 of every file in the task.
-                read = await asyncio.to_thread(GroupSpec.model_validate_json, spec)
-                self._tasks[session.group_id] = read.task
+                self._specs[session.group_id] = await asyncio.to_thread(GroupSpec.model_validate_json, spec)
             except ValidationError as error:
                 log.error("the task of group %s cannot be read: %s", session.group_id, error)
                 return None
-        return self._tasks[session.group_id]
+        return self._specs[session.group_id].task
 
     async def _run(self, placement: _Placement) -> None:
         session = placement.attempt.session
@@ -350,10 +349,12 @@ class Scheduler:
             return
         self._on_session_done()
         if group_done:
-            self._tasks.pop(result.group_id, None)
+            self._specs.pop(result.group_id, None)
             self._on_done()
-        elif result.verdict is not None:  # it may have been the last that the group needed
-            await self.end(await self._store.to_end(result.group_id))
+        elif result.verdict is not None:
+            spec = self._specs.get(result.group_id)  # none: it was forgotten with a cancelled session of the group
+            if spec is None or spec.min_usable is not None:  # it may have been the last that the group needed
+                await self.end(await self._store.to_end(result.group_id))
 
     async def _renew(self) -> None:
         while True:

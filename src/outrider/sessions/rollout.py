@@ -128,9 +128,10 @@ class Rollout:
                 log.exception("session %s failed unexpectedly", self._attempt.name)
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
         self._stopwatch.lap("stop")
+        session, store = self._session, self._node.store
         build = partial(
             session_result,
-            self._session,
+            session,
             ending.reason,
             await self._turns(),
             task=self._task,
@@ -138,7 +139,7 @@ class Rollout:
             error=ending.error,
             harness_exit=ending.harness_exit,
             forks={cause.value: number for cause, number in self.conversation.tree.forks.items()},
-            frozen=await self._node.store.frozen_turns(self._session.id, self._session.attempt),
+            frozen=await store.frozen_turns(session.id, session.attempt) if self._node.frozen else {},
             seconds=StageSeconds(**self._stopwatch.seconds),
             artifact_bytes=self._artifact_bytes,
         )
@@ -345,14 +346,15 @@ class Rollout:
     async def _grade(self, grading: Grading, sandbox: Sandbox, ended: AgentRun) -> Ending:
         turns = await self._turns(images=True)
         policy = policy_of(self._task.branches)
+        said, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))
         outcome = Outcome(
             task=self._task,
             runtime=sandbox.runtime,
             stop_reason=ended.reason,
             harness=ended.outcome,
-            transcript=await self._node.model.offload.run(lambda: transcript(turns)),
+            transcript=said,
             turns=self.conversation.turns,
-            calls=await self._node.model.offload.run(lambda: model_calls(turns, policy)),
+            calls=calls,
         )
         grade = await grading.grade(
             sandbox, outcome, failure=ended.failure, model_replied=self.conversation.replies > 0

@@ -366,7 +366,7 @@ class Store:
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
         async def body(tx: Connection) -> list[bytes]:
-            newest = (await _find_session(tx, session_id)).attempt
+            newest = await _newest_attempt(tx, session_id)
             return [row[0] for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
 
         found = [rows.turn_from(packed) for packed in await self._db.read(body)]
@@ -377,7 +377,7 @@ class Store:
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
         async def body(tx: Connection) -> list[tuple[str, bytes]]:
-            newest = (await _find_session(tx, session_id)).attempt
+            newest = await _newest_attempt(tx, session_id)
             return [
                 (row[0], row[1]) for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
             ]
@@ -687,6 +687,14 @@ async def _find_session(tx: Connection, session_id: str) -> SessionRow:
     if not found:
         raise NotFound(f"no session {session_id!r}")
     return found[0]
+
+
+async def _newest_attempt(tx: Connection, session_id: str) -> int:
+    found = await tx.fetch("SELECT attempt FROM sessions WHERE state <> ? AND id = ?", (REMOVED, session_id))
+    if not found:
+        raise NotFound(f"no session {session_id!r}")
+    newest: int = found[0][0]
+    return newest
 
 
 async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
