@@ -249,6 +249,8 @@ class DynamicSampler:
         self._version = state.version
         self._counts = Counts()
         self._graded = 0
+        self._rewards: list[float] = []
+        """Of the sessions of the groups that were graded for this batch."""
         self._failed_in_a_row = 0
         self._wanted = False
         self._resting = False
@@ -308,7 +310,7 @@ class DynamicSampler:
         """
         began = _now()
         self._wanted, self._resting = True, False
-        self._graded = 0
+        self._graded, self._rewards = 0, []
         self._changed.send()
         try:
             while True:
@@ -322,7 +324,7 @@ class DynamicSampler:
                 if self._graded >= FRUITLESS_BATCHES * self._target:
                     raise ServiceError(
                         f"{self._graded} groups were graded for a batch of {self._target}, and {len(self._ready)} of"
-                        " them are informative",
+                        f" them are informative; the mean of their rewards is {fmean(self._rewards):.3g}",
                         hint="the tasks are all too hard or too easy for the policy: change them, n or the filter",
                     )
                 await self._changed.next().wait()
@@ -478,6 +480,7 @@ class DynamicSampler:
         else:
             self._counts.uninformative += 1
         self._graded += bool(rewards)
+        self._rewards += rewards
         self._failed_in_a_row = 0 if rewards else self._failed_in_a_row
         self._changed.send()
 

@@ -40,10 +40,8 @@ GROUPS, SAMPLES = 8, 8
 INFLIGHT = 8
 """Groups that run at once: enough for the run lane. What runs beyond the next batch is too old for the one after."""
 MAX_AGE = 1
-LEARNING_RATE, LAST_LEARNING_RATE = 1e-3, 1e-4
-WARM_UP = 12
-"""Optimizer steps over which the learning rate rises to its full height. Adam's first steps are as long as the rate,
-however small their gradient. Without the rise, one start of eleven came to a policy without informative groups."""
+LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
+"""At 1e-3 a policy may lose the syntax of its tool calls within a step or two, and with it all reward."""
 MAX_STEPS = 48
 PASSES = 2
 """Optimizer steps over each batch."""
@@ -256,15 +254,14 @@ def _train(
     class Steps(TrainerCallback):  # type: ignore[misc]  # the same
         """Reports each step, sets the learning rate, and ends the training when the task is solved or the time is up.
 
-        The rate rises for WARM_UP steps, and falls by a cosine with the steps or the time, whichever is nearer its end:
-        on a slow machine, too, the last steps are small ones."""
+        The rate falls by a cosine with the steps or the time, whichever is nearer its end: on a slow machine, too, the
+        last steps are small ones."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
             done = max(state.global_step / state.max_steps, (time.monotonic() - began) / SECONDS)
             share = (1 + math.cos(math.pi * min(done, 1.0))) / 2
-            rate = LAST_LEARNING_RATE + (LEARNING_RATE - LAST_LEARNING_RATE) * share
             for parameters in optimizer.param_groups:
-                parameters["lr"] = rate * min(1.0, (state.global_step + 1) / WARM_UP)
+                parameters["lr"] = LAST_LEARNING_RATE + (LEARNING_RATE - LAST_LEARNING_RATE) * share
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if state.global_step % PASSES:
