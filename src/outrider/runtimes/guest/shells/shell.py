@@ -29,7 +29,8 @@ INTERRUPT_EVERY = 0.1
 KILL_AFTER = 3
 """Interrupts before what the input started is killed."""
 RESTART_AFTER = 20
-"""Interrupts before the shell itself is killed and started anew: two seconds."""
+"""Interrupts before the shell itself is killed and started anew: two seconds. The sh of busybox needs it now and then:
+SIGINT may catch it in its memory allocator, whose lock it then waits for in vain."""
 
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "--noediting", "-i"],
