@@ -27,7 +27,8 @@ EVERY = [*HOSTED, "namespace"]
 
 
 async def ends(sandbox: Runtime, command: str) -> RuntimeFailure:
-    """The failure of a command that the sandbox does not outlive."""
+    """The failure of a command that the sandbox does not outlive. What was sent a signal dies a moment later: a command
+    that is to find it dead must not be a short one."""
     with pytest.raises(RuntimeFailure, match="tool server is gone") as caught:
         await sandbox.exec(command, seconds=20)
     return caught.value
@@ -101,7 +102,7 @@ async def test_nobody_inside_can_end_a_first_process_by_a_signal(world: World, n
     assert (await sandbox.exec("kill -9 1; kill -STOP 1; kill -9 -1", seconds=20)).exit_code is not None
     os.kill(first, number)
     if number == signal.SIGKILL:
-        await ends(sandbox, "true")
+        await ends(sandbox, "sleep 60")
     else:
         await hangs(sandbox)
         os.kill(first, signal.SIGCONT)
@@ -114,7 +115,7 @@ async def test_sandboxes_that_end_with_what_they_came_from(world: World) -> None
     (zygote,) = children() - before
     os.kill(zygote, signal.SIGKILL)
     for sandbox in sandboxes:
-        await ends(sandbox, "true")
+        await ends(sandbox, "sleep 60")
         assert not await blamed(sandbox)
     later = await world.start("namespace")
     assert (await later.exec("true", seconds=20)).exit_code == 0
