@@ -371,12 +371,14 @@ async def answering(answer: bytes, *, then: bytes = b"", times: int = 0) -> Asyn
     """A receiver that reads nothing and sends these bytes, then `then` again and again while it is read."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            writer.write(answer)
-            for _ in range(times):
-                writer.write(then)
-                await writer.drain()
-        writer.close()
+        try:
+            with suppress(ConnectionError):
+                writer.write(answer)
+                for _ in range(times):
+                    writer.write(then)
+                    await writer.drain()
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:

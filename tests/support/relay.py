@@ -18,6 +18,8 @@ from outrider.http_server import Receive, Scope, Send
 from outrider.testing.engine_servers.app import serving
 
 AT_ONCE = Backoff(first=0.0, longest=0.0)
+ROUNDS = 5
+"""More rounds of the event loop than asyncio takes from accepting a connection to telling of it."""
 
 
 @asynccontextmanager
@@ -51,17 +53,22 @@ class CuttingProxy:
     async def open(self) -> AsyncIterator[str]:
         async with asyncio.TaskGroup() as group:
 
-            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 task = group.create_task(self._forward(reader, writer))
                 self._open.add(task)
                 task.add_done_callback(self._open.discard)
+                # Not in the task, of which nothing runs if it is cancelled at once.
+                task.add_done_callback(lambda _: writer.transport.abort())
 
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
             try:
                 yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             finally:
+                for _ in range(ROUNDS):  # asyncio loses a connection that its server closes under
+                    await asyncio.sleep(0)
                 server.close()
                 await self.cut()
+                await asyncio.sleep(0)  # what was aborted closes in the next round
 
     async def cut(self) -> None:
         """Cut all connections that there are."""
@@ -100,6 +107,5 @@ class CuttingProxy:
         except* OSError:
             pass
         finally:
-            for each in (writer, there):
-                if each is not None:
-                    each.transport.abort()
+            if there is not None:
+                there.transport.abort()

@@ -87,7 +87,8 @@ class Talk:
 
 
 def test_one_more_turn_costs_its_own_tokens() -> None:
-    """2,000 new tokens cost less than twice as much on a history of 100k tokens as on one of 1k."""
+    """2,000 new tokens cost less than five times as much on a history of 100k tokens as on one of 1k. All that is done
+    with the history is to copy its ids; it has 50 times the new tokens, should it be rendered anew."""
     short, long = Talk(family_renderer("qwen3")), Talk(family_renderer("qwen3"))
     for talk, turns in ((short, 1), (long, 100)):
         for _ in range(turns):
@@ -97,7 +98,7 @@ def test_one_more_turn_costs_its_own_tokens() -> None:
     quick, slow = (min(times) for times in zip(*pairs, strict=True))
     longest = run_inline(long.tree.join(Sent(long.sent), TOOLS, RAW)).prompt
     assert longest.length > 95_000
-    assert slow < 2 * quick, f"{1000 * quick:.2f} ms after 1k tokens, {1000 * slow:.2f} ms after 100k"
+    assert slow < 5 * quick, f"{1000 * quick:.2f} ms after 1k tokens, {1000 * slow:.2f} ms after 100k"
 
 
 def test_the_family_is_shown_only_the_end_of_a_prompt() -> None:
