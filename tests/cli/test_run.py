@@ -18,6 +18,19 @@ from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView
 from support.service import call, running_service, say, scripted_engine
 
+GROUP = GroupView(
+    id="g-1",
+    state=GroupState.ACTIVE,
+    cancelled=False,
+    n=1,
+    priority=0,
+    created=0.0,
+    finished=None,
+    cursor=None,
+    labels={},
+    sessions=(),
+)
+
 
 async def test_a_group_is_run_and_shown(cli: Cli, tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
@@ -84,19 +97,32 @@ async def test_ctrl_c_cancels_the_group_and_waits_for_it(tmp_path: Path) -> None
     assert b"cancelling g-" in err
 
 
+async def test_ctrl_c_before_the_answer_to_the_submission_cancels_it_too(tmp_path: Path) -> None:
+    """The group is accepted, and the answer on its way, when Ctrl-C comes."""
+    accepted, answering = asyncio.Event(), asyncio.Event()
+    methods = []
+
+    async def answer(request: web.Request) -> web.Response:
+        methods.append(request.method)
+        if request.method == "POST":
+            accepted.set()
+            await answering.wait()
+        return web.Response(body=msgspec.json.encode(msgspec.structs.replace(GROUP, state=GroupState.DONE)))
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", answer)
+    async with TestServer(app) as server:
+        process = await program("run", write_task(tmp_path), "--url", str(server.make_url("")))
+        await accepted.wait()
+        process.send_signal(signal.SIGINT)
+        asyncio.get_running_loop().call_later(0.3, answering.set)
+        _, err = await process.communicate()
+    assert process.returncode == 130
+    assert b"cancelling g-1" in err
+    assert methods[:2] == ["POST", "DELETE"]
+
+
 async def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
-    group = GroupView(
-        id="g-1",
-        state=GroupState.ACTIVE,
-        cancelled=False,
-        n=1,
-        priority=0,
-        created=0.0,
-        finished=None,
-        cursor=None,
-        labels={},
-        sessions=(),
-    )
     asked, cancelling = asyncio.Event(), asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
@@ -105,7 +131,7 @@ async def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
         if request.method == "DELETE":
             cancelling.set()
             await asyncio.Event().wait()
-        return web.Response(body=msgspec.json.encode(group))
+        return web.Response(body=msgspec.json.encode(GROUP))
 
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", answer)

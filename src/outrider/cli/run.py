@@ -18,6 +18,8 @@ from outrider.spec import GroupSpec
 
 FAILED = 1
 INTERRUPTED = 130
+ANSWER_SECONDS = 10.0
+"""How long Ctrl-C waits for the service's answer to the submission. While its queue is full, none comes."""
 
 
 def run(
@@ -54,17 +56,24 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
     assert task is not None
     interrupted = False
     async with client:
-        group = await client.submit(spec)
-        terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
-        with session_progress(terminal) as watch:
-            try:
+        submission = asyncio.create_task(client.submit(spec))
+        try:
+            group = await asyncio.shield(submission)
+            terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
+            with session_progress(terminal) as watch:
                 [group] = await client.wait([group.id], watch)
-            except asyncio.CancelledError:
-                # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
-                task.uncancel()
-                interrupted = True
-                terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
-                await client.cancel(group.id)
+        except asyncio.CancelledError:
+            # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
+            task.uncancel()
+            interrupted = True
+            try:  # the service may have accepted the group, and its answer be on the way
+                group = await asyncio.wait_for(submission, ANSWER_SECONDS)
+            except TimeoutError:
+                terminal.note("the service did not accept the group")
+                return INTERRUPTED
+            terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
+            await client.cancel(group.id)
+            with session_progress(terminal) as watch:
                 [group] = await client.wait([group.id], watch)
     failed = [each.id for each in group.sessions if each.result and each.result.error]
     if terminal.json:
