@@ -34,6 +34,27 @@ async def test_a_cancelled_caller_still_finishes_the_work() -> None:
     assert done == ["work"]
 
 
+async def test_work_that_takes_longer_than_its_grace_is_cancelled_after_its_caller() -> None:
+    begun = asyncio.Event()
+    ended: list[str] = []
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("work")
+
+    async with asyncio.TaskGroup() as callers:
+        caller = callers.create_task(shielded(work, grace=0.05))
+        await begun.wait()
+        caller.cancel()
+        await asyncio.sleep(0)
+        assert ended == []
+    assert caller.cancelled()
+    assert ended == ["work"]
+
+
 async def test_the_outcome_reaches_the_caller_as_it_is() -> None:
     async def fails() -> None:
         raise ValueError("no")

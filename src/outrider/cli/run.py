@@ -14,12 +14,15 @@ from outrider.cli.tables import session_table
 from outrider.cli.task_file import load_group
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import AsyncClient
+from outrider.concurrency.cancellation import shielded
+from outrider.schemas import GroupView
 from outrider.spec import GroupSpec
 
 FAILED = 1
 INTERRUPTED = 130
 ANSWER_SECONDS = 10.0
-"""How long Ctrl-C waits for the service's answer to the submission. While its queue is full, none comes."""
+"""How long Ctrl-C waits for the answer to the submission, with which the service may have accepted the group. While its
+queue is full, none comes."""
 
 
 def run(
@@ -55,10 +58,15 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
     task = asyncio.current_task()
     assert task is not None
     interrupted = False
+    accepted: list[GroupView] = []
+
+    async def submit() -> None:
+        accepted.append(await client.submit(spec))
+
     async with client:
-        submission = asyncio.create_task(client.submit(spec))
         try:
-            group = await asyncio.shield(submission)
+            await shielded(submit, grace=ANSWER_SECONDS)
+            [group] = accepted
             terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
             with session_progress(terminal) as watch:
                 [group] = await client.wait([group.id], watch)
@@ -66,11 +74,10 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
             # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
             task.uncancel()
             interrupted = True
-            try:  # the service may have accepted the group, and its answer be on the way
-                group = await asyncio.wait_for(submission, ANSWER_SECONDS)
-            except TimeoutError:
-                terminal.note("the service did not accept the group")
+            if not accepted:
+                terminal.note("the service has not accepted the group")
                 return INTERRUPTED
+            [group] = accepted
             terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
             await client.cancel(group.id)
             with session_progress(terminal) as watch:

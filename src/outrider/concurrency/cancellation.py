@@ -15,10 +15,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def shielded(work: Callable[[], Awaitable[T]]) -> T:
+async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = None) -> T:
     """Await `work()` to its end and return its result or raise its error.
 
-    If the caller is cancelled meanwhile, CancelledError is raised instead, but only once the work has ended.
+    If the caller is cancelled meanwhile, CancelledError is raised instead, but only once the work has ended. With
+    `grace`, the work is cancelled, too, so many seconds after the caller.
     """
     # The work needs a task of its own: asyncio.timeout() inside it cancels the task that it runs in. A bare task and
     # one future cost 8 us a call; a TaskGroup around the task costs 13 us, and every stored turn pays for it.
@@ -32,6 +33,8 @@ async def shielded(work: Callable[[], Awaitable[T]]) -> T:
             try:
                 await waiter
             except asyncio.CancelledError as error:
+                if cancelled is None and grace is not None:
+                    loop.call_later(grace, task.cancel)
                 cancelled = error
                 waiter = loop.create_future()  # the callback reads the variable, so it wakes the new one
     try:
