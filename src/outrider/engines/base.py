@@ -166,6 +166,21 @@ class SetsVersion(Protocol):
     async def set_version(self, version: int) -> None: ...
 
 
+class KnownVersions(msgspec.Struct, frozen=True):
+    """What a server was last known to serve, and what weights without a label are."""
+
+    served: int = 0
+    unlabelled: int = 0
+
+
+@runtime_checkable
+class RemembersVersions(Protocol):
+    """An engine that remembers what version its server serves, because not every server can tell. Where several
+    processes speak to one server, what one of them was told is given to the others here."""
+
+    versions: KnownVersions
+
+
 @runtime_checkable
 class LoadsWeights(Protocol):
     """An engine that can load other weights in place, from a file or folder that it can read.

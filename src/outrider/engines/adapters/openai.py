@@ -28,7 +28,7 @@ from outrider.engines.adapters.server_api import (
     served_model,
     structured_outputs,
 )
-from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions
+from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, KnownVersions
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pool.reply_checks import max_characters, too_long
@@ -108,7 +108,7 @@ class OpenAIEngine:
         self._model = options.model
         self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
         self._context: int | None = None
-        self._version = 0
+        self.versions = KnownVersions()
 
     async def start(self) -> None:
         await self._http.start()
@@ -117,7 +117,7 @@ class OpenAIEngine:
         await self._http.close()
 
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
-        reply = _ChatReader(self.name, request, self._version, capture=self.mode is TokenMode.CAPTURE)
+        reply = _ChatReader(self.name, request, self.versions.served, capture=self.mode is TokenMode.CAPTURE)
         try:
             model = self._model
             if not model:  # the options name none: the first that the server lists
@@ -147,11 +147,11 @@ class OpenAIEngine:
         except EngineError as error:
             return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
         self._context = card.max_model_len
-        return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self._version)
+        return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self.versions.served)
 
     async def set_version(self, version: int) -> None:
         """Remember the version of the server's weights, for replies that do not say it themselves."""
-        self._version = version
+        self.versions = KnownVersions(version)
 
     def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:
         sampling = request.sampling

@@ -25,13 +25,6 @@ class LabelSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class KnownVersions(msgspec.Struct, frozen=True):
-    """What a server was last known to serve, and what weights without a label are."""
-
-    served: int
-    unlabelled: int
-
-
 def version_of(label: str, *, unlabelled: int = 0) -> int:
     """The policy version a label stands for; `unlabelled` is that of weights without one. Raises EngineMisbehaved when
     it is not a decimal number."""

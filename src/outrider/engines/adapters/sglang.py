@@ -18,10 +18,10 @@ import msgspec
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
-from outrider.engines.adapters.policy_versions import KnownVersions, LabelSpan, spans_of, version_of
+from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
 from outrider.engines.adapters.router import Servers, WorkersOutOfReach
 from outrider.engines.adapters.server_api import bias_json, checked_logprobs, decode_batch, finish_of, served_by_all
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, KnownVersions, PauseMode
 from outrider.engines.http.client import CONTROL_SECONDS, DEFAULT_RETRY, HttpClient, RetryPolicy, encode
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
@@ -82,8 +82,7 @@ class SGLangEngine:
         self._servers = Servers(options.name, self._http, connect)
         self._gate = PauseGate()
         self._context: int | None = None
-        self._version = 0
-        self._unlabelled = 0  # the version of weights without a label, where no label can be set
+        self.versions = KnownVersions()
 
     async def start(self) -> None:
         await self._http.start()
@@ -98,7 +97,7 @@ class SGLangEngine:
                 f"engine {self.name!r} is SGLang's router, which drops a request's logit_bias",
                 hint=f"add its workers instead: outrider engines add sglang-router={self._http.url}",
             )
-        reader = _SGLangReader(self.name, lambda: KnownVersions(self._version, self._unlabelled))
+        reader = _SGLangReader(self.name, lambda: self.versions)
         headers = {"X-SMG-Routing-Key": request.session_key}  # a router drops the field `routing_key`
         try:
             async with (
@@ -127,12 +126,13 @@ class SGLangEngine:
             models = await self._servers.ask(lambda server: server.get("/v1/models"))
             card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
-            self._version = min(await self._servers.ask(self._served_version))
+            served = min(await self._servers.ask(self._served_version))
+            self.versions = KnownVersions(served, self.versions.unlabelled)
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
             return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
-        return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self._version)
+        return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=served)
 
     async def pause(self, mode: PauseMode) -> None:
         if mode == "finish":
@@ -152,10 +152,9 @@ class SGLangEngine:
         try:
             await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         except WorkersOutOfReach:
-            self._unlabelled = version
+            self.versions = KnownVersions(version, version)
         else:
-            self._unlabelled = 0
-        self._version = version
+            self.versions = KnownVersions(version)
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load a folder that the server can read. Its keys and values are forgotten, and a pause goes on."""
@@ -169,7 +168,7 @@ class SGLangEngine:
         for answer in await self._control("/update_weights_from_disk", body, seconds=WEIGHTS_SECONDS):
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise EngineRejected(f"engine {self.name!r} did not load {weights}: {answer.get('message')}")
-        self._version = version
+        self.versions = KnownVersions(version, self.versions.unlabelled)
 
     async def token_check(self, text: str) -> list[int] | None:
         body = {"prompt": text, "add_special_tokens": False}
@@ -188,9 +187,11 @@ class SGLangEngine:
         except StatusFailure as failure:
             if failure.transient:
                 raise
-            return self._version
+            return self.versions.served
         label = info.get("weight_version") if isinstance(info, dict) else None
-        return version_of(label, unlabelled=self._unlabelled) if isinstance(label, str) else self._version
+        return (
+            version_of(label, unlabelled=self.versions.unlabelled) if isinstance(label, str) else self.versions.served
+        )
 
     async def _control(self, path: str, body: dict[str, Any], *, seconds: float = CONTROL_SECONDS) -> list[Any]:
         try:

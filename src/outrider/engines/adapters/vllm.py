@@ -19,7 +19,7 @@ import msgspec
 from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
-from outrider.engines.adapters.policy_versions import KnownVersions, LabelSpan, spans_of, version_of
+from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
 from outrider.engines.adapters.router import Servers, WorkersOutOfReach
 from outrider.engines.adapters.server_api import (
     LOGPROB_KINDS,
@@ -31,7 +31,7 @@ from outrider.engines.adapters.server_api import (
     served_by_all,
     structured_outputs,
 )
-from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, KnownVersions, PauseMode
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, RetryPolicy
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
@@ -110,8 +110,7 @@ class VLLMEngine:
         self._http = connect(server_url(options))
         self._servers = Servers(options.name, self._http, connect)
         self._context: int | None = None
-        self._version = 0
-        self._unlabelled = 0  # the version of weights without a label, where the server takes no label
+        self.versions = KnownVersions()
         self._completions_only = False
 
     async def start(self) -> None:
@@ -124,7 +123,7 @@ class VLLMEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         route = COMPLETIONS if self._completions_only else GENERATE
         while True:
-            reader = _VLLMReader(self.name, self._versions)
+            reader = _VLLMReader(self.name, lambda: self.versions)
             body = partial(_body, request, self._model, route)
             try:
                 async with aclosing(self._http.events(route, body, {"X-Session-ID": request.session_key})) as batches:
@@ -159,12 +158,13 @@ class VLLMEngine:
             models = await self._servers.ask(lambda server: server.get("/v1/models"))
             card = served_by_all(models, self._model, self.name)
             self._context = card.max_model_len
-            self._version = min(await self._servers.ask(self._served_version))
+            served = min(await self._servers.ask(self._served_version))
+            self.versions = KnownVersions(served, self.versions.unlabelled)
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
             return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
-        return EngineHealth(ok=True, model=card.id, context_tokens=card.max_model_len, version=self._version)
+        return EngineHealth(ok=True, model=card.id, context_tokens=card.max_model_len, version=served)
 
     async def pause(self, mode: PauseMode) -> None:
         """Raises EngineRejected when the server is not in development mode."""
@@ -189,8 +189,7 @@ class VLLMEngine:
             labelled = all(await self._servers.tell(label))
         except WorkersOutOfReach:
             labelled = False
-        self._unlabelled = 0 if labelled else version
-        self._version = version
+        self.versions = KnownVersions(version, 0 if labelled else version)
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Reload from a folder in Hugging Face layout that the server can read, and forget all keys and values.
@@ -226,9 +225,6 @@ class VLLMEngine:
             error.hint = DEV_HINT if failure.status == 404 else error.hint
             raise error from None
 
-    def _versions(self) -> KnownVersions:
-        return KnownVersions(self._version, self._unlabelled)
-
     async def _served_version(self, server: HttpClient) -> int:
         """The label of the served weights; servers outside development mode do not say."""
         try:
@@ -236,11 +232,11 @@ class VLLMEngine:
         except StatusFailure as failure:
             if failure.transient:
                 raise
-            return self._version
+            return self.versions.served
         return (
-            version_of(str(answer["weight_version"]), unlabelled=self._unlabelled)
+            version_of(str(answer["weight_version"]), unlabelled=self.versions.unlabelled)
             if "weight_version" in answer
-            else self._version
+            else self.versions.served
         )
 
 

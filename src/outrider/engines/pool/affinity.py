@@ -18,11 +18,13 @@ from outrider.constraint import ConstraintKind
 from outrider.engines.base import ChatEngine, Engine, EngineHealth, TakesConstraints
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
+from outrider.spec import EngineSpec
 from outrider.trajectory import LogprobKind, TokenMode
 
 TOKENS_PER_REQUEST = 16384
 """Tokens of assigned context that weigh as much as one request in flight: a waiting session costs its engine cache
 memory, a running one costs it steps."""
+
 
 Load = tuple[bool, float, int]
 """By what engines are compared: whether it is suspect, so that it comes after all that are not; its load; and the
@@ -44,11 +46,29 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     constraints: frozenset[ConstraintKind] = frozenset()
 
 
+class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one follower has on an engine, and what it has seen of it; the fields are those of `EngineStatus`."""
+
+    in_flight: int = 0
+    sessions: int = 0
+    assigned_tokens: int = 0
+    generated_tokens: int = 0
+    failures: int = 0
+    misbehaved: int = 0
+    suspect: str | None = None
+    version: int = 0
+
+    @property
+    def load(self) -> float:
+        return self.in_flight + self.assigned_tokens / TOKENS_PER_REQUEST
+
+
 class Member:
     """The pool's record of one engine. `owned` engines are closed by the pool. `suspect` says what the engine sent that
     cannot be true, and is None while it is trusted; `misbehaved` counts how often that happened. `paused`: it was told
     to pause and not yet to go on. `behind`: it answers, and serves nobody, for its weights are older than the policy.
-    `model` is the frozen model that it serves, None for the policy.
+    `model` is the frozen model that it serves, None for the policy. `spec` is what it was made from, if it was. `uses`
+    is what followers of the pool have on it; `load_elsewhere` is what a follower's own pool does not see of its load.
     """
 
     def __init__(
@@ -60,6 +80,7 @@ class Member:
         url: str | None,
         owned: bool,
         model: str | None = None,
+        spec: EngineSpec | None = None,
     ) -> None:
         self.engine = engine
         self.name = engine.name
@@ -70,6 +91,9 @@ class Member:
         self.url = url
         self.owned = owned
         self.model = model
+        self.spec = spec
+        self.uses: dict[str, EngineUse] = {}
+        self.load_elsewhere = 0.0
         self.ok = True
         self.detail = ""
         self.draining = False
@@ -88,6 +112,8 @@ class Member:
         self.probe: asyncio.Task[None] | None = None
         self.probe_now = asyncio.Event()
         self.trial: asyncio.Task[None] | None = None
+        self.check: asyncio.Task[None] | None = None
+        """Whether it still works, because a follower doubts it."""
         self.read_constraints()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -98,17 +124,23 @@ class Member:
         return self.ok and not self.removed
 
     @property
+    def busy(self) -> bool:
+        """Whether a generation is in flight, here or in a follower."""
+        return bool(self.in_flight) or any(use.in_flight for use in self.uses.values())
+
+    @property
     def takes_sessions(self) -> bool:
         return self.serves and not self.draining
 
     @property
     def load(self) -> Load:
-        return self.suspect is not None, self.in_flight + self.assigned_tokens / TOKENS_PER_REQUEST, self.sessions
+        load = self.in_flight + self.assigned_tokens / TOKENS_PER_REQUEST + self.load_elsewhere
+        return self.suspect is not None, load, self.sessions
 
     def read_constraints(self) -> None:
         """Keep the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
         make two. Those of a relay are known when its first worker attaches."""
-        self._constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
+        self.constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
         """A generation begins."""
@@ -119,7 +151,24 @@ class Member:
         """A generation ended, however it did, having brought so many tokens."""
         self.in_flight -= 1
         self.generated_tokens += generated
-        if not self.in_flight:
+        self._look_idle()
+
+    def note_use(self, follower: str, use: EngineUse | None) -> None:
+        """What a follower has on it now; None if the follower is gone. What it had done by then stays counted."""
+        before = self.uses.pop(follower, None)
+        if use is not None:
+            self.uses[follower] = use
+            self.version = max(self.version, use.version)
+        elif before is not None:
+            self.generated_tokens += before.generated_tokens
+            self.failures += before.failures
+            self.misbehaved += before.misbehaved
+        self._look_idle()
+
+    def _look_idle(self) -> None:
+        if self.busy:
+            self.idle.clear()
+        else:
             self.idle.set()
 
     def serving(self) -> ServingEngine:
@@ -129,10 +178,28 @@ class Member:
             logprob_kind=self.engine.logprob_kind,
             version=self.version,
             context_tokens=self.health.context_tokens,
-            constraints=self._constraints,
+            constraints=self.constraints,
+        )
+
+    def use(self) -> EngineUse:
+        """What this process has on it."""
+        return EngineUse(
+            in_flight=self.in_flight,
+            sessions=self.sessions,
+            assigned_tokens=self.assigned_tokens,
+            generated_tokens=self.generated_tokens,
+            failures=self.failures,
+            misbehaved=self.misbehaved,
+            suspect=self.suspect,
+            version=self.version,
         )
 
     def status(self) -> EngineStatus:
+        all_uses = (self.use(), *self.uses.values())
+
+        def total(field: str) -> int:
+            return sum(getattr(use, field) for use in all_uses)
+
         return EngineStatus(
             name=self.name,
             kind=self.kind,
@@ -142,13 +209,13 @@ class Member:
             ok=self.ok,
             detail=redacted(self.detail),
             draining=self.draining,
-            in_flight=self.in_flight,
-            sessions=self.sessions,
-            assigned_tokens=self.assigned_tokens,
-            generated_tokens=self.generated_tokens,
-            failures=self.failures,
-            suspect=self.suspect,
-            misbehaved=self.misbehaved,
+            in_flight=total("in_flight"),
+            sessions=total("sessions"),
+            assigned_tokens=total("assigned_tokens"),
+            generated_tokens=total("generated_tokens"),
+            failures=total("failures"),
+            suspect=next((use.suspect for use in all_uses if use.suspect), None),
+            misbehaved=total("misbehaved"),
             version=self.version,
             model=self.health.model,
             context_tokens=self.health.context_tokens,

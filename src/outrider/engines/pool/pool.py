@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
+from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Protocol, Self, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
@@ -34,11 +35,12 @@ from outrider.engines.base import (
     GenerateRequest,
     ListsEngines,
 )
-from outrider.engines.pool.affinity import Affinity, Member, ServingEngine
+from outrider.engines.pool.affinity import Affinity, EngineUse, Member, ServingEngine
 from outrider.engines.pool.continuation import Continuation, continuable
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
 from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.reply_checks import ChatCheck, TokenCheck, check_health
+from outrider.engines.pool.sharing import EngineState, PoolState, state_of
 from outrider.errors import Conflict, EngineError, EngineMisbehaved, EngineUnavailable, NotFound, OutriderError
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
@@ -71,6 +73,16 @@ CHARACTERS_PER_TOKEN = 4
 """A rough measure of a chat request's size, used to balance load only."""
 
 PROBING = Backoff(first=0.25, longest=15.0)
+
+
+class MakesPolicy(Protocol):
+    def __call__(
+        self,
+        members: Mapping[str, Member],
+        *,
+        lost: Callable[[Member, EngineError], None],
+        found: Callable[[Member], None],
+    ) -> Policy: ...
 
 
 class PoolReply(Generic[T]):
@@ -129,6 +141,10 @@ class EnginePool:
     an engine (by raising an EngineError, such as ModelMismatch) whenever it joins or comes back. `patience` is how many
     seconds a request waits for an engine when there is none, so that an engine's restart fails no session.
     `known` and `keep` let the policy's version outlive the pool (`Policy`).
+
+    Pools of other processes may follow this one (`follower.py`): `state_changed` is called whenever `state` may have
+    changed, and `note_uses` tells what a follower has on the engines. A pool that itself follows another is made with
+    `follows`, which makes its policy.
     """
 
     def __init__(
@@ -145,7 +161,9 @@ class EnginePool:
         look_seconds: float = LOOK_SECONDS,
         known: KnownPolicy | None = None,
         keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
+        follows: MakesPolicy | None = None,
     ) -> None:
+        self.state_changed: Callable[[], None] = lambda: None
         self._serves = serves
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -162,7 +180,8 @@ class EnginePool:
         self._affinity = Affinity()
         self._changed = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
-        self.policy = Policy(self._members, lost=self._mark_failed, found=self._mark_found, known=known, keep=keep)
+        make = follows or partial(Policy, known=known, keep=keep, changed=lambda: self.state_changed())
+        self.policy = make(self._members, lost=self._mark_failed, found=self._mark_found)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -174,7 +193,7 @@ class EnginePool:
         for member in self._members.values():
             member.removed = True
             self._affinity.refresh(member)
-            _stop_tasks(member.probe, member.trial)
+            _stop_tasks(member.probe, member.trial, member.check)
         _stop_tasks(*(listing.task for listing in self._listings.values()), *self._departures)
         try:
             # Only a cancellation concerns the probes' group; any other error is the caller's own and unwrapped.
@@ -189,14 +208,9 @@ class EnginePool:
         name in use, EngineUnavailable for a dead engine, and what `check` raises."""
         numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
         name = spec.name or next(free for free in numbered if free not in self._claimed)
-        make = plugins.resolve("engine", spec.kind, field="kind")
         self._claim(name)
         try:
-            engine: AnyEngine | ListsEngines = make(
-                EngineOptions(
-                    name=name, url=spec.url, model=spec.model, tokenizer=self._tokenizer, options=spec.options
-                )
-            )
+            engine = self._made(spec, name)
             try:
                 await engine.start()
                 if isinstance(engine, ListsEngines):
@@ -207,7 +221,7 @@ class EnginePool:
                     if not isinstance(engine, AwaitsWorkers):
                         raise
                     health = EngineHealth(ok=False, detail=error.message)
-                return self._admit(engine, health, kind=spec.kind, url=spec.url, owned=True)
+                return self._admit(engine, health, kind=spec.kind, url=spec.url, owned=True, spec=spec)
             except BaseException:  # cancelled, too: what was opened is closed
                 await shielded(engine.close)
                 raise
@@ -221,6 +235,109 @@ class EnginePool:
             return self._admit(engine, await self._vet(engine), kind=kind, url=None, owned=False)
         finally:
             self._unclaim(engine.name)
+
+    def _made(self, spec: EngineSpec, name: str) -> Any:
+        """The engine of a spec, or the list of engines, not started."""
+        make = plugins.resolve("engine", spec.kind, field="kind")
+        return make(
+            EngineOptions(name=name, url=spec.url, model=spec.model, tokenizer=self._tokenizer, options=spec.options)
+        )
+
+    async def adopt(self, state: EngineState, source: EngineSpec | AnyEngine) -> None:
+        """Admit an engine that the leader has vetted, and that `obey` has still to be called for. Raises Conflict for a
+        name in use, and InvalidField for a spec that works only in the leader's process."""
+        self._claim(state.name)
+        try:
+            engine = self._made(source, state.name) if isinstance(source, EngineSpec) else source
+            try:
+                await engine.start()
+                self._admit(engine, state.health, kind=state.kind, url=state.url, owned=True)
+            except BaseException:
+                await shielded(engine.close)
+                raise
+        finally:
+            self._unclaim(state.name)
+
+    def obey(self, state: EngineState) -> None:
+        """Use an engine as the leader does."""
+        member = self._members[state.name]
+        member.health, member.draining = state.health, state.draining
+        member.version = max(member.version, state.version)
+        member.read_constraints()
+        if state.ok and not member.ok:
+            member.probe_now.set()
+        elif member.ok and not state.ok:
+            member.detail = state.detail
+            self._keep_out(member)
+        self._affinity.refresh(member)
+
+    def weigh(self, loads: Mapping[str, float]) -> None:
+        """How much load each engine has from other processes."""
+        for name, load in loads.items():
+            if (member := self._members.get(name)) is not None:
+                member.load_elsewhere = load
+                self._affinity.refresh(member)
+
+    def uses(self) -> dict[str, EngineUse]:
+        """What this process has on each engine."""
+        return {name: member.use() for name, member in self._members.items()}
+
+    def state(self) -> PoolState:
+        """What followers must know."""
+        gate = self.policy.gate
+        return PoolState(
+            closings=gate.closings,
+            paused=gate.mode,
+            policy_version=self.policy.known_version,
+            engines=tuple(state_of(member) for member in self._members.values() if not member.removed),
+        )
+
+    def note_uses(self, follower: str, uses: Mapping[str, EngineUse]) -> None:
+        """What a follower has on the engines now. Without any it is gone."""
+        for name, member in self._members.items():
+            before = member.version
+            member.note_use(follower, uses.get(name))
+            if member.version != before:
+                self.state_changed()
+
+    def loads(self, besides: str) -> dict[str, float]:
+        """How much load each engine has from followers other than this one."""
+        return {
+            name: sum(use.load for follower, use in member.uses.items() if follower != besides)
+            for name, member in self._members.items()
+        }
+
+    def doubt(self, name: str) -> None:
+        """A follower could not use this engine: look whether it still works."""
+        member = self._members.get(name)
+        if member is None or not member.serves or member.check is not None:
+            return
+
+        async def look() -> None:
+            try:
+                health = await self._vet(member.engine)
+                if (outdated := self.policy.outdated(member.engine, health)) is not None:
+                    raise outdated
+            except EngineError as error:
+                self._mark_failed(member, error)
+            finally:
+                member.check = None
+
+        member.check = self._tasks.create_task(look(), name=f"look at {name}")
+
+    async def forward(self, name: str, request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
+        """A generation for a follower, which checks it, on an engine that only this process has. Raises what the engine
+        raises, and EngineUnavailable if it was removed."""
+        if (engine := self.engine(name)) is None:
+            raise EngineUnavailable(f"engine {name!r} was removed")
+        try:
+            async with aclosing(_begun(engine, request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except OutriderError:
+            raise
+        except Exception as error:  # an engine may be anybody's code
+            raise _mistake(engine, error) from error
 
     def __contains__(self, name: str) -> bool:
         """Whether an engine, or a list of engines, has this name."""
@@ -253,6 +370,7 @@ class EnginePool:
         member = self._member(name)
         member.draining = True
         self._affinity.refresh(member)
+        self.state_changed()
         return member.status()
 
     async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
@@ -267,7 +385,8 @@ class EnginePool:
         member = self._member(name)
         member.removed = member.draining = True
         self._affinity.refresh(member)
-        _stop_tasks(member.probe, member.trial)
+        self.state_changed()
+        _stop_tasks(member.probe, member.trial, member.check)
         try:
             async with asyncio.timeout(seconds):
                 await member.idle.wait()
@@ -480,9 +599,16 @@ class EnginePool:
         return health
 
     def _admit(
-        self, engine: AnyEngine, health: EngineHealth, *, kind: str, url: str | None, owned: bool
+        self,
+        engine: AnyEngine,
+        health: EngineHealth,
+        *,
+        kind: str,
+        url: str | None,
+        owned: bool,
+        spec: EngineSpec | None = None,
     ) -> EngineStatus:
-        member = Member(engine, health, kind=kind, url=url, owned=owned, model=self._serves)
+        member = Member(engine, health, kind=kind, url=url, owned=owned, model=self._serves, spec=spec)
         member.version = self.policy.version_of(engine, health)
         self._members[member.name] = member
         if not health.ok:
@@ -501,10 +627,12 @@ class EnginePool:
         member.detail = error.message
         if member.serves:
             self._keep_out(member)
+            self.policy.note_failure(member)
 
     def _keep_out(self, member: Member) -> None:
         member.ok = False
         self._affinity.refresh(member)
+        self.state_changed()
         if member.probe is not None:  # one that has not noticed yet that the engine was found
             member.probe.cancel()
         member.probe = self._tasks.create_task(self._probe(member), name=f"probe {member.name}")
@@ -608,6 +736,7 @@ class EnginePool:
         """Wake every request that waits for an engine."""
         self._changed.set()
         self._changed = asyncio.Event()
+        self.state_changed()
 
     async def _close_all(self) -> None:
         async with AsyncExitStack() as stack:

@@ -36,7 +36,8 @@ class Socket(Protocol):
 
 
 class Link(Generic[In]):
-    """`heartbeat` and `silence` are in seconds: what may pass without a message out, and without one in."""
+    """`heartbeat` and `silence` are in seconds: what may pass without a message out, and without one in. `silence` may
+    be changed while it runs."""
 
     def __init__(
         self, socket: Socket, decoder: msgspec.msgpack.Decoder[In], *, heartbeat: float, silence: float
@@ -44,7 +45,7 @@ class Link(Generic[In]):
         self._socket = socket
         self._decoder = decoder
         self._heartbeat = heartbeat
-        self._silence = silence
+        self.silence = silence
         self._waiting: deque[bytes] = deque()  # bounded by the windows and by the requests in flight
         self._wake = asyncio.Event()
         self._close: Disconnected | None = None
@@ -117,17 +118,17 @@ class Link(Generic[In]):
     async def _watch(self) -> Disconnected:
         """Send heartbeats, and end a connection on which nothing comes, or on which nothing can be sent. One task looks
         now and then: a timeout for each message would be a sixth of its cost."""
-        pause = min(self._heartbeat / 2, self._silence / 4)
         while True:
+            pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause
             await asyncio.sleep(pause)
             now = self._clock()
             if now - due > pause:  # this process was blocked: what came meanwhile is still to be read
                 self._heard = now
-            if self._sending_since is not None and now - self._sending_since >= self._silence:
+            if self._sending_since is not None and now - self._sending_since >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")
-            if now - self._heard >= self._silence:
-                self.close(Close.SILENT, f"nothing came for {self._silence:g} s")
+            if now - self._heard >= self.silence:
+                self.close(Close.SILENT, f"nothing came for {self.silence:g} s")
             elif now - self._sent >= self._heartbeat / 2:
                 self.send(Beat())
 

@@ -1,0 +1,79 @@
+"""The policy of a pool that follows another process's: the same version, and pauses at the same time.
+
+Invariant: when the leader has been told that this gate has settled, nothing begins here until the leader opens its own,
+and whatever is in flight then goes on after the pause as a new request, or ended by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.engines.base import EngineHealth
+from outrider.engines.pool.policy import KnownPolicy, Policy
+from outrider.engines.pool.sharing import EngineState, GateReport, PoolState
+from outrider.errors import EngineError, EngineUnavailable
+
+if TYPE_CHECKING:
+    from outrider.engines.pool.affinity import Member
+
+
+class Leader(Protocol):
+    """What a following pool tells the leading one: how its gate stands, and that an engine fails here."""
+
+    def settled(self, report: GateReport) -> None: ...
+    def doubted(self, engine: str) -> None: ...
+
+
+class FollowedPolicy(Policy):
+    """The leader's policy. It tells engines nothing, and the leader how its gate stands whenever that may matter."""
+
+    def __init__(
+        self,
+        members: Mapping[str, Member],
+        *,
+        lost: Callable[[Member, EngineError], None],
+        found: Callable[[Member], None],
+        leader: Leader,
+    ) -> None:
+        super().__init__(members, lost=lost, found=found, changed=self._tell_leader)
+        self._leader = leader
+        self._engines: dict[str, EngineState] = {}
+        self._closings = 0
+        """Of the leader's gate, as they were when it was followed last."""
+        self._cut = 0
+        """The closing at which generations were last given up for cut off."""
+
+    def follow(self, state: PoolState) -> None:
+        self._closings = state.closings
+        self._engines = {engine.name: engine for engine in state.engines}
+        self._known = None if state.policy_version is None else KnownPolicy(state.policy_version)
+        if state.paused is None:
+            self.gate.open()
+        else:
+            self.gate.close(state.paused)
+        self._tell_leader()
+
+    def _tell_leader(self) -> None:
+        # Before the leader knows that nothing is left here that ends by itself: then it has engines cut off the rest.
+        if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
+            self._cut = self._closings
+            self.gate.cuts += 1
+        self._leader.settled(GateReport(closings=self._closings, in_flight=self.gate.in_flight, whole=self.gate.whole))
+
+    def note_failure(self, member: Member) -> None:
+        self._leader.doubted(member.name)
+
+    async def catch_up(self, member: Member, health: EngineHealth) -> int:
+        """The version of an engine that answers again. Raises EngineUnavailable while the leader does not use it."""
+        engine = self._engines.get(member.name)
+        if engine is None or not engine.ok:
+            raise EngineUnavailable(
+                f"engine {member.name!r} is not used by the service: {engine.detail if engine else 'it was removed'}"
+            )
+        if (outdated := self.outdated(member.engine, health)) is not None:
+            raise outdated
+        return max(self.version_of(member.engine, health), engine.version)
+
+    async def leave(self, members: Sequence[Member]) -> None:
+        """The leader alone has engines go on."""
