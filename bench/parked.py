@@ -64,10 +64,10 @@ async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int) -> Async
         )
         read, write = os.pipe()
         with os.fdopen(read) as lines, os.fdopen(write):
-            async with open_service(config) as (service, node), serving(service, node):
-                await service.submit(_group(write, sessions))
+            async with open_service(config) as opened, serving(*opened):
+                await opened.service.submit(_group(write, sessions))
                 urls = await asyncio.to_thread(lambda: tuple(lines.readline().strip() for _ in range(sessions)))
-                yield Parking(service, node, urls)
+                yield Parking(opened.service, opened.own_node, urls)
 
 
 def _group(descriptor: int, sessions: int) -> GroupSpec:

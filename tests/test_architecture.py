@@ -49,7 +49,7 @@ LAYERS = (
         "relay",
         "testing",
     ),
-    ("sandboxes", "sessions", "service"),
+    ("sandboxes", "sessions", "nodes", "service"),
     ("api",),
     ("bridges", "cli", "doctor", "demo", "certify", "outrider"),
 )
@@ -65,6 +65,8 @@ SIDEWAYS = {
     ("sampling", "client"),
     ("evaluation", "client"),
     ("sessions", "sandboxes"),
+    ("nodes", "sessions"),
+    ("service", "nodes"),
     ("service", "sandboxes"),
     ("service", "sessions"),
     ("demo", "bridges"),

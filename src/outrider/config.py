@@ -181,13 +181,15 @@ class TlsConfig(Section):
 
 
 class Config(Section):
-    """All settings of a service. `stop_seconds`: how long sessions under way may go on after a signal to stop."""
+    """All settings of a service. `processes`: how many run sessions; one is the service's own, several are beside it.
+    `stop_seconds`: how long sessions under way may go on after a signal to stop."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8700
     token: Annotated[str, Field(min_length=1)] | None = None
     tls: TlsConfig = TlsConfig()
     stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400)] = 20.0
+    processes: Annotated[int, Field(ge=1, le=256)] = 1
     data: Path = Path(".outrider")
     store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None
     files: Path = Path(".")

@@ -29,7 +29,7 @@ RUN_LANE = LaneStats(name="run", size=4, in_use=0, waiting=0, served=0, waited_s
 class HeldNode:
     """`running` sessions end by `end`."""
 
-    name = "held"
+    name = machine = "held"
 
     def __init__(self, capacity: int = 6) -> None:
         self.capacity = capacity

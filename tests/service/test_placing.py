@@ -20,7 +20,7 @@ class Plain:
     """A node that only has numbers."""
 
     def __init__(self, name: str, capacity: int = 8, *, images: tuple[str, ...] = (), run: int = 4, **has: Any) -> None:
-        self.name = name
+        self.name = self.machine = name
         self.capacity = capacity
         self.resources = ResourceStats(**{"cpus": 4.0, "memory_mb": 1000} | has)
         self._images = images

@@ -18,7 +18,7 @@ from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
-from outrider.sessions.attempt import Attempt
+from outrider.sessions.attempt import Attempt, NodeLost
 from outrider.spec import RuntimeSpec
 from outrider.store.rows import SessionRow
 from outrider.store.sqlite import SqliteDatabase
@@ -64,10 +64,12 @@ class FakeNode:
     """Ends every session at once, as `ending` says."""
 
     def __init__(self, name: str = "fake", resources: ResourceStats = RESOURCES) -> None:
-        self.name = name
+        self.name = self.machine = name
         self.resources = resources
         self.ran: list[tuple[str, int]] = []
         self.error: ErrorRecord | None = None
+        self.dies = 0
+        """So many attempts are lost at their end."""
         self.started, self.hold = asyncio.Event(), asyncio.Event()
         self.hold.set()
 
@@ -80,7 +82,12 @@ class FakeNode:
     async def run(self, attempt: Attempt) -> SessionResult:
         self.ran.append((attempt.session.id, attempt.session.attempt))
         self.started.set()
-        await self.hold.wait()
+        try:
+            await self.hold.wait()
+        finally:
+            if self.dies:
+                self.dies -= 1
+                raise NodeLost("it died")
         return SessionResult(
             session_id=attempt.session.id,
             group_id=attempt.session.group_id,
@@ -148,6 +155,48 @@ async def test_what_runs_here_is_never_taken_again(monkeypatch: pytest.MonkeyPat
         node.hold.set()
         await done.wait()
         assert node.ran == [("s", 1)]
+
+
+async def test_the_sessions_of_a_node_that_died_are_taken_again_at_once() -> None:
+    async with scheduling() as (scheduler, store, node, _, done):
+        node.dies = 1
+        await put(store, "g", "s")
+        scheduler.wake()
+        await done.wait()
+        assert node.ran == [("s", 1), ("s", 2)]
+        session = await store.session("s")
+        assert session.recovered == 1
+        assert session.result is not None
+        assert session.result.stop_reason is StopReason.COMPLETED
+
+
+async def test_a_session_that_was_to_end_ends_with_its_node() -> None:
+    async with scheduling() as (scheduler, store, node, _, done):
+        node.hold.clear()
+        await put(store, "g", "s")
+        scheduler.wake()
+        await node.started.wait()
+        node.dies = 1
+        await scheduler.end(await store.cancel_group("g"))
+        await done.wait()
+        result = (await store.session("s")).result
+        assert result is not None
+        assert result.stop_reason is StopReason.CANCELLED
+        assert node.ran == [("s", 1)]
+
+
+async def test_a_session_that_kills_every_node_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.service.scheduler.MAX_RECOVERED", 2)
+    async with scheduling() as (scheduler, store, node, _, done):
+        node.dies = 10
+        await put(store, "g", "s")
+        scheduler.wake()
+        await done.wait()
+        assert [attempt for _, attempt in node.ran] == [1, 2, 3]
+        result = (await store.session("s")).result
+        assert result is not None
+        assert result.error is not None
+        assert (result.stop_reason, result.error.code) == (StopReason.ERROR, "lease_expired")
 
 
 async def test_cancelled_between_its_lease_and_its_first_step() -> None:

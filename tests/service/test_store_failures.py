@@ -78,7 +78,7 @@ async def _failing(*_: Any, **__: Any) -> None:
 class OnceMore:
     """A node whose first attempt fails."""
 
-    name = "node"
+    name = machine = "node"
 
     def stats(self) -> NodeStats:
         return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), resources=RESOURCES)

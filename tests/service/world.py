@@ -159,10 +159,11 @@ async def a_world(
     """
     engine = engine_of(tokenizer, replies, **(script or {}))
     with a_stage() as stage:
-        async with open_service(config(folder, tokenizer, **settings), pauses=HASTY) as (service, node):
+        async with open_service(config(folder, tokenizer, **settings), pauses=HASTY) as opened:
+            service = opened.service
             await service.pool.add_engine(engine)
-            async with serving(service, node) if http else unserved(service) as url:
-                yield World(service, node, url, stage, engine)
+            async with serving(*opened) if http else unserved(service) as url:
+                yield World(service, opened.own_node, url, stage, engine)
         assert stage.ledger.balanced
         assert set(stage.ledger.stopped.values()) <= {1}
 

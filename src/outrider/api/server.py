@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import cache
 from importlib.metadata import version
 
@@ -45,9 +45,9 @@ LAST_REPLIES_SECONDS = 0.1
 
 
 @asynccontextmanager
-async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
-    """Serve a service and its node's model gateway, and run its sessions; yields its base URL, such as
-    http://127.0.0.1:8700.
+async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str]:
+    """Serve a service, and its node's model gateway if it has a node in this process, and run its sessions; yields its
+    base URL, such as http://127.0.0.1:8700.
 
     Raises InvalidField for a public address without a token or TLS, and for a certificate that cannot be used, and
     ServiceError if the address is in use.
@@ -57,41 +57,70 @@ async def serving(service: Service, node: LocalNode) -> AsyncIterator[str]:
     tls = _tls(config.tls)
     with ExitStack() as sockets:
         outside = sockets.enter_context(_listener(config.host, config.port))
-        inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
-        inside.bind(str(node.gateway_socket))
         url = _url(outside, tls=tls is not None)
         share = shares(raise_limit())
-        gateway = Gateway(node, calls=share.session)
+        gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)
         # In a thread: FastAPI takes 50 ms to make its routes, and the event loop must not stand still for so long.
         app = await asyncio.to_thread(control_app, service)
         control = AccessControl(app, service.tokens, service.audit)
-        servers = [
-            (_Server(RootApp(control, gateway), share.control, websockets=MAX_TO_SERVICE, tls=tls), outside),
-            (_Server(gateway, share.sandboxes, websockets=0), inside),
-        ]
-        gateway_url = url
-        if tls is not None:
-            # Sandboxes without a network of their own would have to know the certificate's authority.
-            beside = sockets.enter_context(_listener("127.0.0.1", 0))
-            servers.append((_Server(gateway, share.sandboxes, websockets=0), beside))
-            gateway_url = _url(beside, tls=False)
-        failure: Exception | None = None
-        async with asyncio.TaskGroup() as group:
-            for server, bound in servers:
-                group.create_task(server.serve(sockets=[bound]), name="http server")
+        servers = [(_Server(RootApp(control, gateway), share.control, websockets=MAX_TO_SERVICE, tls=tls), outside)]
+        async with AsyncExitStack() as stack:
+            if node is not None and tls is not None:
+                # Sandboxes without a network of their own would have to know the certificate's authority.
+                await stack.enter_async_context(serving_gateway(node))
+            elif node is not None:
+                servers.append((_Server(gateway, share.sandboxes, websockets=0), _inside(node, sockets)))
+                stack.enter_context(node.gateway_at(url))
+            await stack.enter_async_context(_running(servers))
+            await stack.enter_async_context(service.running())
+            yield url
+
+
+@asynccontextmanager
+async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
+    """Serve a node's model gateway alone, on its socket and on a free port of this machine."""
+    share = shares(raise_limit())
+    with ExitStack() as sockets:
+        gateway = Gateway(node, calls=share.session)
+        bound = [_inside(node, sockets), sockets.enter_context(_listener("127.0.0.1", 0))]
+        servers = [(_Server(gateway, share.sandboxes, websockets=0), each) for each in bound]
+        with node.gateway_at(_url(bound[1], tls=False)):
+            async with _running(servers):
+                yield
+
+
+def _inside(node: LocalNode, sockets: ExitStack) -> socket.socket:
+    """The node's own socket, for sandboxes without a network."""
+    inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
+    inside.bind(str(node.gateway_socket))
+    return inside
+
+
+@asynccontextmanager
+async def _running(servers: Sequence[tuple[_Server, socket.socket]]) -> AsyncIterator[None]:
+    """Each server on its socket, while the block runs."""
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        for server, bound in servers:
+            group.create_task(server.serve(sockets=[bound]), name="http server")
+        for server, _ in servers:
+            await server.ready.wait()
+        try:
+            yield
+        except Exception as error:  # an error of the caller's block: the task group would wrap it in a group
+            failure = error
+        finally:
             for server, _ in servers:
-                await server.ready.wait()
-            try:
-                with node.gateway_at(gateway_url):
-                    async with service.running():
-                        yield url
-            except Exception as error:  # an error of the caller's block: the task group would wrap it in a group
-                failure = error
-            finally:
-                for server, _ in servers:
-                    server.stop()
-        if failure is not None:
-            raise failure
+                server.stop()
+    if failure is not None:
+        raise failure
+
+
+class _NoSessions:
+    """`Sessions` of a service whose sessions run in other processes, which have gateways of their own."""
+
+    def models(self, key: str) -> None:
+        return None
 
 
 def control_app(service: Service) -> FastAPI:

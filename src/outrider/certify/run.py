@@ -57,14 +57,14 @@ async def certify(
             plugins=PluginsConfig(allow=("*",)),
         )
         async with (
-            open_service(config) as (service, node),
-            serving(service, node) as url,
-            tapped(node, (FIRST_WORD,)) as tap,
+            open_service(config) as opened,
+            serving(*opened) as url,
+            tapped(opened.own_node, (FIRST_WORD,)) as tap,
             AsyncClient(url) as client,
         ):
             tokenizer = await asyncio.to_thread(Tokenizer.load, policy)
             model = ScriptedModel(tokenizer, str(policy), subject.hint, subject.runtime.workdir, tap.wait_until_sent)
-            await service.pool.add_engine(model)
+            await opened.service.pool.add_engine(model)
             submitted = {(await client.submit(tasks[row.name])).id: row for row in rows}
             verdicts: dict[str, RowVerdict] = {}
             async for group in client.follow(samples=True):

@@ -21,6 +21,8 @@ NETWORK = "Network"
 LANES = "Lanes"
 SANDBOXES = "Sandboxes"
 MODEL = "Model"
+CORES_EACH = 4
+"""A process that runs sessions keeps one core busy; the sandboxes of its sessions need some, too."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -80,6 +82,14 @@ def serve(
             help="Let other machines connect without TLS: a proxy in front has it, or the network is your own.",
             show_default=False,
             rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Processes that run sessions, for machines with many cores.",
+            show_default="one for every four cores",
         ),
     ] = None,
     engine: Annotated[list[str] | None, typer.Option(metavar=KIND, help=f"{KIND_HELP} May be repeated.")] = None,
@@ -212,6 +222,7 @@ def serve(
         "host": host,
         "port": port,
         "stop_seconds": stop_seconds,
+        "processes": processes,
         "data": data,
         "store": store,
         "files": files,
@@ -241,6 +252,10 @@ def serve(
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
+    if "processes" not in settings.model_fields_set:
+        from outrider.sessions.resources import machine_capacity
+
+        settings = settings.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
     log = logging.StreamHandler()
     log.setFormatter(_WithoutSecrets(settings.token))
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[log])

@@ -164,6 +164,18 @@ class ImageStore:
         return self._names / quote(name, safe="")
 
 
+def has_image(name: str | None) -> bool:
+    """Whether an image need not be fetched first. Only those that were imported are known by name; those of a container
+    engine are its own affair."""
+    if name is None or os.path.isabs(name):
+        return True
+    try:
+        ImageStore().image(name)
+    except RequestError:
+        return False
+    return True
+
+
 def known_image(name: str) -> Image:
     """The image of that name. Raises InvalidField for the task's field."""
     try:

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.offload import OffloadThread
 from outrider.config import Config
+from outrider.engines.pool.followed_policy import FollowedPolicy, Leader
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
+from outrider.nodes.processes import MACHINE, NodeProcesses
+from outrider.nodes.remote_node import ServiceParts
 from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
 from outrider.service.service import Service
 from outrider.service.tokenizer_check import TokenizerCheck
+from outrider.sessions.attempt import AttemptStore, Node
 from outrider.sessions.calls.body_limits import Intake
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.lanes import Lanes
@@ -37,10 +42,28 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class Opened(NamedTuple):
-    """An open service and the node in this process that runs its sessions."""
+    """An open service, and the node in this process that runs its sessions; None if its nodes are other processes."""
 
     service: Service
-    node: LocalNode
+    node: LocalNode | None
+
+    @property
+    def own_node(self) -> LocalNode:
+        """For those who know that it has one."""
+        assert self.node is not None
+        return self.node
+
+
+class Models(NamedTuple):
+    """The policy, and the frozen models beside it."""
+
+    policy: ModelBackend
+    frozen: tuple[FrozenModel, ...]
+
+    @property
+    def pools(self) -> dict[str | None, EnginePool]:
+        """By name; None for the policy."""
+        return {None: self.policy.pool} | {model.backend.model: model.backend.pool for model in self.frozen}
 
 
 @asynccontextmanager
@@ -64,87 +87,46 @@ async def open_store(config: Config) -> AsyncIterator[Store]:
 
 @asynccontextmanager
 async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIterator[Opened]:
-    """A service with one node, both in this process. `pauses` are the waits between a session's failed attempts.
+    """A service with its node in this process, or its nodes in others. `pauses` are the waits between a session's
+    failed attempts.
 
     Raises InvalidField for settings that cannot work on this machine, and ServiceError if the data folder or the
     database is in use or cannot be used.
     """
-    if config.model.tokenizer is None:
-        raise InvalidField(
-            "no tokenizer is set",
-            field="model.tokenizer",
-            hint="give the model's folder: --tokenizer DIR (the one that holds tokenizer.json)",
-        )
-    renderer = make_renderer(Tokenizer.load(config.model.tokenizer), config.model.renderer)
-    frozen_renderers = _frozen_renderers(config, renderer)
-    machine = machine_capacity()
-    sandboxes = config.sandboxes
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(config))
-        intake, offload = Intake(), OffloadThread()
-        stack.push_async_callback(offload.close)
         artifacts = ArtifactStore(config.data / "artifacts")
-        engine_names: set[str] = set()
         kept = await store.policy()
 
         async def keep(known: KnownPolicy) -> None:
             await retry_store(lambda: store.keep_policy(known.version, known.weights))
 
-        async def backend_of(name: str, renderer: Renderer, context: int | None, serves: str | None) -> ModelBackend:
-            tokenizer = renderer.tokenizer
-            pool = EnginePool(
-                serves=serves,
-                claimed=engine_names,
-                tokenizer=tokenizer.name_or_path,
-                vocabulary=tokenizer.vocabulary,
-                text=tokenizer.stream,
-                check=TokenizerCheck(tokenizer, frozen=serves),
-                known=None if kept is None or serves else KnownPolicy(kept.version, kept.weights),
-                keep=None if serves else keep,
-            )
-            await stack.enter_async_context(pool)
-            return ModelBackend(
-                renderer=renderer, pool=pool, model=name, context_tokens=context, intake=intake, offload=offload
-            )
-
-        backend = await backend_of(config.model.name, renderer, config.model.context_tokens, None)
-        frozen = [
-            FrozenModel(
-                backend=await backend_of(model.name, frozen_renderer, model.context_tokens, model.name),
-                limits=Limits(turns=model.turns, response_tokens=model.response_tokens),
-            )
-            for model, frozen_renderer in zip(config.frozen, frozen_renderers, strict=True)
-        ]
-        node = await stack.enter_async_context(
-            LocalNode(
-                "local",
-                backend=backend,
-                frozen=frozen,
-                store=store,
-                artifacts=artifacts,
-                lanes=Lanes(
-                    init=config.lanes.init,
-                    ready=config.lanes.ready,
-                    run=config.lanes.run,
-                    evaluate=config.lanes.eval,
-                ),
-                resources=NodeResources(
-                    ResourceAmount(
-                        cpus=machine.cpus if sandboxes.cpus is None else sandboxes.cpus,
-                        memory_mb=machine.memory_mb if sandboxes.memory_mb is None else sandboxes.memory_mb,
-                    )
-                ),
-                files=config.files,
-                warm=WarmLimits(each=sandboxes.warm, memory_mb=sandboxes.warm_memory_mb),
+        known = None if kept is None else KnownPolicy(kept.version, kept.weights)
+        models = await stack.enter_async_context(open_models(config, known=known, keep=keep))
+        machine, sandboxes = machine_capacity(), config.sandboxes
+        resources = NodeResources(
+            ResourceAmount(
+                cpus=machine.cpus if sandboxes.cpus is None else sandboxes.cpus,
+                memory_mb=machine.memory_mb if sandboxes.memory_mb is None else sandboxes.memory_mb,
             )
         )
+        node: LocalNode | None = None
+        nodes: Sequence[Node]
+        if config.processes == 1:
+            node = await stack.enter_async_context(
+                local_node(MACHINE, config, models, store=store, artifacts=artifacts, resources=resources)
+            )
+            nodes = [node]
+        else:
+            parts = ServiceParts(store, models.pools, resources)
+            nodes = (await stack.enter_async_context(NodeProcesses(config, parts))).nodes
         service = Service(
             config,
             store=store,
             artifacts=artifacts,
-            backend=backend,
-            frozen=[model.backend for model in frozen],
-            node=node,
+            backend=models.policy,
+            frozen=[model.backend for model in models.frozen],
+            nodes=nodes,
             pauses=pauses,
         )
         for spec in config.engines:
@@ -159,6 +141,82 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
                     )
                 await service.add_engine(spec.model_copy(update={"serves": model.name}))
         yield Opened(service, node)
+
+
+@asynccontextmanager
+async def open_models(
+    config: Config,
+    *,
+    known: KnownPolicy | None = None,
+    keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
+    leader: Callable[[str | None], Leader] | None = None,
+) -> AsyncIterator[Models]:
+    """The models of the settings, with engine pools that are still empty. `known` and `keep` let the policy's version
+    outlive them. With `leader`, each pool follows that of the same model in another process."""
+    if config.model.tokenizer is None:
+        raise InvalidField(
+            "no tokenizer is set",
+            field="model.tokenizer",
+            hint="give the model's folder: --tokenizer DIR (the one that holds tokenizer.json)",
+        )
+    renderer = make_renderer(Tokenizer.load(config.model.tokenizer), config.model.renderer)
+    frozen_renderers = _frozen_renderers(config, renderer)
+    intake, offload = Intake(), OffloadThread()
+    engine_names: set[str] = set()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(offload.close)
+
+        async def backend_of(name: str, renderer: Renderer, context: int | None, serves: str | None) -> ModelBackend:
+            tokenizer = renderer.tokenizer
+            pool = EnginePool(
+                serves=serves,
+                claimed=engine_names,
+                tokenizer=tokenizer.name_or_path,
+                vocabulary=tokenizer.vocabulary,
+                text=tokenizer.stream,
+                check=TokenizerCheck(tokenizer, frozen=serves),
+                known=None if serves else known,
+                keep=None if serves else keep,
+                follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
+            )
+            await stack.enter_async_context(pool)
+            return ModelBackend(
+                renderer=renderer, pool=pool, model=name, context_tokens=context, intake=intake, offload=offload
+            )
+
+        policy = await backend_of(config.model.name, renderer, config.model.context_tokens, None)
+        frozen = [
+            FrozenModel(
+                backend=await backend_of(model.name, frozen_renderer, model.context_tokens, model.name),
+                limits=Limits(turns=model.turns, response_tokens=model.response_tokens),
+            )
+            for model, frozen_renderer in zip(config.frozen, frozen_renderers, strict=True)
+        ]
+        yield Models(policy, tuple(frozen))
+
+
+def local_node(
+    name: str,
+    config: Config,
+    models: Models,
+    *,
+    store: AttemptStore,
+    artifacts: ArtifactStore,
+    resources: NodeResources,
+) -> LocalNode:
+    """The node of the settings in this process, to be entered."""
+    lanes, sandboxes = config.lanes, config.sandboxes
+    return LocalNode(
+        name,
+        backend=models.policy,
+        frozen=models.frozen,
+        store=store,
+        artifacts=artifacts,
+        lanes=Lanes(init=lanes.init, ready=lanes.ready, run=lanes.run, evaluate=lanes.eval),
+        resources=resources,
+        files=config.files,
+        warm=WarmLimits(each=sandboxes.warm, memory_mb=sandboxes.warm_memory_mb),
+    )
 
 
 def _store(config: Config) -> Store:

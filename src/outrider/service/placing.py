@@ -1,9 +1,9 @@
 """Where sessions run: the nodes, what was placed on each, and the rule by which a session gets one.
 
-It knows no queue and no store. The sessions on a node may ask together for twice the processors and memory that it
+It knows no queue and no store. The sessions on a machine may ask together for twice the processors and memory that it
 has: so many wait there, and take over what becomes free. A session that finds no such room stays in the queue and
-keeps its place. Until it has room, no other session that asks for resources goes to a node that could take it, so that
-small ones cannot starve it; those that ask for nothing pass.
+keeps its place. Until it has room, no other session that asks for resources goes to a machine that could take it, so
+that small ones cannot starve it; those that ask for nothing pass.
 Invariant: no more sessions are on a node than it has slots, but for those that it had when it lost some.
 """
 
@@ -24,7 +24,7 @@ from outrider.sessions.resources import ResourceAmount, free_of, required, total
 from outrider.spec import RuntimeSpec
 
 OVERBOOKING = 2
-"""What the sessions on a node may ask for in all, in multiples of what it has."""
+"""What the sessions on a machine may ask for in all, in multiples of what it has."""
 
 RUN_LANE = "run"
 
@@ -33,24 +33,32 @@ class Placeable(Protocol):
     """What is asked of a node; see `sessions.attempt.Node`."""
 
     name: str
+    machine: str
 
     def stats(self) -> NodeStats: ...
     def has_image(self, runtime: RuntimeSpec) -> bool: ...
 
 
 @dataclass(eq=False)
-class _Place:
-    """A node, the number of sessions that were placed on it, and what they ask for in all."""
+class _Machine:
+    """What the sessions on all nodes of a machine ask for in all."""
 
-    node: Placeable
-    sessions: int = 0
     needs: Quantities = ResourceAmount().quantities
     held: bool = False
     """Whether a session that asks for resources waits for room on it."""
 
+
+@dataclass(eq=False)
+class _Place:
+    """A node, and the number of sessions that were placed on it."""
+
+    node: Placeable
+    machine: _Machine
+    sessions: int = 0
+
     def has_room(self, needs: Quantities) -> bool:
         most = total_of(self.node.stats().resources).quantities
-        return all(a + b <= OVERBOOKING * c for a, b, c in zip(self.needs, needs, most, strict=True))
+        return all(a + b <= OVERBOOKING * c for a, b, c in zip(self.machine.needs, needs, most, strict=True))
 
 
 class Places:
@@ -59,7 +67,8 @@ class Places:
     def __init__(self, nodes: Sequence[Placeable], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
         """Names of nodes that take no new sessions."""
-        self._places = {node.name: _Place(node) for node in nodes}
+        machines = {node.machine: _Machine() for node in nodes}
+        self._places = {node.name: _Place(node, machines[node.machine]) for node in nodes}
         self._evaluation_share = evaluation_share
         self._reserved = 0
         """Sessions in the share of evaluations."""
@@ -90,7 +99,7 @@ class Places:
     def look_again(self) -> None:
         """Forget which sessions have found no room: the queue is read from its beginning."""
         for place in self._places.values():
-            place.held = False
+            place.machine.held = False
 
     def find(self, runtime: RuntimeSpec) -> str | None:
         """The node for a session: of those with a slot, and room for what it asks for, one where that is free now, then
@@ -100,10 +109,10 @@ class Places:
         # One that fits on no node was accepted when there was more: any node will tell it so.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
-            found = [place for place in found if not place.held and place.has_room(needs.quantities)]
+            found = [place for place in found if not place.machine.held and place.has_room(needs.quantities)]
             if not found:
                 for place in able:
-                    place.held = True
+                    place.machine.held = True
 
         def fitness(place: _Place) -> tuple[bool, bool, int]:
             free = needs.within(free_of(place.node.stats().resources))
@@ -115,14 +124,16 @@ class Places:
         """Count a session on a node."""
         place = self._places[node]
         place.sessions += 1
-        place.needs = tuple(map(add, place.needs, required(runtime.resources).quantities))
+        machine = place.machine
+        machine.needs = tuple(map(add, machine.needs, required(runtime.resources).quantities))
         self._reserved += reserved
 
     def give_back(self, node: str, runtime: RuntimeSpec, *, reserved: bool) -> None:
         """To be called once for each `take`."""
         place = self._places[node]
         place.sessions -= 1
-        place.needs = tuple(map(sub, place.needs, required(runtime.resources).quantities))
+        machine = place.machine
+        machine.needs = tuple(map(sub, machine.needs, required(runtime.resources).quantities))
         self._reserved -= reserved
 
     def _open(self) -> list[_Place]:

@@ -26,7 +26,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.schemas import NodeStats
 from outrider.service.placing import Places
 from outrider.service.retry_store import retry_store
-from outrider.sessions.attempt import Attempt, Node, session_result
+from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
 from outrider.spec import GroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
@@ -259,6 +259,7 @@ class Scheduler:
     async def _run(self, placement: _Placement) -> None:
         session = placement.attempt.session
         started = time.monotonic()
+        lost = False
         try:
             result = await self._outcome(placement)
             result = await retry_store(lambda: self._settle(placement, result))
@@ -269,6 +270,9 @@ class Scheduler:
                 result.stop_reason.value,
                 time.monotonic() - started,
             )
+        except NodeLost as error:
+            log.warning("session %s attempt %d is lost: %s", session.id, session.attempt, error)
+            lost = True
         finally:
             attempt = placement.attempt
             self._places.give_back(placement.node.name, attempt.task.runtime, reserved=attempt.reserved)
@@ -280,9 +284,13 @@ class Scheduler:
                 del self._placements[session.id]
             self._work.set()
             self._ended.set()
+        if lost:
+            await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0))
+            await retry_store(partial(self._retake, time.time()))
 
     async def _outcome(self, placement: _Placement) -> SessionResult:
-        """How the attempt ended. A cancellation may come before the node has it; after its end it has no effect."""
+        """How the attempt ended. A cancellation may come before the node has it; after its end it has no effect. Raises
+        NodeLost."""
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()

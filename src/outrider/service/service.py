@@ -62,7 +62,7 @@ class Service:
         artifacts: ArtifactStore,
         backend: ModelBackend,
         frozen: Sequence[ModelBackend] = (),
-        node: Node,
+        nodes: Sequence[Node],
         pauses: Backoff = PAUSES,
     ) -> None:
         self.config = config
@@ -86,7 +86,7 @@ class Service:
         self._back_pressure = BackPressure(store, config.queue.sessions)
         self._scheduler = Scheduler(
             store,
-            [node],
+            nodes,
             on_done=self._on_group_done,
             policy_version=lambda: pool.policy.version,
             pauses=pauses,

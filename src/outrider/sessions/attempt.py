@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from outrider.errors import ErrorRecord
-from outrider.lifecycle import StopReason
+from outrider.lifecycle import SessionState, StopReason
 from outrider.redaction import redacted, secrets_in
 from outrider.schemas import NodeStats
 from outrider.spec import Run, RuntimeSpec, TaskSpec
@@ -42,11 +42,27 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         return RESERVED_PRIORITY if self.reserved else self.session.priority
 
 
+class AttemptStore(Protocol):
+    """What an attempt needs of the store, whose methods these are. They raise Conflict for an attempt that is not under
+    way any more."""
+
+    async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None: ...
+    async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None: ...
+    async def turns(self, session_id: str, attempt: int, *, images: bool = False) -> list[Turn]: ...
+    async def frozen_turns(self, session_id: str, attempt: int) -> dict[str, list[Turn]]: ...
+
+
+class NodeLost(Exception):
+    """The node has died, and the attempt with it. Nothing is stored for the attempt any more."""
+
+
 class Node(Protocol):
-    """Where sessions run. `run` returns how the attempt ended; it raises nothing but CancelledError. `has_image` tells
-    whether a sandbox of this kind can start without getting its image first."""
+    """Where sessions run. `run` returns how the attempt ended; it raises nothing but CancelledError and NodeLost.
+    `has_image` tells whether a sandbox of this kind can start without getting its image first. Nodes on one `machine`
+    share its resources."""
 
     name: str
+    machine: str
 
     def stats(self) -> NodeStats: ...
     def has_image(self, runtime: RuntimeSpec) -> bool: ...

@@ -1,7 +1,7 @@
 """A node: the process that hosts sessions, with their sandboxes, their model endpoints and their lanes.
 
-It knows no queue and no group; it is handed attempts and returns results. A node on another machine would be another
-implementation of `Node`. Invariant: a session's credential works from the start of its attempt to the end of
+It knows no queue and no group; it is handed attempts and returns results. For nodes in other processes see `nodes/`.
+Invariant: a session's credential works from the start of its attempt to the end of
 its run, and never again.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
@@ -19,17 +18,17 @@ from typing import Self
 
 from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.watchdog import Watchdog
-from outrider.errors import OutriderError, RequestError, record_of
+from outrider.errors import OutriderError, record_of
 from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
-from outrider.rootfs.store import ImageStore
+from outrider.rootfs.store import has_image
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
 from outrider.sandboxes.sandbox import Sandboxes
 from outrider.sandboxes.warm_pool import WarmLimits, WarmPool
 from outrider.schemas import NodeStats
 from outrider.sessions.artifacts import ArtifactCollector
-from outrider.sessions.attempt import Attempt, session_result, without_secrets
+from outrider.sessions.attempt import Attempt, AttemptStore, session_result, without_secrets
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import SessionModels
@@ -37,7 +36,6 @@ from outrider.sessions.resources import NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
 from outrider.spec import RuntimeSpec
 from outrider.store.artifacts import ArtifactStore
-from outrider.store.store import Store
 from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.session")
@@ -53,14 +51,14 @@ class LocalNode:
         *,
         backend: ModelBackend,
         frozen: Sequence[FrozenModel] = (),
-        store: Store,
+        store: AttemptStore,
         artifacts: ArtifactStore,
         lanes: Lanes,
         resources: NodeResources,
         files: Path,
         warm: WarmLimits | None = None,
     ) -> None:
-        self.name = name
+        self.name = self.machine = name
         self.backend = backend
         self._frozen = tuple(frozen)
         self._store = store
@@ -133,15 +131,7 @@ class LocalNode:
         )
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
-        """Whether the sandbox's image is on this machine. Only images that were imported are known by name; those of a
-        container engine are its own affair."""
-        if runtime.image is None or os.path.isabs(runtime.image):
-            return True
-        try:
-            ImageStore().image(runtime.image)
-        except RequestError:
-            return False
-        return True
+        return has_image(runtime.image)
 
     async def run(self, attempt: Attempt) -> SessionResult:
         """The attempt's result, whatever fails. Raises only CancelledError."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from operator import add, sub
 from types import TracebackType
@@ -20,16 +22,16 @@ Quantities = tuple[int, ...]
 
 
 class Slot:
-    """What was taken from a semaphore. `release` is idempotent; leaving the `async with` block releases."""
+    """What was taken, until `give_back` is called: by `release`, which is idempotent, or by leaving the `async with`
+    block."""
 
-    def __init__(self, semaphore: PrioritySemaphore, quantities: Quantities) -> None:
-        self._semaphore: PrioritySemaphore | None = semaphore
-        self._quantities = quantities
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
 
     def release(self) -> None:
-        semaphore, self._semaphore = self._semaphore, None
-        if semaphore is not None:
-            semaphore._give_back(self._quantities)
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
     async def __aenter__(self) -> Self:
         return self
@@ -81,7 +83,7 @@ class PrioritySemaphore:
                 raise
         self.served += 1
         self.waited_seconds += time.monotonic() - started
-        return Slot(self, quantities)
+        return self._slot(quantities)
 
     def try_take(self, quantities: Quantities) -> Slot | None:
         """None if it would have to wait."""
@@ -89,7 +91,10 @@ class PrioritySemaphore:
             return None
         self.taken = tuple(map(add, self.taken, quantities))
         self.served += 1
-        return Slot(self, quantities)
+        return self._slot(quantities)
+
+    def _slot(self, quantities: Quantities) -> Slot:
+        return Slot(partial(self._give_back, quantities))
 
     def _fits(self, quantities: Quantities) -> bool:
         return all(

@@ -55,7 +55,7 @@ class NodeResources:
         """Set an amount aside; an empty one never waits. Raises RuntimeUnavailable for more than the total."""
         quantities = amount.quantities
         if not any(quantities):
-            return Slot(self._taken, quantities)
+            return Slot(lambda: None)
         if not amount.within(self.total):
             raise RuntimeUnavailable(
                 f"the sandbox needs {amount.cpus:g} cpus and {amount.memory_mb} MiB of memory; "
@@ -67,7 +67,7 @@ class NodeResources:
     def try_take(self, amount: ResourceAmount) -> Slot | None:
         """None if not enough is free, or if others wait: for a use that can be done without."""
         quantities = amount.quantities
-        return self._taken.try_take(quantities) if any(quantities) else Slot(self._taken, quantities)
+        return self._taken.try_take(quantities) if any(quantities) else Slot(lambda: None)
 
     def stats(self) -> ResourceStats:
         millicpus, memory_mb = self._taken.taken

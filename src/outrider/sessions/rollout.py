@@ -28,7 +28,7 @@ from outrider.plugins import plugin_code
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import WarmPool
 from outrider.sessions.artifacts import ArtifactCollector
-from outrider.sessions.attempt import Attempt, session_result
+from outrider.sessions.attempt import Attempt, AttemptStore, session_result
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
@@ -39,7 +39,6 @@ from outrider.sessions.models import InProcessClient, SessionModels
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.transcript import transcript
 from outrider.spec import Sampling
-from outrider.store.store import Store
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
@@ -58,7 +57,7 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelBackend
     frozen: tuple[FrozenModel, ...] = ()
-    store: Store
+    store: AttemptStore
     artifacts: ArtifactCollector
     lanes: Lanes
     resources: NodeResources
@@ -373,7 +372,7 @@ class Rollout:
         return await self._node.store.turns(self._session.id, self._session.attempt, images=images)
 
 
-def _talk_to(model: FrozenModel, attempt: Attempt, store: Store) -> Conversation:
+def _talk_to(model: FrozenModel, attempt: Attempt, store: AttemptStore) -> Conversation:
     """An attempt's conversation with a frozen model. It is sampled as the agent asks: the task's sampling is the
     policy's."""
     session, name = attempt.session, model.backend.model

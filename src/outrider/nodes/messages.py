@@ -1,0 +1,192 @@
+"""The messages between a service and a node in another process, as MessagePack maps.
+
+It knows no connection. A `Call` is answered by one `Answer` with its number, in either direction of need: nodes ask the
+service to store turns and to set resources aside. Everything else is said once and needs no answer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
+from outrider.engines.pool.affinity import EngineUse
+from outrider.engines.pool.sharing import GateReport, PoolState
+from outrider.engines.relay.messages import Beat
+from outrider.errors import ErrorRecord
+from outrider.lifecycle import SessionState
+from outrider.schemas import NodeStats
+from outrider.store.rows import SessionRow
+from outrider.trajectory import SessionResult, Turn
+
+MAX_MESSAGE = 1 << 30
+"""Bytes. A turn with images, or a task with inline files, may have many megabytes; a longer message is a mistake."""
+
+
+class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
+    """The service's first message: what the node is. `config` is the JSON of its settings, without secrets; `path` is
+    where Python looks for modules; `cpus` and `memory_mb` are what the machine has for all its nodes; `level` is that
+    of its log."""
+
+    name: str
+    config: bytes
+    path: tuple[str, ...]
+    cpus: float
+    memory_mb: int
+    level: int
+
+
+class Follow(msgspec.Struct, tag="follow", frozen=True, kw_only=True):
+    """How the engine pool of a model stands. `model` is None for the policy, as everywhere below."""
+
+    model: str | None
+    state: PoolState
+
+
+class Loads(msgspec.Struct, tag="loads", frozen=True, kw_only=True):
+    """How much load each engine of a model has from other processes."""
+
+    model: str | None
+    loads: dict[str, float]
+
+
+class Run(msgspec.Struct, tag="run", frozen=True, kw_only=True):
+    """Run an attempt; `task` is the JSON of its TaskSpec. Answered by `Ran`, also when it is cancelled."""
+
+    attempt: int
+    session: SessionRow
+    task: bytes
+    reserved: bool
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    attempt: int
+
+
+class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
+    """To a call. `error`: what it raised. The rest is what it returned, by the kind of the call."""
+
+    call: int
+    error: ErrorRecord | None = None
+    turns: tuple[Turn, ...] = ()
+    frozen: dict[str, tuple[Turn, ...]] = {}
+
+
+class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit_defaults=True):
+    """A part of a forwarded generation; without any chunk, its end."""
+
+    generation: int
+    chunk: Chunk | None = None
+    chat: ChatChunk | None = None
+    error: ErrorRecord | None = None
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
+    """The node runs what it is given from now on; or it cannot, because of an error."""
+
+    error: ErrorRecord | None = None
+
+
+class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
+    """How the node is. `uses`: what it has on the engines, by model and engine."""
+
+    stats: NodeStats
+    uses: tuple[ModelUses, ...]
+
+
+class ModelUses(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None
+    engines: dict[str, EngineUse]
+
+
+class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
+    """How the gate of a model's pool stands at the node."""
+
+    model: str | None
+    report: GateReport
+
+
+class Doubt(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
+    """An engine failed at the node."""
+
+    model: str | None
+    engine: str
+
+
+class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
+    """The attempt has ended, and all that it had was given back. `result` is None if it was cancelled."""
+
+    attempt: int
+    result: SessionResult | None
+
+
+class SetState(msgspec.Struct, tag="set_state", frozen=True, kw_only=True):
+    """Of the calls: `Store.set_state`."""
+
+    call: int
+    session_id: str
+    attempt: int
+    state: SessionState
+
+
+class AddTurn(msgspec.Struct, tag="add_turn", frozen=True, kw_only=True):
+    """`Store.add_turn`."""
+
+    call: int
+    session_id: str
+    attempt: int
+    turn: Turn
+    model: str | None
+
+
+class ReadTurns(msgspec.Struct, tag="read_turns", frozen=True, kw_only=True):
+    """`Store.turns`, or `Store.frozen_turns`."""
+
+    call: int
+    session_id: str
+    attempt: int
+    images: bool = False
+    frozen: bool = False
+
+
+class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
+    """Set resources aside, when it is their turn. They are held until they are given back, or the node is gone."""
+
+    call: int
+    cpus: float
+    memory_mb: int
+    priority: int
+
+
+class GiveBack(msgspec.Struct, tag="give_back", frozen=True):
+    """What a `Take` of that number was given, or waits for."""
+
+    call: int
+
+
+class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
+    """Generate on an engine that only the service has; `input_ids` are int32. One of `sampling`, with ids, and `chat`
+    is there."""
+
+    generation: int
+    model: str | None
+    engine: str
+    request_id: str = ""
+    session_key: str = ""
+    input_ids: bytes = b""
+    sampling: SamplingParams | None = None
+    chat: ChatRequest | None = None
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """The node wants no more of a generation."""
+
+    generation: int
+
+
+Call = SetState | AddTurn | ReadTurns | Take
+ToNode = Setup | Follow | Loads | Run | Cancel | Answer | Generated | Beat
+ToService = (
+    Ready | Report | Gate | Doubt | Ran | SetState | AddTurn | ReadTurns | Take | GiveBack | Generate | Abort | Beat
+)
+TO_NODE: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
+TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)

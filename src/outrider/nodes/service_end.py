@@ -1,0 +1,332 @@
+"""The service, as a node in another process has it: its store, the machine's resources, and the engines that only it
+has. Attempts come from it, and results go back.
+
+It knows nothing of how an attempt runs. Invariant: when the connection ends, so do all attempts; nothing that was not
+stored by then is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, PauseMode
+from outrider.engines.pool.follower import PoolFollower
+from outrider.engines.pool.sharing import EngineState, GateReport
+from outrider.engines.relay.link import Disconnected, Link
+from outrider.engines.relay.messages import Beat
+from outrider.errors import OutriderError, ServiceError, error_from
+from outrider.lifecycle import SessionState
+from outrider.nodes.messages import (
+    TO_NODE,
+    Abort,
+    AddTurn,
+    Answer,
+    Call,
+    Cancel,
+    Doubt,
+    Follow,
+    Gate,
+    Generate,
+    Generated,
+    GiveBack,
+    Loads,
+    ModelUses,
+    Ran,
+    ReadTurns,
+    Ready,
+    Report,
+    Run,
+    SetState,
+    Setup,
+    Take,
+    ToNode,
+)
+from outrider.nodes.pipe import Pipe
+from outrider.nodes.remote_node import HEARTBEAT_SECONDS
+from outrider.sessions.attempt import Attempt, Node
+from outrider.sessions.priority_semaphore import Slot
+from outrider.sessions.resources import NodeResources, ResourceAmount
+from outrider.spec import TaskSpec
+from outrider.trajectory import Turn
+
+REPORT_SECONDS = 0.1
+"""How often the service is told how the node is, if that has changed."""
+
+FOR_EVER = 1e9
+"""Seconds of silence that a node bears: a service that stood still for a while is still the service. The end of the
+connection is what tells that it is gone."""
+
+
+Followers = Mapping[str | None, PoolFollower]
+"""The node's engine pools by model; that of the policy is None's."""
+
+
+class ServiceEnd:
+    """`service.run(...)` works for the service until the connection ends. Until then the parts of the node use it as
+    `store`, `resources`, `leader` and `forwarded`."""
+
+    def __init__(self, pipe: Pipe, resources: ResourceAmount) -> None:
+        self._link: Link[ToNode] = Link(pipe, TO_NODE, heartbeat=HEARTBEAT_SECONDS, silence=FOR_EVER)
+        self.store = RemoteStore(self)
+        self.resources = SharedResources(self, resources)
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._generations: dict[int, asyncio.Queue[Generated]] = {}
+        self._attempts: dict[int, asyncio.Task[None]] = {}
+        self._early: list[ToNode] = []
+        """What came before the node was ready."""
+        self._handle: Callable[[ToNode], None] = self._early.append
+        self._reported: Report | None = None
+        self._ended = False
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[asyncio.Task[Disconnected]]:
+        """Send and receive while the block runs; yields a task that is done when the connection has ended."""
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(self._link.run(lambda message: self._handle(message)), name="service link")
+            running.add_done_callback(lambda _: self._end())
+            try:
+                yield running
+            finally:
+                running.cancel()
+
+    async def run(self, node: Node, pools: Followers) -> None:
+        """Run attempts on the node until cancelled."""
+        async with asyncio.TaskGroup() as attempts:
+            self._handle = partial(self._obey, node, pools, attempts)
+            for message in self._early:
+                self._handle(message)
+            self._link.send(Ready())
+            while True:
+                self._report(node, pools)
+                await asyncio.sleep(REPORT_SECONDS)
+
+    def fail(self, error: OutriderError) -> None:
+        """Tell the service why there will be no node."""
+        self._link.send(Ready(error=error.record()))
+
+    def leader(self, model: str | None) -> ModelLeader:
+        return ModelLeader(self, model)
+
+    def forwarded(self, model: str | None) -> Callable[[EngineState], ForwardedEngine]:
+        return partial(ForwardedEngine, self, model)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._link.send(message)
+
+    async def call(self, make: Callable[[int], Call]) -> Answer:
+        """The answer to a call, made with its number. Raises what the service says, and ServiceError if it is gone."""
+        if self._ended:
+            raise ServiceError("the service is gone")
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        self._link.send(make(number))
+        try:
+            found = await answer
+        finally:
+            del self._calls[number]
+        if found.error is not None:
+            raise error_from(found.error)
+        return found
+
+    async def generated(self, ask: Callable[[int], Generate]) -> AsyncGenerator[Chunk | ChatChunk, None]:
+        """The chunks of a generation of an engine that only the service has, asked for with its number."""
+        if self._ended:
+            raise ServiceError("the service is gone")
+        number = next(self._numbers)
+        parts: asyncio.Queue[Generated] = asyncio.Queue()
+        self._generations[number] = parts
+        self._link.send(ask(number))
+        finished = False
+        try:
+            while True:
+                part = await parts.get()
+                if part.error is not None:
+                    finished = True
+                    raise error_from(part.error)
+                if (chunk := part.chunk or part.chat) is None:
+                    finished = True
+                    return
+                yield chunk
+        finally:
+            del self._generations[number]
+            if not finished:
+                self._link.send(Abort(number))
+
+    def _end(self) -> None:
+        """The connection is gone: nothing will be answered any more."""
+        self._ended = True
+        gone = ServiceError("the service is gone")
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(gone)
+        for number, parts in self._generations.items():
+            parts.put_nowait(Generated(generation=number, error=gone.record()))
+
+    def _obey(self, node: Node, pools: Followers, attempts: asyncio.TaskGroup, message: ToNode) -> None:
+        match message:
+            case Answer():
+                if (call := self._calls.get(message.call)) is not None and not call.done():
+                    call.set_result(message)
+            case Generated():
+                if (parts := self._generations.get(message.generation)) is not None:
+                    parts.put_nowait(message)
+            case Run():
+                task = attempts.create_task(self._run(node, message), name=f"session {message.session.id}")
+                self._attempts[message.attempt] = task
+                task.add_done_callback(lambda _: self._attempts.pop(message.attempt))
+            case Cancel():
+                if (running := self._attempts.get(message.attempt)) is not None:
+                    running.cancel()
+            case Follow():
+                pools[message.model].follow(message.state)
+            case Loads():
+                pools[message.model].pool.weigh(message.loads)
+            case Setup() | Beat():
+                pass
+
+    async def _run(self, node: Node, message: Run) -> None:
+        result = None
+        try:
+            # In a thread: validation decodes the base64 of every file in the task.
+            task = await asyncio.to_thread(TaskSpec.model_validate_json, message.task)
+            result = await node.run(Attempt(session=message.session, task=task, reserved=message.reserved))
+        finally:
+            self._link.send(Ran(attempt=message.attempt, result=result))
+
+    def _report(self, node: Node, pools: Followers) -> None:
+        uses = tuple(ModelUses(model=model, engines=pool.pool.uses()) for model, pool in pools.items())
+        report = Report(stats=node.stats(), uses=uses)
+        if report != self._reported:
+            self._reported = report
+            self._link.send(report)
+
+
+class RemoteStore:
+    """`sessions.attempt.AttemptStore`: the service's store."""
+
+    def __init__(self, service: ServiceEnd) -> None:
+        self._service = service
+
+    async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
+        await self._service.call(
+            lambda number: SetState(call=number, session_id=session_id, attempt=attempt, state=state)
+        )
+
+    async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
+        await self._service.call(
+            lambda number: AddTurn(call=number, session_id=session_id, attempt=attempt, turn=turn, model=model)
+        )
+
+    async def turns(self, session_id: str, attempt: int, *, images: bool = False) -> list[Turn]:
+        answer = await self._service.call(
+            lambda number: ReadTurns(call=number, session_id=session_id, attempt=attempt, images=images)
+        )
+        return list(answer.turns)
+
+    async def frozen_turns(self, session_id: str, attempt: int) -> dict[str, list[Turn]]:
+        answer = await self._service.call(
+            lambda number: ReadTurns(call=number, session_id=session_id, attempt=attempt, frozen=True)
+        )
+        return {model: list(turns) for model, turns in answer.frozen.items()}
+
+
+class SharedResources(NodeResources):
+    """The machine's resources, which the service sets aside for all nodes on it."""
+
+    def __init__(self, service: ServiceEnd, total: ResourceAmount) -> None:
+        super().__init__(total)
+        self._service = service
+
+    async def take(self, amount: ResourceAmount, priority: int = 0) -> Slot:
+        if not any(amount.quantities):
+            return await super().take(amount, priority)
+        asked: list[int] = []
+
+        def ask(number: int) -> Take:
+            asked.append(number)
+            return Take(call=number, cpus=amount.cpus, memory_mb=amount.memory_mb, priority=priority)
+
+        def give_back() -> None:
+            self._service.send(GiveBack(asked[0]))
+
+        try:
+            await self._service.call(ask)
+        except asyncio.CancelledError:
+            give_back()
+            raise
+        return Slot(give_back)
+
+    def try_take(self, amount: ResourceAmount) -> Slot | None:
+        """None for any amount: what can be done without does not wait for the service."""
+        return None if any(amount.quantities) else super().try_take(amount)
+
+
+class ModelLeader:
+    """`engines.pool.followed_policy.Leader` of the pool of one model."""
+
+    def __init__(self, service: ServiceEnd, model: str | None) -> None:
+        self._service = service
+        self._model = model
+
+    def settled(self, report: GateReport) -> None:
+        self._service.send(Gate(model=self._model, report=report))
+
+    def doubted(self, engine: str) -> None:
+        self._service.send(Doubt(model=self._model, engine=engine))
+
+
+class ForwardedEngine:
+    """`Engine` and `ChatEngine`: an engine that only the service's process has, which alone pauses it."""
+
+    def __init__(self, service: ServiceEnd, model: str | None, state: EngineState) -> None:
+        self.name = state.name
+        self.mode = state.mode
+        self.logprob_kind = state.logprob_kind
+        self.constraints = state.constraints
+        self._service = service
+        self._model = model
+        self._health = state.health
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def pause(self, mode: PauseMode) -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+    async def health(self) -> EngineHealth:
+        """As the service had it when the engine joined. How it is now, the pool learns from the service itself."""
+        return msgspec.structs.replace(self._health, ok=True)
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Any, None]:
+        return self._service.generated(
+            lambda number: Generate(
+                generation=number,
+                model=self._model,
+                engine=self.name,
+                request_id=request.request_id,
+                session_key=request.session_key,
+                input_ids=np.asarray(request.input_ids, dtype=np.int32).tobytes(),
+                sampling=request.sampling,
+            )
+        )
+
+    def chat(self, request: ChatRequest) -> AsyncGenerator[Any, None]:
+        return self._service.generated(
+            lambda number: Generate(generation=number, model=self._model, engine=self.name, chat=request)
+        )

@@ -1,0 +1,94 @@
+"""A service whose sessions run in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.api.server import serving
+from outrider.concurrency.backoff import Backoff
+from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
+from outrider.lifecycle import GroupState
+from outrider.nodes.remote_node import RemoteNode
+from outrider.schemas import GroupView
+from outrider.service.admission import validate_group
+from outrider.service.assembly import open_service
+from outrider.service.service import Service
+from support.tokenizer import write_tokenizer
+
+from .acts import AGENT, GRADER
+
+RENDERER = "qwen3"
+HASTY = Backoff(first=0.01, longest=0.02)
+PROCESSES = 2
+
+
+class Running:
+    """A running service, and what a test asks of it."""
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self.service = service
+        self.folder = folder
+        self.nodes: Sequence[RemoteNode] = list(service._scheduler._nodes.values())  # type: ignore[arg-type]
+
+    async def submit(self, *do: str, n: int = 1, **fields: Any) -> GroupView:
+        runtime: dict[str, Any] = {"kind": "memory"} | fields.pop("runtime", {})
+        task = {
+            "instruction": "do it",
+            "harness": {"agent": AGENT, "options": {"do": do, "folder": str(self.folder)}},
+            "evaluator": {"kind": "callable", "path": GRADER},
+            "runtime": runtime,
+        }
+        return await self.service.submit(validate_group({"task": task | fields, "n": n}))
+
+    async def done(self, group: GroupView) -> GroupView:
+        async with asyncio.timeout(120):
+            while (view := await self.service.group(group.id, wait=30, samples=True)).state is not GroupState.DONE:
+                pass
+        return view
+
+    async def here(self, name: str) -> None:
+        """Returns when an agent waits for that file."""
+        async with asyncio.timeout(60):
+            while not (self.folder / f"{name}.here").exists():  # noqa: ASYNC110  # another process makes it
+                await asyncio.sleep(0.01)
+
+    def open(self, name: str) -> None:
+        (self.folder / name).touch()
+
+
+Starts = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def start(tmp_path: Path, tokenizer: Path) -> Starts:
+    """`async with start(**settings) as running`: a service with two processes, by the settings of `Config`."""
+
+    @asynccontextmanager
+    async def started(*, http: bool = False, **settings: Any) -> AsyncIterator[Running]:
+        folder = tmp_path / "meeting"
+        folder.mkdir(exist_ok=True)
+        (tmp_path / "files").mkdir(exist_ok=True)
+        defaults: dict[str, Any] = {
+            "port": 0,
+            "processes": PROCESSES,
+            "plugins": PluginsConfig(allow=("*",)),
+            "data": tmp_path / "data",
+            "files": tmp_path / "files",
+            "model": ModelConfig(tokenizer=str(tokenizer), renderer=RENDERER),
+            "lanes": LanesConfig(init=16, run=64, eval=16),
+        }
+        async with open_service(Config(**defaults | settings), pauses=HASTY) as opened, serving(*opened):
+            yield Running(opened.service, folder)
+
+    return started

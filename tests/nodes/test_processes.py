@@ -1,0 +1,355 @@
+"""Sessions in several processes: on engines of each kind, across pauses of the policy, and when processes die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from outrider.config import CallbacksConfig, Config, FrozenConfig, SandboxesConfig
+from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
+from outrider.errors import ServiceError
+from outrider.lifecycle import StopReason
+from outrider.messages import Message, Role
+from outrider.nodes import processes, remote_node
+from outrider.schemas import GroupView, SessionView
+from outrider.spec import EngineSpec, PolicyUpdateSpec
+from outrider.testing.engine_servers.app import engine_app, serving
+from outrider.testing.engine_servers.asgi import ServeSettings
+from outrider.testing.scripted_engine import scripted_logprob
+from outrider.trajectory import FinishReason, LogprobKind, Sample, SessionResult, TokenMode
+from support.stamping import StampingEngine
+
+from .conftest import Starts
+
+SAY = "hello<|im_end|>"
+SECRET = "aGlkZGVuLWhpZGRlbi1oaWRkZW4taGlkZGVu"
+SESSIONS = 48
+LENGTH = 24
+
+
+def result_of(session: SessionView) -> SessionResult:
+    assert session.result is not None
+    return session.result
+
+
+def ends(view: GroupView) -> Counter[StopReason]:
+    for session in view.sessions:  # pytest shows it when the test fails
+        print(session.id, session.node, session.attempt, result_of(session).error)
+    return Counter(result_of(session).stop_reason for session in view.sessions)
+
+
+def node_processes() -> set[int]:
+    """The node processes below this one."""
+    found = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, path.read_text().split()):
+            if b"outrider.cli.node_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def process_of(view: GroupView) -> set[int]:
+    verdicts = (result_of(session).verdict for session in view.sessions)
+    return {int(verdict.metrics["process"]) for verdict in verdicts if verdict is not None}
+
+
+@asynccontextmanager
+async def served(engine: Any, protocol: Any = "vllm", **settings: Any) -> AsyncIterator[str]:
+    """The URL at which an engine speaks a server's protocol."""
+    async with serving(engine_app(engine, protocol, ServeSettings(**settings))) as url:
+        yield url
+
+
+def replies_of(sample: Sample, engine: StampingEngine) -> Iterator[list[int]]:
+    """The versions of each reply in a row. Each letter is of the version that the row gives it, and each
+    log-probability is that of its own place."""
+    reply: list[int] = []
+    rows = zip(sample.ids, sample.loss_mask, sample.logprobs, sample.versions, strict=True)
+    for place, (token, trains, logprob, version) in enumerate(rows):
+        if trains:
+            reply.append(version)
+            assert logprob == scripted_logprob(place, token)
+            assert token == engine.end or engine.letters.index(token) == version
+        elif reply:
+            yield reply
+            reply = []
+    if reply:
+        yield reply
+
+
+async def test_sessions_run_in_both_processes_and_have_their_own_tokens(start: Starts, tokenizer: Path) -> None:
+    engine = StampingEngine(tokenizer, length=LENGTH)
+    async with start() as running:
+        await running.service.pool.add_engine(engine)
+        view = await running.done(await running.submit("ask", "ask", n=16))
+        assert ends(view) == {StopReason.COMPLETED: 16}
+        assert [result_of(session).verdict.reward for session in view.sessions] == [2.0] * 16  # type: ignore[union-attr]
+        assert process_of(view) == node_processes()
+        assert os.getpid() not in process_of(view)
+        assert {session.node for session in view.sessions} == {"local-0", "local-1"}
+        replies = [reply for sample in view.samples or () for reply in replies_of(sample, engine)]
+        assert [len(reply) for reply in replies] == [LENGTH + 1] * 32
+        assert sum(result_of(session).tokens.drift for session in view.sessions) == 0
+        async with asyncio.timeout(10):  # what nodes have on engines is reported a moment later
+            while any(status.in_flight or status.sessions for status in running.service.engines()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert running.service.engines()[0].generated_tokens == 32 * (LENGTH + 1)
+    assert node_processes() == set()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("weights", [None, "weights"], ids=["trainer loads", "engines load"])
+@pytest.mark.parametrize("mode", ["finish", "abort"])
+@pytest.mark.parametrize("forwarded", [True, False], ids=["forwarded", "vllm"])
+async def test_updates_in_the_middle_of_sessions(
+    start: Starts, tokenizer: Path, mode: Any, weights: str | None, forwarded: bool
+) -> None:
+    if weights is not None and not forwarded:
+        pytest.skip("the stamping engine's server cannot load weights")
+    engines = [StampingEngine(tokenizer, name=f"engine-{number}", length=LENGTH) for number in range(2)]
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(start())
+        for engine in engines:
+            if forwarded:
+                await running.service.pool.add_engine(engine)
+            else:
+                url = await stack.enter_async_context(served(engine, dev_mode=True))
+                await running.service.add_engine(EngineSpec(kind="vllm", name=engine.name, url=url))
+        submitted = await running.submit("ask", "ask", n=SESSIONS, limits={"agent_seconds": 300})
+        for version in (1, 2):
+            for engine in engines:
+                engine.hold(6 * SESSIONS // 2)
+            for engine in engines:
+                await engine.held.wait()
+            update = asyncio.ensure_future(
+                running.service.update_policy(PolicyUpdateSpec(version=version, mode=mode, weights=weights))
+            )
+            if mode == "finish":
+                for engine in engines:
+                    engine.release()
+            status = await update
+            assert [each.version for each in status.engines] == [version, version]
+        for engine in engines:
+            engine.release()
+        # The service alone tells engines what their version is: some servers refuse it while they generate.
+        assert [engine.told.count("set_version") for engine in engines] == [2, 2]
+        view = await running.done(submitted)
+        assert ends(view) == {StopReason.COMPLETED: SESSIONS}
+        assert {session.attempt for session in view.sessions} == {1}
+        replies = [reply for sample in view.samples or () for reply in replies_of(sample, engines[0])]
+        assert [len(reply) for reply in replies] == [LENGTH + 1] * SESSIONS * 2
+        assert {version for reply in replies for version in reply} >= {0, 1, 2}
+        assert all(reply == sorted(reply) for reply in replies)
+        assert any(len(set(reply)) > 1 for reply in replies) == (mode == "abort")
+        assert sum(result_of(session).tokens.drift for session in view.sessions) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.deep)])
+async def test_the_sessions_of_a_process_that_dies_or_hangs_run_again(
+    start: Starts, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(remote_node, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(remote_node, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "END_SECONDS", 0.5)
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        submitted = await running.submit("ask", "wait door", "ask", n=8)
+        await running.here("door")
+        async with asyncio.timeout(30):
+            while Counter(session.node for session in (await running.service.group(submitted.id, wait=0, samples=False)).sessions) != {"local-0": 4, "local-1": 4}:  # fmt: skip  # noqa: ASYNC110, E501
+                await asyncio.sleep(0.01)
+        before = node_processes()
+        killed = min(before)
+        os.kill(killed, number)
+        async with asyncio.timeout(30):
+            while node_processes() & {killed}:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        running.open("door")
+        view = await running.done(submitted)
+        assert ends(view) == {StopReason.COMPLETED: 8}
+        assert Counter(session.attempt for session in view.sessions) == {1: 4, 2: 4}
+        assert [sample.rows for sample in view.samples or ()] == [1] * 8
+        again = await running.done(await running.submit("ask", n=16))
+        async with asyncio.timeout(30):  # the process was started again
+            while len(process_of(again)) < 2:
+                again = await running.done(await running.submit("ask", n=16))
+        assert killed not in process_of(again)
+        assert len(node_processes()) == 2
+
+
+@pytest.mark.deep
+async def test_an_agent_that_kills_its_process_ends_in_an_error_and_no_other_session_does(
+    start: Starts, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.service.scheduler.MAX_RECOVERED", 2)
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        deadly = await running.submit("exit")
+        view = await running.done(deadly)
+        assert ends(view) == {StopReason.ERROR: 1}
+        assert result_of(view.sessions[0]).error.code == "lease_expired"  # type: ignore[union-attr]
+        assert ends(await running.done(await running.submit("ask", n=8))) == {StopReason.COMPLETED: 8}
+
+
+async def test_cancelled_sessions_are_torn_down_in_their_process(start: Starts, tokenizer: Path) -> None:
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        submitted = await running.submit("ask", "wait never", n=4)
+        await running.here("never")
+        await running.service.cancel(submitted.id)
+        view = await running.done(submitted)
+        assert ends(view) == {StopReason.CANCELLED: 4}
+        async with asyncio.timeout(10):
+            while any(node.stats().sessions for node in running.nodes):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.deep
+async def test_all_processes_share_the_machines_resources(start: Starts, tokenizer: Path) -> None:
+    async with start(sandboxes=SandboxesConfig(cpus=2.0)) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        needs = {"resources": {"cpus": 1.0}}
+        view = await running.done(await running.submit("ask", "hold times 0.2", n=8, runtime=needs))
+        assert ends(view) == {StopReason.COMPLETED: 8}
+        assert len(process_of(view)) == 2
+        lines = [line.split() for line in (running.folder / "times").read_text().splitlines()]
+        edges = sorted([(float(began), 1) for _, began, _ in lines] + [(float(ended), -1) for _, _, ended in lines])
+        at_once = most = 0
+        for _, change in edges:
+            at_once += change
+            most = max(most, at_once)
+        assert (len(lines), most) == (8, 2)
+        assert {node.stats().resources.cpus_set_aside for node in running.nodes} == {0.0}
+
+
+@pytest.mark.deep
+async def test_new_sessions_go_to_the_engine_with_least_load_in_all_processes(start: Starts, tokenizer: Path) -> None:
+    engines = [StampingEngine(tokenizer, name=f"engine-{number}", length=4) for number in range(4)]
+    async with start(processes=4) as running:
+        for engine in engines:
+            await running.service.pool.add_engine(engine)
+        for number in range(16):  # one after another: each process has had few of them
+            submitted = await running.submit("ask", f"wait done-{number}")
+            await running.here(f"done-{number}")
+            await asyncio.sleep(4 * processes.LOADS_SECONDS)
+            assert max(status.sessions for status in running.service.engines()) <= number // 4 + 1
+        for number in range(16):
+            running.open(f"done-{number}")
+        await running.done(submitted)
+
+
+@pytest.mark.deep
+async def test_an_engine_that_fails_in_a_process_is_looked_at_and_found_again(start: Starts, tokenizer: Path) -> None:
+    engine = StampingEngine(tokenizer, length=4)
+    async with start() as running, AsyncExitStack() as stack:
+        url = await stack.enter_async_context(served(engine))
+        await running.service.add_engine(EngineSpec(kind="vllm", name="served", url=url))
+        assert ends(await running.done(await running.submit("ask", n=4))) == {StopReason.COMPLETED: 4}
+        await stack.aclose()  # its server is gone
+        submitted = await running.submit("ask", n=4)
+        async with asyncio.timeout(30):
+            while running.service.engines()[0].ok:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        async with serving(engine_app(engine), port=int(url.rpartition(":")[2])):
+            assert ends(await running.done(submitted)) == {StopReason.COMPLETED: 4}
+            assert running.service.engines()[0].ok
+
+
+@pytest.mark.deep
+async def test_engines_come_and_go_while_sessions_run(start: Starts, tokenizer: Path) -> None:
+    first, second = (StampingEngine(tokenizer, name=name, length=4) for name in ("first", "second"))
+    async with start() as running, served(second) as url:
+        await running.service.pool.add_engine(first)
+        submitted = await running.submit("ask", "wait door", "ask", n=8)
+        await running.here("door")
+        await running.service.add_engine(EngineSpec(kind="vllm", name="second", url=url))
+        await running.service.pool.remove("first")
+        asked = len(first.requests)
+        running.open("door")
+        assert ends(await running.done(submitted)) == {StopReason.COMPLETED: 8}
+        assert len(first.requests) == asked
+        assert len(second.requests) >= 8
+        await running.service.pool.remove("second")
+        await running.service.add_engine(EngineSpec(kind="vllm", name="second", url=url))
+        assert ends(await running.done(await running.submit("ask", n=8))) == {StopReason.COMPLETED: 8}
+
+
+class Words:
+    """`ChatEngine`: says the same to everybody."""
+
+    name = "words"
+    mode = TokenMode.TEXT
+    logprob_kind = LogprobKind.NONE
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True)
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        yield ChatChunk(text="it is ")
+        reply = Message(role=Role.ASSISTANT, content="it is worth 7")
+        yield ChatChunk(text="worth 7", finish=FinishReason.STOP, reply=reply)
+
+
+@pytest.mark.deep
+async def test_a_frozen_model_on_an_engine_that_takes_messages(start: Starts, tokenizer: Path) -> None:
+    async with start(frozen=(FrozenConfig(name="judge"),)) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        await running.service._frozen["judge"].add_engine(Words())
+        view = await running.done(await running.submit("ask", "consult judge", n=4))
+        assert ends(view) == {StopReason.COMPLETED: 4}
+        assert [result_of(session).frozen["judge"].turns for session in view.sessions] == [1] * 4
+        turns = await running.service.reader.turns(view.sessions[0].id)
+        assert [turn.sampled for turn in turns if turn.model == "judge"] == ["it is worth 7"]
+
+
+@pytest.mark.deep
+async def test_a_stopped_service_leaves_its_sessions_to_the_next(start: Starts, tokenizer: Path) -> None:
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        submitted = await running.submit("ask", "wait door", n=6)
+        await running.here("door")
+    assert node_processes() == set()
+    running.open("door")
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        assert ends(await running.done(submitted)) == {StopReason.COMPLETED: 6}
+
+
+async def test_a_process_that_cannot_start_keeps_the_service_from_starting(
+    start: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PROGRAM", "outrider.nothing")
+    with pytest.raises(ServiceError, match="before it was ready"):
+        async with start():
+            pass
+    assert node_processes() == set()
+
+
+def test_a_process_is_told_no_secret_and_its_part_of_the_slots(tokenizer: Path) -> None:
+    config = Config(
+        processes=3,
+        token="hidden-token",
+        store="postgresql://user:hidden-password@host/name",
+        callbacks=CallbacksConfig(secret=SecretStr(f"whsec_{SECRET}")),
+        engines=(EngineSpec(kind="vllm", url="http://127.0.0.1:1", options={"api_key": "hidden-key"}),),
+    )
+    setups = [processes.setup_of(config, f"n-{number}", number, cpus=4.0, memory_mb=100) for number in range(3)]
+    assert all(word not in setup.config for setup in setups for word in (b"hidden", SECRET.encode()))
+    lanes = [Config.model_validate_json(setup.config).lanes for setup in setups]
+    assert [each.run for each in lanes] == [22, 21, 21]
+    assert [each.init for each in lanes] == [6, 5, 5]
