@@ -65,12 +65,14 @@ async def one_run(
     *,
     groups: int = GROUPS,
     program: str = "campaign.service",
+    processes: int | None = None,
     cluster: Cluster | None = None,
 ) -> RunReport:
-    """The report of one run, on SQLite where there is no cluster. Its folder is removed unless there is a finding, or
-    the run itself fails."""
+    """The report of one run, on SQLite where there is no cluster, and, unless it is said, in two processes for an odd
+    seed. Its folder is removed unless there is a finding, or the run itself fails."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    report = await Run(nursery, seed, folder, groups=groups, program=program, cluster=cluster).run()
+    number = 1 + seed % 2 if processes is None else processes
+    report = await Run(nursery, seed, folder, groups=groups, program=program, processes=number, cluster=cluster).run()
     if report.findings:
         return msgspec.structs.replace(report, folder=str(folder))
     await asyncio.to_thread(shutil.rmtree, folder)

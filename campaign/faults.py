@@ -20,6 +20,7 @@ class FaultKind(StrEnum):
     SERVICE_STOPPED = "service stopped in order"
     ENGINE_KILLED = "engine killed"
     ENGINE_HUNG = "engine hung"  # for its `seconds`; then killed, if its `share` is below a half
+    NODE_KILLED = "node killed"  # one of the processes that run sessions; only in runs that have several
     AGENTS_KILLED = "agents killed"  # a `share` of all processes in sandboxes
     READER_KILLED = "reader killed"
     DISK_FULL = "disk full"  # for its `seconds`
@@ -32,8 +33,9 @@ class FaultKind(StrEnum):
 
 ON_FILES = frozenset({FaultKind.DISK_FULL, FaultKind.DISK_SLOW})
 ON_SERVERS = frozenset({FaultKind.DATABASE_KILLED, FaultKind.DATABASE_STOPPED})
-ON_SQLITE = tuple(kind for kind in FaultKind if kind not in ON_SERVERS)
-ON_POSTGRESQL = tuple(kind for kind in FaultKind if kind not in ON_FILES)
+ON_NODES = frozenset({FaultKind.NODE_KILLED})
+ON_SQLITE = tuple(kind for kind in FaultKind if kind not in ON_SERVERS | ON_NODES)
+ON_POSTGRESQL = tuple(kind for kind in FaultKind if kind not in ON_FILES | ON_NODES)
 
 
 class Fault(msgspec.Struct, frozen=True, order=True):
@@ -51,7 +53,7 @@ DRAWN = 6
 
 def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> list[Fault]:
     """Of these kinds, in order. In every run the service is killed while groups are submitted, and once more later, the
-    engine is killed, and leases lapse; and a database server is killed, where there is one."""
+    engine is killed, and leases lapse; and a database server is killed, where there is one, and so are two nodes."""
     drawn = rng.choices(kinds, k=DRAWN)
     points = [
         (FaultKind.SERVICE_KILLED, rng.uniform(0.02, 0.2)),
@@ -61,5 +63,7 @@ def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> l
     ]
     if FaultKind.DATABASE_KILLED in kinds:
         points.append((FaultKind.DATABASE_KILLED, rng.uniform(0.1, 0.9)))
+    if FaultKind.NODE_KILLED in kinds:
+        points += [(FaultKind.NODE_KILLED, rng.uniform(0.1, 0.9)) for _ in range(2)]
     points += [(kind, rng.uniform(0.05, 0.95)) for kind in drawn]
     return sorted(Fault(at, kind, rng.uniform(0.3, 1.5), rng.random()) for kind, at in points)

@@ -34,10 +34,16 @@ def footprint(pid: int) -> Footprint:
     return Footprint(int(status["VmRSS"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd")))
 
 
-async def held_by_idle_service(client: AsyncClient, temporary: Path) -> list[Finding]:
+def nodes_of(service: int) -> set[int]:
+    """The processes that run sessions for a service, beside its own."""
+    below = descendants(service).items()
+    return {pid for pid, command in below if "outrider.cli.node_process" in command}
+
+
+async def held_by_idle_service(client: AsyncClient, temporary: Path, processes: int) -> list[Finding]:
     """What a service without sessions still holds once it has had some time to put it down: slots, seats on engines,
-    folders and processes of sandboxes."""
-    held = await _settled(lambda: _held(client, temporary))
+    folders and processes of sandboxes. It runs sessions in so many `processes`."""
+    held = await _settled(lambda: _held(client, temporary, processes))
     return [Finding(Harm.LEAKED, f"the idle service holds {what}") for what in held]
 
 
@@ -50,7 +56,7 @@ async def _settled(look: Callable[[], Awaitable[list[str]]]) -> list[str]:
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _held(client: AsyncClient, temporary: Path) -> list[str]:
+async def _held(client: AsyncClient, temporary: Path, processes: int) -> list[str]:
     try:
         status = await client.status()
     except OutriderError as error:
@@ -62,13 +68,13 @@ async def _held(client: AsyncClient, temporary: Path) -> list[str]:
     for engine in status.engines:
         if engine.in_flight or engine.sessions or engine.assigned_tokens:
             held.append(f"{engine.in_flight} calls and {engine.sessions} seats on {engine.name}")
-    return held + await asyncio.to_thread(_sandboxes, temporary)
+    return held + await asyncio.to_thread(_sandboxes, temporary, processes)
 
 
-def _sandboxes(temporary: Path) -> list[str]:
+def _sandboxes(temporary: Path, processes: int) -> list[str]:
     found = []
     folders = sorted(temporary.iterdir())
-    if len(folders) != 1:
+    if len(folders) != processes:
         found.append(f"the folders {', '.join(folder.name for folder in folders)}")
     for folder in folders:
         found += [f"the sandbox {path.name}" for path in folder.glob("s-*")]

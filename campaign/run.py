@@ -19,7 +19,7 @@ import msgspec
 
 from campaign import leaks
 from campaign.checks import Finding, Harm, Told, judge, read_calls
-from campaign.faults import ON_POSTGRESQL, ON_SQLITE, Fault, FaultKind, draw_faults
+from campaign.faults import ON_NODES, ON_POSTGRESQL, ON_SQLITE, Fault, FaultKind, draw_faults
 from campaign.processes import Nursery, Program
 from campaign.reader import Reader
 from campaign.receiver import receiving
@@ -95,10 +95,19 @@ class Progress:
 
 
 class Run:
-    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service."""
+    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service, and `processes` is
+    how many run its sessions."""
 
     def __init__(
-        self, nursery: Nursery, seed: int, folder: Path, *, groups: int, program: str, cluster: Cluster | None = None
+        self,
+        nursery: Nursery,
+        seed: int,
+        folder: Path,
+        *,
+        groups: int,
+        program: str,
+        processes: int,
+        cluster: Cluster | None = None,
     ) -> None:
         self._nursery = nursery
         self._rng = random.Random(seed)
@@ -111,7 +120,11 @@ class Run:
         self._store: StoreUnderTest
         self._count = groups
         self._program = program
-        self._faults = draw_faults(self._rng, ON_SQLITE if cluster is None else ON_POSTGRESQL)
+        self._processes = processes
+        self._nodes: set[int] = set()
+        """All processes of nodes that there were."""
+        kinds = ON_SQLITE if cluster is None else ON_POSTGRESQL
+        self._faults = draw_faults(self._rng, kinds if processes == 1 else (*kinds, *ON_NODES))
         self._left_out: list[str] = []
         self._progress = Progress(groups)
         self._accepted: dict[str, list[str]] = {}
@@ -165,7 +178,8 @@ class Run:
         self._url = f"http://127.0.0.1:{service}"
         engine_url = f"http://127.0.0.1:{engine}"
         self._engine = self._a_program("campaign.engine", str(self._folder / "calls"), str(engine))
-        self._service = self._a_program(self._program, str(self._folder), str(service), engine_url, self._store.url)
+        arguments = (str(self._folder), str(service), engine_url, self._store.url, str(self._processes))
+        self._service = self._a_program(self._program, *arguments)
         crashing = self._folder / f"{READERS[1]}.sqlite3"
         self._crashing = self._a_program("campaign.reader", self._url, str(crashing))
         await self._engine.start(tasks)
@@ -251,6 +265,8 @@ class Run:
         """Follow the progress to its end; what is lost for certain ends it at once."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            if self._processes > 1:
+                self._nodes |= await asyncio.to_thread(leaks.nodes_of, self._service.pids[-1])
             for task in doing:
                 if task.done():
                     task.result()
@@ -300,6 +316,12 @@ class Run:
                     self._kill(self._engine)
                 else:
                     self._engine.signal(signal.SIGCONT)
+            case FaultKind.NODE_KILLED:
+                await self._until_busy()
+                if nodes := await asyncio.to_thread(leaks.nodes_of, self._service.pids[-1]):
+                    with suppress(ProcessLookupError):
+                        os.kill(self._rng.choice(sorted(nodes)), signal.SIGKILL)
+                        self._kills += 1
             case FaultKind.AGENTS_KILLED:
                 await self._until_busy()
                 await asyncio.to_thread(self._kill_agents, fault.share)
@@ -350,7 +372,7 @@ class Run:
 
     async def _stop(self) -> list[Finding]:
         """End all programs, the service first while it is idle; what they hold or leave."""
-        findings = await leaks.held_by_idle_service(self._client, self._temporary)
+        findings = await leaks.held_by_idle_service(self._client, self._temporary, self._processes)
         service = self._service.pids[-1]
         after = leaks.footprint(service)
         self._grown = (round(after.mib, 1), after.descriptors)
@@ -358,7 +380,8 @@ class Run:
             in_order = await program.stop()
             if program is self._service and not in_order:
                 findings.append(Finding(Harm.LEAKED, "the service did not stop"))
-        return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._temporary, self._service.pids)
+        hosts = {*self._service.pids, *self._nodes}
+        return findings + await leaks.left_behind(self._nursery.pid, self._folder, self._temporary, hosts)
 
     def _read(self, name: str) -> Any:
         reader = Reader(self._folder / f"{name}.sqlite3")

@@ -33,13 +33,15 @@ STOP_SECONDS = 1.0
 log = logging.getLogger("campaign")
 
 
-def main(folder: str, port: str, engine: str, store: str) -> None:
-    """Serve until SIGTERM. `folder` is the run's; `engine` and `store` are URLs, the last one empty for SQLite."""
+def main(folder: str, port: str, engine: str, store: str, processes: str) -> None:
+    """Serve until SIGTERM. `folder` is the run's; `engine` and `store` are URLs, the last one empty for SQLite;
+    `processes` is how many run sessions."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are leases
     Knobs(Path(folder) / "knobs").obey()
     config = Config(
         port=int(port),
+        processes=int(processes),
         data=Path(folder) / "data",
         files=Path(folder),
         store=store or None,

@@ -16,9 +16,9 @@ SEEDS = (3, 4, 5)
 """A fault can miss: sessions may not run when their leases lapse. It does not miss three times."""
 
 
-async def reported(program: str, seed: int) -> RunReport:
+async def reported(program: str, seed: int, *, processes: int = 1) -> RunReport:
     async with a_nursery() as nursery:
-        report = await one_run(nursery, seed, program=program)
+        report = await one_run(nursery, seed, program=program, processes=processes)
     print(report)
     if report.folder is not None:
         shutil.rmtree(report.folder)
@@ -33,8 +33,9 @@ async def caught(program: str) -> set[Harm]:
     return set()
 
 
-async def test_a_sound_service_passes() -> None:
-    report = await reported("campaign.service", SEEDS[0])
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_sound_service_passes(processes: int) -> None:
+    report = await reported("campaign.service", SEEDS[0], processes=processes)
     assert report.findings == []
     assert report.kills >= 3
     assert report.groups == GROUPS
