@@ -26,6 +26,7 @@ from bench import (
     report,
     sampling,
     sandboxes,
+    scaling,
     service,
     sessions,
     store,
@@ -44,6 +45,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "tools": tools.run,
     "store": store.run,
     "service": service.run,
+    "scaling": scaling.run,
     "history": history.run,
     "sampling": sampling.run,
 }

@@ -323,6 +323,26 @@ def _history(found: Any) -> list[Sheet]:
     ]
 
 
+def _scaling(found: Any) -> list[Sheet]:
+    rows = [
+        (
+            str(point["processes"]),
+            number(point["sessions_per_second"]),
+            f"{100 * point['efficiency']:.0f} %",
+            f"{100 * point['of_the_possible']:.0f} %",
+        )
+        for point in found["points"]
+    ]
+    return [
+        Sheet(
+            title="Scaling: sessions in several processes",
+            columns=("processes", "sessions per second", "efficiency", "of what the slots allow"),
+            rows=rows,
+            note=f"{found['slots_each']} slots in each process; a session waits {found['session_seconds']:.1f} s.",
+        )
+    ]
+
+
 def _sampling(found: Any) -> list[Sheet]:
     return [
         Sheet(
@@ -370,6 +390,7 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "tools": _tools,
     "store": _store,
     "service": _service,
+    "scaling": _scaling,
     "history": _history,
     "sampling": _sampling,
 }

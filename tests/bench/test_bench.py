@@ -25,6 +25,7 @@ from bench import (
     report,
     sampling,
     sandboxes,
+    scaling,
     service,
     sessions,
     sheets,
@@ -156,6 +157,16 @@ async def test_a_killed_service_has_its_sessions_running_again() -> None:
     found = await service.measure(service.Plan(finished=16, live=16, submitted=8, pages=1))
     assert found["after_kill"]["running_seconds"] > found["after_kill"]["ready_seconds"]
     check_shown("service", found)
+
+
+@pytest.mark.deep
+async def test_sessions_in_two_processes_are_counted() -> None:
+    found = await scaling.measure(scaling.Plan(processes=(1, 2), waves=1), seconds=0.01)
+
+    assert [point["processes"] for point in found["points"]] == [1, 2]
+    assert found["points"][0]["efficiency"] == 1.0
+    assert found["points"][1]["sessions_per_second"] > 0
+    check_shown("scaling", found)
 
 
 async def test_history_is_written_and_removed() -> None:
