@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,25 +112,26 @@ async def _rate(corpus: Corpus, engine: str, processes: int, waves: int, seconds
         async with open_service(config) as opened, serving(*opened):
             for _ in range(slots * (waves + 1) // GROUP_SIZE):
                 await opened.service.submit(_group(seconds))
-            await _finished(opened.service, slots)
-            begun = time.perf_counter()
-            await _finished(opened.service, slots * (waves + 1))
-            return slots * waves / (time.perf_counter() - begun)
+            ends = await _ends(opened.service, slots * (waves + 1) // GROUP_SIZE)
+            return slots * waves / (ends[-1] - ends[slots // GROUP_SIZE - 1])
 
 
-async def _finished(service: Service, sessions: int) -> None:
-    """Wait until so many have ended. Raises RuntimeError when one did not go as it should."""
-    done = after = 0
-    while done < sessions:
+async def _ends(service: Service, groups: int) -> list[float]:
+    """When each of so many groups has ended, in order. Raises RuntimeError when a session did not go as it should."""
+    ends: list[float] = []
+    after = 0
+    while len(ends) < groups:
         page = await service.results(after=after, wait=PAGE_SECONDS, limit=100, samples=False)
         if not page.groups:
             raise RuntimeError(f"no group was done within {PAGE_SECONDS:g} s")
         after = page.cursor
-        for session in (session for group in page.groups for session in group.sessions):
-            result = session.result
-            if result is None or result.error is not None or result.verdict is None or result.verdict.reward != 1.0:
-                raise RuntimeError(f"session {session.id}: {result and (result.error or result.verdict)}")
-            done += 1
+        for group in page.groups:
+            ends.append(group.finished or 0.0)
+            for session in group.sessions:
+                result = session.result
+                if result is None or result.error is not None or result.verdict is None or result.verdict.reward != 1.0:
+                    raise RuntimeError(f"session {session.id}: {result and (result.error or result.verdict)}")
+    return sorted(ends)
 
 
 def _group(seconds: float) -> GroupSpec:

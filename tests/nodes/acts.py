@@ -20,7 +20,8 @@ GRADER = "nodes.acts:grade"
 
 class Agent:
     """Carries out the steps in `do`: ask: a model call · wait NAME: until the folder has such a file; `NAME.here` says
-    that it waits · hold NAME SECONDS: write when it began and ended into NAME · exit: the process dies."""
+    that it waits · hold NAME SECONDS: write when it began and ended into NAME · leave with N: an exit code · exit: the
+    process dies."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._do: list[str] = options["do"]
@@ -46,6 +47,9 @@ class Agent:
                     await asyncio.sleep(float(seconds))
                     with (self._folder / name).open("a") as file:
                         file.write(f"{os.getpid()} {began} {time.monotonic()}\n")
+                case ["leave", "with", number]:
+                    base, _, power = number.partition("**")
+                    return HarnessOutcome(exit_code=int(base) ** int(power))
                 case ["exit"]:
                     os._exit(3)
                 case _:

@@ -213,6 +213,73 @@ async def test_cancelled_sessions_are_torn_down_in_their_process(start: Starts, 
                 await asyncio.sleep(0.01)
 
 
+async def test_sessions_that_are_cancelled_as_they_start_end(start: Starts, tokenizer: Path) -> None:
+    """A node may read that an attempt is cancelled before anything of it has run."""
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        submitted = [await running.submit("ask", "wait never", n=8) for _ in range(8)]
+        for group in submitted:
+            await asyncio.sleep(0.002)
+            await running.service.cancel(group.id)
+        for group in submitted:
+            assert ends(await running.done(group)) == {StopReason.CANCELLED: 8}
+        assert ends(await running.done(await running.submit("ask", n=8))) == {StopReason.COMPLETED: 8}
+
+
+async def test_a_version_that_is_told_without_a_pause_is_known_everywhere(start: Starts, tokenizer: Path) -> None:
+    """As after a service that died while it was paused. The engine's server says nothing of versions."""
+    engine = StampingEngine(tokenizer, length=4, labels=False)
+    async with start() as running, served(engine, dev_mode=False) as url:
+        await running.service.add_engine(EngineSpec(kind="vllm", name="served", url=url))
+        await running.done(await running.submit("ask", n=4))
+        engine.version = 7
+        await running.service.pool.policy.resume(7)
+        await asyncio.sleep(0.2)  # followers hear of it a moment later
+        view = await running.done(await running.submit("ask", n=4))
+        versions = {version for sample in view.samples or () for version in sample.versions}
+        assert versions == {-1, 7}
+
+
+async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Starts, tokenizer: Path) -> None:
+    """Such as of a relay, whose worker comes after it has joined."""
+    engine = StampingEngine(tokenizer, length=4)
+    async with start() as running:
+        await running.service.pool.add_engine(engine)
+        await running.done(await running.submit("ask"))
+        engine.logprob_kind = LogprobKind.RAW
+        running.service.pool.state_changed()
+        await asyncio.sleep(0.2)
+        view = await running.done(await running.submit("ask"))
+        (turn,) = await running.service.store.turns(view.sessions[0].id)
+        assert turn.logprob_kind is LogprobKind.RAW
+
+
+async def test_a_result_that_cannot_be_sent_ends_its_session_alone(start: Starts, tokenizer: Path) -> None:
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        before = node_processes()
+        view = await running.done(await running.submit("ask", "leave with 2**70"))
+        assert ends(view) == {StopReason.ERROR: 1}
+        assert "cannot be sent" in result_of(view.sessions[0]).error.message  # type: ignore[union-attr]
+        assert node_processes() == before
+
+
+@pytest.mark.deep
+async def test_a_node_that_cannot_start_again_is_tried_again(start: Starts, tokenizer: Path) -> None:
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        hidden = str(tokenizer) + "-hidden"
+        os.rename(tokenizer, hidden)
+        before = node_processes()
+        os.kill(min(before), signal.SIGKILL)
+        await asyncio.sleep(4)
+        assert ends(await running.done(await running.submit("ask", n=4))) == {StopReason.COMPLETED: 4}
+        os.rename(hidden, tokenizer)
+        async with asyncio.timeout(60):
+            while sum(node.stats().capacity > 0 for node in running.nodes) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.deep
 async def test_all_processes_share_the_machines_resources(start: Starts, tokenizer: Path) -> None:
     async with start(sandboxes=SandboxesConfig(cpus=2.0)) as running:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 from contextlib import AsyncExitStack
 
 from outrider.cli.event_loop import run_service, shorten_pauses
@@ -18,18 +21,30 @@ from outrider.config import Config
 from outrider.errors import OutriderError
 from outrider.nodes.messages import TO_NODE, Setup
 from outrider.nodes.pipe import Pipe
+from outrider.nodes.processes import END_SECONDS
 from outrider.nodes.service_end import ServiceEnd
 from outrider.sessions.resources import ResourceAmount
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the service decides when its nodes end
-        signal.signal(number, signal.SIG_IGN)
+    # The service decides when its nodes end. The signals are not ignored, which programs started here would inherit.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     end = socket.socket(fileno=os.dup(0))
+    threading.Thread(target=_end_with_the_service, args=(os.dup(0),), daemon=True).start()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # what this process starts must not have the socket
     os.close(nothing)
     run_service(_serve(end))
+
+
+def _end_with_the_service(end: int) -> None:
+    """End this process some time after the service has hung up, also if its event loop is blocked."""
+    hung_up = select.poll()
+    hung_up.register(end, select.POLLRDHUP)
+    hung_up.poll()
+    time.sleep(END_SECONDS)
+    os._exit(1)
 
 
 async def _serve(end: socket.socket) -> None:

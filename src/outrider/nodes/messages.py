@@ -1,7 +1,7 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-It knows no connection. A `Call` is answered by one `Answer` with its number, in either direction of need: nodes ask the
-service to store turns and to set resources aside. Everything else is said once and needs no answer.
+It knows no connection. A `Call` of a node, to store a turn or to set resources aside, is answered by one `Answer` with
+its number, unless it is given back first. Everything else is said once and needs no answer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import msgspec
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
 from outrider.engines.pool.affinity import EngineUse
 from outrider.engines.pool.sharing import GateReport, PoolState
-from outrider.engines.relay.messages import Beat
-from outrider.errors import ErrorRecord
+from outrider.engines.relay.messages import Beat, encode
+from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
 from outrider.schemas import NodeStats
 from outrider.store.rows import SessionRow
@@ -181,6 +181,18 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
     """The node wants no more of a generation."""
 
     generation: int
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """The message as it is sent. Raises ServiceError for one that cannot be: with values that MessagePack does not
+    have, or too long."""
+    try:
+        frame = encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ServiceError(f"a {type(message).__name__} message cannot be sent: {error}") from error
+    if len(frame) > MAX_MESSAGE:
+        raise ServiceError(f"a {type(message).__name__} message of {len(frame)} bytes is too long to be sent")
+    return frame
 
 
 Call = SetState | AddTurn | ReadTurns | Take

@@ -30,7 +30,7 @@ class Pipe:
             self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "little"))
             self._writer.write(frame)
             await self._writer.drain()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError for a transport that is closed
             raise Disconnected(1006, str(error)) from error
 
     async def receive(self) -> bytes:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -22,6 +24,7 @@ from outrider.concurrency.backoff import Backoff
 from outrider.concurrency.cancellation import shielded
 from outrider.config import CallbacksConfig, Config
 from outrider.engines.pool.sharing import PoolState
+from outrider.environment import variables
 from outrider.errors import ErrorRecord, ServiceError, error_from
 from outrider.nodes.messages import Follow, Loads, Setup
 from outrider.nodes.pipe import Pipe
@@ -30,6 +33,8 @@ from outrider.nodes.remote_node import RemoteNode, ServiceParts
 log = logging.getLogger("outrider.node")
 
 MACHINE = "local"
+PREFIX = "OUTRIDER_"
+HOME = "OUTRIDER_HOME"
 PROGRAM = "outrider.cli.node_process"
 END_SECONDS = 10.0
 """How long a process may take to end its sandboxes, when it is to end."""
@@ -54,7 +59,6 @@ class NodeProcesses:
         self._background: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._said: dict[str | None, PoolState] = {}
-        self._weighed: dict[tuple[str, str | None], dict[str, float]] = {}
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -108,41 +112,59 @@ class NodeProcesses:
         failures = 0
         while True:
             began = clock()
-            ours, theirs = socket.socketpair()
-            with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", PROGRAM, stdin=theirs.fileno(), start_new_session=True
-                )
-            pipe = await Pipe.over(ours)
             try:
-                await node.serve(pipe, setup, ready)
-            finally:
-                await shielded(partial(_ended, process, pipe))
-            log.warning("the process of node %s has ended (%s): it is started again", node.name, process.returncode)
+                ended = await self._one_process(node, setup, ready)
+            except Exception as error:  # no process can be had now; or a bug, which must not end the other nodes
+                log.exception("node %s failed", node.name)
+                ended = f"failed: {error}"
+            log.warning("the process of node %s %s: another one is started", node.name, ended)
             if not started.done():
-                message = f"the process of node {node.name} ended with {process.returncode} before it was ready"
+                message = f"the process of node {node.name} {ended} before it was ready"
                 started.set_exception(ServiceError(message, hint="its own words are above, in the log"))
             failures = 0 if clock() - began >= STEADY_SECONDS else failures + 1
             await asyncio.sleep(RESTARTS.wait(failures))
+
+    async def _one_process(self, node: RemoteNode, setup: Setup, ready: Callable[[ErrorRecord | None], None]) -> str:
+        """Have a process for the node until it ends; how it ended."""
+        ours, theirs = socket.socketpair()
+        pipe = await Pipe.over(ours)
+        # What sets the service up is in its own settings; a node is told what it needs, and no secrets.
+        kept = {name: text for name, text in variables().items() if not name.startswith(PREFIX) or name == HOME}
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    # -P: the working folder must not come before Python's own modules.
+                    *(sys.executable, "-P", "-m", PROGRAM),
+                    stdin=theirs.fileno(),
+                    start_new_session=True,
+                    env=kept,
+                )
+        except BaseException:
+            pipe.abort()
+            raise
+        await node.serve(pipe, setup, ready=ready, ended=partial(_end, process, pipe))
+        return f"ended with {process.returncode}"
 
     async def _say_changes(self) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()
             for model, pool in self._parts.pools.items():
-                if (state := pool.state()) != self._said.get(model):
-                    self._said[model] = state
-                    for node in self.nodes:
-                        node.send(Follow(model=model, state=state))
+                try:
+                    state = pool.state()
+                    if state != self._said.get(model):
+                        for node in self.nodes:
+                            node.send(Follow(model=model, state=state))
+                        self._said[model] = state
+                except Exception:  # an engine may be anybody's code: what it says of itself may be nothing to send
+                    log.exception("the state of the engines cannot be told")
 
     async def _say_loads(self) -> None:
         while True:
             await asyncio.sleep(LOADS_SECONDS)
             for model, pool in self._parts.pools.items():
-                for node in self.nodes:
-                    if (loads := pool.loads(besides=node.name)) != self._weighed.get((node.name, model)):
-                        self._weighed[node.name, model] = loads
-                        node.send(Loads(model=model, loads=loads))
+                for node, loads in zip(self.nodes, pool.loads([node.name for node in self.nodes]), strict=True):
+                    node.send(Loads(model=model, loads=loads))
 
 
 def setup_of(config: Config, name: str, number: int, *, cpus: float, memory_mb: int) -> Setup:
@@ -172,8 +194,9 @@ def setup_of(config: Config, name: str, number: int, *, cpus: float, memory_mb: 
     )
 
 
-async def _ended(process: asyncio.subprocess.Process, pipe: Pipe) -> None:
-    """Have a process end: it does so by itself when it is alone, and is killed if it does not."""
+async def _end(process: asyncio.subprocess.Process, pipe: Pipe) -> None:
+    """Have a process end: it does so by itself when it is alone, and is killed if it does not. So is what its plugins
+    have started, and left."""
     pipe.abort()
     try:
         async with asyncio.timeout(END_SECONDS):
@@ -182,6 +205,8 @@ async def _ended(process: asyncio.subprocess.Process, pipe: Pipe) -> None:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it led a process group of its own
 
 
 def _part(total: int, number: int, of: int) -> int:

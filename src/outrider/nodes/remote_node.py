@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -22,8 +22,8 @@ from outrider.concurrency.cancellation import shielded
 from outrider.engines.base import ChatRequest, Chunk, GenerateRequest
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.link import Disconnected, Link
-from outrider.engines.relay.messages import Beat
-from outrider.errors import ErrorRecord, OutriderError, record_of
+from outrider.engines.relay.messages import Beat, Close
+from outrider.errors import ErrorRecord, OutriderError, ServiceError, record_of
 from outrider.nodes.messages import (
     TO_SERVICE,
     Abort,
@@ -47,6 +47,7 @@ from outrider.nodes.messages import (
     Setup,
     Take,
     ToService,
+    framed,
 )
 from outrider.nodes.pipe import Pipe
 from outrider.rootfs.store import has_image
@@ -88,11 +89,22 @@ class RemoteNode:
         self.machine = machine
         self._parts = parts
         self._connection: Connection | None = None
-        self._stats = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
+        self._nothing = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
+        self._stats = self._nothing
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when it can take more sessions than before."""
 
-    async def serve(self, pipe: Pipe, setup: Setup, ready: Callable[[ErrorRecord | None], None]) -> Disconnected:
+    async def serve(
+        self,
+        pipe: Pipe,
+        setup: Setup,
+        *,
+        ready: Callable[[ErrorRecord | None], None],
+        ended: Callable[[], Awaitable[None]],
+    ) -> Disconnected:
         """Have the node at the other end work until the connection ends; how it ended. `ready` is called when the node
-        has said that it runs attempts, or why it cannot."""
+        has said that it runs attempts, or why it cannot. `ended` is awaited in the end, and returns when the node has
+        nothing any more: only then is given back what was set aside for it."""
         async with asyncio.TaskGroup() as tasks:
             connection = Connection(self.name, pipe, self._parts, tasks)
 
@@ -101,8 +113,10 @@ class RemoteNode:
                 return await connection.run(setup, ready, self._note_stats)
             finally:
                 self._connection = None
-                self._stats = msgspec.structs.replace(self._stats, sessions=0, capacity=0)
-                connection.end()
+                self._stats = self._nothing
+                connection.lose_attempts()
+                await shielded(ended)
+                connection.give_back()
 
     def send(self, message: Follow | Loads) -> None:
         """Tell the node, if it is there. One that comes later is told everything then."""
@@ -121,7 +135,10 @@ class RemoteNode:
         return await self._connection.run_attempt(attempt)
 
     def _note_stats(self, stats: NodeStats) -> None:
+        more = stats.capacity > self._stats.capacity
         self._stats = stats
+        if more:
+            self.on_room()
 
 
 class Connection:
@@ -149,14 +166,17 @@ class Connection:
             self.link.send(Follow(model=model, state=pool.state()))
         return await self.link.run(self._handle)
 
-    def end(self) -> None:
-        """The node is gone: so are its attempts, and all that it had."""
+    def lose_attempts(self) -> None:
+        """The node is gone, and its attempts with it. Nothing is done for it any more."""
         self._ended = True
         for attempt in self._attempts.values():
             if not attempt.done():
                 attempt.set_exception(self._lost())
         for task in (*self._calls.values(), *self._generations.values()):
             task.cancel()
+
+    def give_back(self) -> None:
+        """What was set aside for the node, and what it had on engines."""
         for slot in self._slots.values():
             slot.release()
         for pool in self._parts.pools.values():
@@ -196,10 +216,10 @@ class Connection:
             case AddTurn() | SetState() | ReadTurns() | Take():
                 self._start(self._calls, message.call, self._answer(message))
             case GiveBack():
-                if (call := self._calls.get(message.call)) is not None:
-                    call.cancel()  # it still waits
-                elif (slot := self._slots.pop(message.call, None)) is not None:
+                if (slot := self._slots.pop(message.call, None)) is not None:
                     slot.release()
+                elif (call := self._calls.get(message.call)) is not None:
+                    call.cancel()  # it still waits
             case Generate():
                 self._start(self._generations, message.generation, self._generate(message))
             case Abort():
@@ -216,9 +236,14 @@ class Connection:
                 pools[message.model].policy.gate.report(self._name, message.report)
             case Doubt():
                 pools[message.model].doubt(message.engine)
-            case Ready():
+            case Ready(error=None):
                 self.link.silence = SILENCE_SECONDS
+                for pool in pools.values():
+                    pool.policy.gate.expect(self._name)
+                self._note_ready(None)
+            case Ready():
                 self._note_ready(message.error)
+                self.link.close(Close.LEFT, "it cannot start")
             case Beat():
                 pass
 
@@ -248,7 +273,11 @@ class Connection:
             if not isinstance(error, OutriderError):
                 log.exception("what node %s asked for failed", self._name)
             answer = Answer(call=call.call, error=record_of(error))
-        self.link.send(answer)
+        try:
+            frame = framed(answer)
+        except ServiceError as error:
+            frame = framed(Answer(call=call.call, error=error.record()))
+        self.link.send_encoded(frame)
 
     async def _generate(self, asked: Generate) -> None:
         """Pass on a generation of an engine that only this process has."""
@@ -272,5 +301,7 @@ class Connection:
                     else:
                         self.link.send(Generated(generation=number, chat=chunk))
             self.link.send(Generated(generation=number))
-        except OutriderError as error:
-            self.link.send(Generated(generation=number, error=error.record()))
+        except Exception as error:
+            if not isinstance(error, OutriderError):
+                log.exception("a generation for node %s failed", self._name)
+            self.link.send(Generated(generation=number, error=record_of(error)))

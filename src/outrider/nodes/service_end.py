@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,8 +23,8 @@ from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.sharing import EngineState, GateReport
 from outrider.engines.relay.link import Disconnected, Link
 from outrider.engines.relay.messages import Beat
-from outrider.errors import OutriderError, ServiceError, error_from
-from outrider.lifecycle import SessionState
+from outrider.errors import OutriderError, ServiceError, error_from, record_of
+from outrider.lifecycle import SessionState, StopReason
 from outrider.nodes.messages import (
     TO_NODE,
     Abort,
@@ -48,14 +49,18 @@ from outrider.nodes.messages import (
     Setup,
     Take,
     ToNode,
+    framed,
 )
 from outrider.nodes.pipe import Pipe
 from outrider.nodes.remote_node import HEARTBEAT_SECONDS
-from outrider.sessions.attempt import Attempt, Node
+from outrider.sessions.attempt import Attempt, Node, session_result
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, ResourceAmount
 from outrider.spec import TaskSpec
-from outrider.trajectory import Turn
+from outrider.store.rows import SessionRow
+from outrider.trajectory import SessionResult, Turn
+
+log = logging.getLogger("outrider.node")
 
 REPORT_SECONDS = 0.1
 """How often the service is told how the node is, if that has changed."""
@@ -80,7 +85,7 @@ class ServiceEnd:
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._generations: dict[int, asyncio.Queue[Generated]] = {}
-        self._attempts: dict[int, asyncio.Task[None]] = {}
+        self._attempts: dict[int, asyncio.Task[SessionResult]] = {}
         self._early: list[ToNode] = []
         """What came before the node was ready."""
         self._handle: Callable[[ToNode], None] = self._early.append
@@ -128,8 +133,9 @@ class ServiceEnd:
             raise ServiceError("the service is gone")
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        frame = framed(make(number))
         self._calls[number] = answer
-        self._link.send(make(number))
+        self._link.send_encoded(frame)
         try:
             found = await answer
         finally:
@@ -144,8 +150,9 @@ class ServiceEnd:
             raise ServiceError("the service is gone")
         number = next(self._numbers)
         parts: asyncio.Queue[Generated] = asyncio.Queue()
+        frame = framed(ask(number))
         self._generations[number] = parts
-        self._link.send(ask(number))
+        self._link.send_encoded(frame)
         finished = False
         try:
             while True:
@@ -183,7 +190,8 @@ class ServiceEnd:
             case Run():
                 task = attempts.create_task(self._run(node, message), name=f"session {message.session.id}")
                 self._attempts[message.attempt] = task
-                task.add_done_callback(lambda _: self._attempts.pop(message.attempt))
+                # Not in the task, of which nothing runs if it is cancelled at once.
+                task.add_done_callback(partial(self._note_end, message))
             case Cancel():
                 if (running := self._attempts.get(message.attempt)) is not None:
                     running.cancel()
@@ -194,14 +202,24 @@ class ServiceEnd:
             case Setup() | Beat():
                 pass
 
-    async def _run(self, node: Node, message: Run) -> None:
-        result = None
+    async def _run(self, node: Node, message: Run) -> SessionResult:
         try:
             # In a thread: validation decodes the base64 of every file in the task.
             task = await asyncio.to_thread(TaskSpec.model_validate_json, message.task)
-            result = await node.run(Attempt(session=message.session, task=task, reserved=message.reserved))
-        finally:
-            self._link.send(Ran(attempt=message.attempt, result=result))
+            return await node.run(Attempt(session=message.session, task=task, reserved=message.reserved))
+        except Exception as error:  # a bug, which must not end the other sessions
+            log.exception("session %s cannot be run", message.session.id)
+            return _failed(message.session, error)
+
+    def _note_end(self, run: Run, task: asyncio.Task[SessionResult]) -> None:
+        del self._attempts[run.attempt]
+        result = None if task.cancelled() else task.result()
+        try:
+            frame = framed(Ran(attempt=run.attempt, result=result))
+        except ServiceError as error:
+            log.exception("the result of session %s cannot be sent", run.session.id)
+            frame = framed(Ran(attempt=run.attempt, result=_failed(run.session, error)))
+        self._link.send_encoded(frame)
 
     def _report(self, node: Node, pools: Followers) -> None:
         uses = tuple(ModelUses(model=model, engines=pool.pool.uses()) for model, pool in pools.items())
@@ -209,6 +227,12 @@ class ServiceEnd:
         if report != self._reported:
             self._reported = report
             self._link.send(report)
+
+
+def _failed(session: SessionRow, error: Exception) -> SessionResult:
+    """For what would fail again."""
+    record = msgspec.structs.replace(record_of(error), retryable=False)
+    return session_result(session, StopReason.ERROR, [], task=None, error=record)
 
 
 class RemoteStore:
@@ -297,6 +321,10 @@ class ForwardedEngine:
         self._model = model
         self._health = state.health
 
+    def heed(self, state: EngineState) -> None:
+        """The service says how the engine is now: a relay's workers may have come since."""
+        self.logprob_kind, self.constraints, self._health = state.logprob_kind, state.constraints, state.health
+
     async def start(self) -> None:
         pass
 
@@ -310,7 +338,7 @@ class ForwardedEngine:
         pass
 
     async def health(self) -> EngineHealth:
-        """As the service had it when the engine joined. How it is now, the pool learns from the service itself."""
+        """As the service has said. Whether the engine answers, the pool learns from the service, too."""
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Any, None]:

@@ -21,7 +21,7 @@ from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.nodes.processes import MACHINE, NodeProcesses
-from outrider.nodes.remote_node import ServiceParts
+from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
@@ -111,6 +111,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             )
         )
         node: LocalNode | None = None
+        remote: list[RemoteNode] = []
         nodes: Sequence[Node]
         if config.processes == 1:
             node = await stack.enter_async_context(
@@ -119,7 +120,8 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             nodes = [node]
         else:
             parts = ServiceParts(store, models.pools, resources)
-            nodes = (await stack.enter_async_context(NodeProcesses(config, parts))).nodes
+            remote = (await stack.enter_async_context(NodeProcesses(config, parts))).nodes
+            nodes = remote
         service = Service(
             config,
             store=store,
@@ -129,6 +131,8 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             nodes=nodes,
             pauses=pauses,
         )
+        for each in remote:
+            each.on_room = service.wake
         for spec in config.engines:
             await service.add_engine(spec)
         for at, model in enumerate(config.frozen):

@@ -3,7 +3,7 @@
 The order is that of `store/queue.py`; where a session goes, and which wait for room, is decided by `placing.py`.
 
 It knows no sandbox and no engine. Invariant: every attempt that it starts ends in exactly one of `finish` and
-`requeue`, unless this process dies; then the lease runs out and `recover` requeues the session.
+`requeue`, unless its node or this process dies; then its lease ends, and `recover` requeues the session.
 """
 
 from __future__ import annotations
@@ -168,10 +168,11 @@ class Scheduler:
                 if placement.task is not None:
                     placement.task.cancel()
 
-    async def _retake(self, now: float) -> None:
-        """Queue the sessions again whose lease ended before `now` and that do not run here, and end those that have
-        lost their node too often, and those that are to end."""
-        recovered = await self._store.recover(now=now, held=frozenset(self._placements))
+    async def _retake(self, now: float, *, wait: float = 0.0) -> None:
+        """Queue the sessions again whose lease ended before `now` and that do not run here, to be started after `wait`
+        seconds; end those that have lost their node too often, and those that are to end."""
+        due = time.time() + wait if wait else 0.0
+        recovered = await self._store.recover(now=now, held=frozenset(self._placements), due=due)
         for session in recovered:
             if session.recovered > MAX_RECOVERED and session.ending is None:
                 await self._give_up(session, await self._task_of(session), session.last_error)
@@ -285,8 +286,10 @@ class Scheduler:
             self._work.set()
             self._ended.set()
         if lost:
+            # At once the first time; later it waits, for it may be this session that kills its nodes.
+            wait = self._pauses.wait(session.recovered - 1) if session.recovered else 0.0
             await retry_store(lambda: self._store.renew_leases({session.id: session.attempt}, 0.0))
-            await retry_store(partial(self._retake, time.time()))
+            await retry_store(partial(self._retake, time.time(), wait=wait))
 
     async def _outcome(self, placement: _Placement) -> SessionResult:
         """How the attempt ended. A cancellation may come before the node has it; after its end it has no effect. Raises

@@ -112,6 +112,10 @@ class Service:
             stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
             yield
 
+    def wake(self) -> None:
+        """There may be room for queued sessions."""
+        self._scheduler.wake()
+
     @property
     def stopping(self) -> bool:
         """Whether it starts no more sessions, because it is about to end."""

@@ -497,9 +497,9 @@ class Store:
 
         return await self._db.write(body)
 
-    async def recover(self, *, now: float, held: Container[str] = ()) -> list[SessionRow]:
+    async def recover(self, *, now: float, held: Container[str] = (), due: float = 0.0) -> list[SessionRow]:
         """Requeue every session whose lease ended before `now`, except those in `held`: its node died. The attempt is
-        counted as recovered.
+        counted as recovered. The next one starts at `due` or later.
 
         Returns the sessions as they are afterwards, also those that are to end.
         """
@@ -515,7 +515,7 @@ class Store:
                     hint="the node or the whole service died: its log says why",
                     retryable=True,
                 )
-                await self._requeue(tx, session, error, recovered=1)
+                await self._requeue(tx, session, error, due=due, recovered=1)
             return [await _find_session(tx, session.id) for session in lost]
 
         return await self._db.write(body)

@@ -98,6 +98,7 @@ class Member:
         self.detail = ""
         self.draining = False
         self.removed = False
+        self.removal_seconds = 0.0
         self.in_flight = 0
         self.sessions = 0
         self.assigned_tokens = 0
@@ -166,10 +167,17 @@ class Member:
         self._look_idle()
 
     def _look_idle(self) -> None:
-        if self.busy:
+        # A follower that is told of the removal has it until its own generations have ended.
+        if self.in_flight or (self.uses if self.removed else self.busy):
             self.idle.clear()
         else:
             self.idle.set()
+
+    def remove(self, seconds: float) -> None:
+        """It serves nobody any more; what is in flight has so many seconds to end."""
+        self.removed = self.draining = True
+        self.removal_seconds = seconds
+        self._look_idle()
 
     def serving(self) -> ServingEngine:
         return ServingEngine(

@@ -10,18 +10,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, cast
 
 from outrider.engines.base import RemembersVersions
 from outrider.engines.pool.followed_policy import FollowedPolicy
-from outrider.engines.pool.pool import AnyEngine, EnginePool
+from outrider.engines.pool.pool import REMOVAL_SECONDS, AnyEngine, EnginePool
 from outrider.engines.pool.sharing import EngineState, PoolState
-from outrider.errors import NotFound, OutriderError
 from outrider.spec import EngineSpec
 
 log = logging.getLogger("outrider.engine")
+
+
+ADOPT_SECONDS = 30.0
+"""How long an engine may take to start here."""
+AGAIN_SECONDS = 1.0
+"""After so long it is tried again to use an engine that failed to start."""
+
+
+class Forwarded(Protocol):
+    """An engine that only the leader's process has; `heed` tells how it is there now."""
+
+    def heed(self, state: EngineState) -> None: ...
 
 
 class PoolFollower:
@@ -69,24 +79,28 @@ class PoolFollower:
             assert state is not None
             for engine in state.engines:
                 try:
-                    await self._follow_engine(engine)
-                except OutriderError as error:  # what the leader can use may be out of this process's reach
-                    log.error("engine %s cannot be used here: %s", engine.name, error)
+                    async with asyncio.timeout(ADOPT_SECONDS):
+                        await self._follow_engine(engine, state)
+                except Exception as error:  # an engine may be anybody's code, and work in the leader's process only
+                    log.error("engine %s cannot be used here yet: %r", engine.name, error)
+                    asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._work.set)
             for name in self._followed.keys() - {engine.name for engine in state.engines}:
-                self._leave_engine(name)
+                self._leave_engine(name, state)
             # The leader opens its gate when the engines have the new version: ours opens when we know it, too.
             if state is self._state and state.paused is None:
                 self._policy.follow(state)
 
-    async def _follow_engine(self, engine: EngineState) -> None:
+    async def _follow_engine(self, engine: EngineState, state: PoolState) -> None:
         known = self._followed.get(engine.name)
         if known is not None and (known.kind, known.spec) != (engine.kind, engine.spec):
-            self._leave_engine(engine.name)
+            self._leave_engine(engine.name, state)
             known = None
         if known is None:
             spec = None if engine.spec is None else EngineSpec.model_validate_json(engine.spec)
             await self.pool.adopt(engine, spec or self._forwarded(engine))
         self._followed[engine.name] = engine
+        if engine.spec is None:
+            cast(Forwarded, self.pool.engine(engine.name)).heed(engine)
         # What is remembered here may be newer than what the leader remembers, unless the leader was told something.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
@@ -94,12 +108,15 @@ class PoolFollower:
                 own.versions = engine.versions
         self.pool.obey(engine)
 
-    def _leave_engine(self, name: str) -> None:
+    def _leave_engine(self, name: str, state: PoolState) -> None:
         del self._followed[name]
+        seconds = state.leaving.get(name, REMOVAL_SECONDS)
 
         async def leave() -> None:
-            with suppress(NotFound):
-                await self.pool.remove(name)
+            try:
+                await self.pool.remove(name, seconds=seconds)
+            except Exception:  # as above
+                log.exception("engine %s cannot be closed", name)
             self._work.set()  # the leader may have another engine of that name by now
 
         self._tasks.create_task(leave(), name=f"removal of {name}")

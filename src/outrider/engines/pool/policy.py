@@ -52,7 +52,7 @@ class PolicyGate:
         self.whole = 0
         self.closings = 0
         self._tell = changed
-        self._followers: dict[str, GateReport] = {}
+        self._followers: dict[str, GateReport | None] = {}
         self._changed = asyncio.Event()
         self._closed_at = 0.0
         self._closed_for = 0.0
@@ -94,19 +94,24 @@ class PolicyGate:
         while (self.mode == "finish" and self._flying("in_flight")) or (self.mode == "abort" and self._flying("whole")):
             await self._changed.wait()
 
+    def expect(self, follower: str) -> None:
+        """A follower is there. Until it reports, it may have anything in flight."""
+        self._followers.setdefault(follower, None)
+
     def report(self, follower: str, report: GateReport) -> None:
         self._followers[follower] = report
-        self._notify()
+        self._wake()
 
     def forget(self, follower: str) -> None:
         """A follower is gone, and all its generations with it."""
-        if self._followers.pop(follower, None) is not None:
-            self._notify()
+        self._followers.pop(follower, None)
+        self._wake()
 
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
         """Whether generations of a kind are in flight anywhere, or a follower has not heard of this closing yet."""
         return bool(getattr(self, which)) or any(
-            report.closings != self.closings or getattr(report, which) for report in self._followers.values()
+            report is None or report.closings != self.closings or getattr(report, which)
+            for report in self._followers.values()
         )
 
     def paused_seconds(self) -> float:
@@ -116,9 +121,12 @@ class PolicyGate:
         return self._closed_for + asyncio.get_running_loop().time() - self._closed_at
 
     def _notify(self) -> None:
+        self._wake()
+        self._tell()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        self._tell()
 
 
 class KnownPolicy(msgspec.Struct, frozen=True):
@@ -149,6 +157,7 @@ class Policy:
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.gate = PolicyGate(changed)
+        self._changed = changed
         self._members = members
         self._lost = lost
         self._found = found
@@ -386,6 +395,7 @@ class Policy:
                 self._lost(failure.member, failure.error)
         finally:
             self.gate.open()
+            self._changed()  # also where it was open: there may be another version
 
     @asynccontextmanager
     async def _closed(self, mode: PolicyPause) -> AsyncGenerator[None, None]:

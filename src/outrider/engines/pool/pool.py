@@ -290,6 +290,7 @@ class EnginePool:
             paused=gate.mode,
             policy_version=self.policy.known_version,
             engines=tuple(state_of(member) for member in self._members.values() if not member.removed),
+            leaving={member.name: member.removal_seconds for member in self._members.values() if member.removed},
         )
 
     def note_uses(self, follower: str, uses: Mapping[str, EngineUse]) -> None:
@@ -300,12 +301,15 @@ class EnginePool:
             if member.version != before:
                 self.state_changed()
 
-    def loads(self, besides: str) -> dict[str, float]:
-        """How much load each engine has from followers other than this one."""
-        return {
-            name: sum(use.load for follower, use in member.uses.items() if follower != besides)
-            for name, member in self._members.items()
-        }
+    def loads(self, followers: Sequence[str]) -> list[dict[str, float]]:
+        """For each of these followers, how much load each engine has from the others."""
+        all_loads = {name: sum(use.load for use in member.uses.values()) for name, member in self._members.items()}
+
+        def own(name: str, follower: str) -> float:
+            use = self._members[name].uses.get(follower)
+            return 0.0 if use is None else use.load
+
+        return [{name: load - own(name, follower) for name, load in all_loads.items()} for follower in followers]
 
     def doubt(self, name: str) -> None:
         """A follower could not use this engine: look whether it still works."""
@@ -383,7 +387,7 @@ class EnginePool:
                 self._unclaim(name)
             return
         member = self._member(name)
-        member.removed = member.draining = True
+        member.remove(seconds)
         self._affinity.refresh(member)
         self.state_changed()
         _stop_tasks(member.probe, member.trial, member.check)

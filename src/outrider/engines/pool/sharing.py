@@ -40,12 +40,14 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
     """All that followers must know of the leading pool. `closings` counts how often its gate has changed, and `paused`
-    is how it stands now; `policy_version` is None while it is only what engines report."""
+    is how it stands now; `policy_version` is None while it is only what engines report. `leaving` are engines that are
+    being removed, with the seconds that their generations have to end."""
 
     closings: int
     paused: PolicyPause | None
     policy_version: int | None
     engines: tuple[EngineState, ...]
+    leaving: dict[str, float] = {}
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):

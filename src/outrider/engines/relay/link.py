@@ -46,7 +46,7 @@ class Link(Generic[In]):
         self._decoder = decoder
         self._heartbeat = heartbeat
         self.silence = silence
-        self._waiting: deque[bytes] = deque()  # bounded by the windows and by the requests in flight
+        self._waiting: deque[bytes] = deque()  # of a relay: bounded by its windows and requests
         self._wake = asyncio.Event()
         self._close: Disconnected | None = None
         self._clock = asyncio.get_running_loop().time
@@ -88,9 +88,9 @@ class Link(Generic[In]):
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._sending_since = self._sent = self._clock()
             try:
                 while self._waiting:
+                    self._sending_since = self._sent = self._clock()
                     await self._socket.send(self._waiting.popleft())
                 if self._close is not None:
                     await self._socket.close(self._close.code, self._close.reason)
