@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -198,6 +199,23 @@ async def test_an_agent_that_kills_its_process_ends_in_an_error_and_no_other_ses
         assert ends(view) == {StopReason.ERROR: 1}
         assert result_of(view.sessions[0]).error.code == "lease_expired"  # type: ignore[union-attr]
         assert ends(await running.done(await running.submit("ask", n=8))) == {StopReason.COMPLETED: 8}
+
+
+async def test_time_in_which_the_service_stood_still_is_charged_to_no_session(start: Starts, tokenizer: Path) -> None:
+    """The agents run in other processes, and need the service for every call. One that ends badly then has no grade."""
+    async with start() as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
+        patient = await running.submit("ask", "wait door", "ask", n=2, limits={"agent_seconds": 2})
+        await running.here("door")
+        hasty = await running.submit("ask", "wait never", limits={"agent_seconds": 2})
+        await running.here("never")
+        time.sleep(3)  # noqa: ASYNC251  # the service runs in this event loop
+        running.open("door")
+        assert ends(await running.done(patient)) == {StopReason.COMPLETED: 2}
+        view = await running.done(hasty)
+        assert ends(view) == {StopReason.AGENT_TIMEOUT: 1}
+        assert view.sessions[0].attempt == 2
+        assert "stood still" in view.sessions[0].last_error.message  # type: ignore[union-attr]
 
 
 async def test_cancelled_sessions_are_torn_down_in_their_process(start: Starts, tokenizer: Path) -> None:
@@ -410,6 +428,7 @@ async def test_a_process_that_cannot_start_keeps_the_service_from_starting(
 def test_a_process_is_told_no_secret_and_its_part_of_the_slots(tokenizer: Path) -> None:
     config = Config(
         processes=3,
+        sandboxes=SandboxesConfig(warm=2, warm_memory_mb=17),
         token="hidden-token",
         store="postgresql://user:hidden-password@host/name",
         callbacks=CallbacksConfig(secret=SecretStr(f"whsec_{SECRET}")),
@@ -417,6 +436,8 @@ def test_a_process_is_told_no_secret_and_its_part_of_the_slots(tokenizer: Path) 
     )
     setups = [processes.setup_of(config, f"n-{number}", number, cpus=4.0, memory_mb=100) for number in range(3)]
     assert all(word not in setup.config for setup in setups for word in (b"hidden", SECRET.encode()))
-    lanes = [Config.model_validate_json(setup.config).lanes for setup in setups]
+    configs = [Config.model_validate_json(setup.config) for setup in setups]
+    assert [(each.sandboxes.warm, each.sandboxes.warm_memory_mb) for each in configs] == [(1, 16), (1, 16), (0, 16)]
+    lanes = [each.lanes for each in configs]
     assert [each.run for each in lanes] == [22, 21, 21]
     assert [each.init for each in lanes] == [6, 5, 5]

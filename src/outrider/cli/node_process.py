@@ -88,6 +88,7 @@ async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[object])
                 store=service.store,
                 artifacts=artifacts,
                 resources=service.resources,
+                service_silence=service.silence,
             )
         )
         await stack.enter_async_context(serving_gateway(node))

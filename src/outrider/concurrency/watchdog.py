@@ -45,6 +45,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.stalls = StallStats()
+        self._noted = 0.0
         self._seen = 0.0
         self._worked = 0.0
         self._loop_thread = 0
@@ -56,9 +57,20 @@ class Watchdog:
 
     def stood_still(self) -> float:
         """Total seconds of all stalls until now, including one that has just ended, after which the timer has not run
-        yet."""
+        yet, and those noted."""
         now = time.monotonic() - self._seen - PERIOD
-        return self.stalls.total + (now if now >= STALL else 0.0)
+        return self.stalls.total + self._noted + (now if now >= STALL else 0.0)
+
+    def note(self, seconds: float) -> None:
+        """Another process, for which what runs here had to wait, has stood still for so long. `stalls` does not have
+        it: it is not this loop's."""
+        self._noted += seconds
+        self._tell(seconds)
+
+    def _tell(self, stalled: float) -> None:
+        for witness in self._witnesses:
+            witness.total += stalled
+            witness.longest = max(witness.longest, stalled)
 
     @contextmanager
     def witness(self) -> Iterator[Witness]:
@@ -101,9 +113,7 @@ class Watchdog:
                 longest=max(seen.longest, stalled),
                 held=max(seen.held, held),
             )
-            for witness in self._witnesses:
-                witness.total += stalled
-                witness.longest = max(witness.longest, stalled)
+            self._tell(stalled)
             if now - self._logged >= LOG_SECONDS:
                 self._logged = now
                 # No sample means that one call held the interpreter, so that the sampling thread could not run either.

@@ -36,6 +36,8 @@ MACHINE = "local"
 PREFIX = "OUTRIDER_"
 HOME = "OUTRIDER_HOME"
 PROGRAM = "outrider.cli.node_process"
+LEAST_WARM_MB = 16
+"""The least that `sandboxes.warm_memory_mb` may be."""
 END_SECONDS = 10.0
 """How long a process may take to end its sandboxes, when it is to end."""
 
@@ -175,7 +177,10 @@ def setup_of(config: Config, name: str, number: int, *, cpus: float, memory_mb: 
     changes = {
         "lanes": lanes.model_copy(update=slots),
         "sandboxes": sandboxes.model_copy(
-            update={"warm": _part(sandboxes.warm, number, of), "warm_memory_mb": sandboxes.warm_memory_mb // of}
+            update={
+                "warm": _part(sandboxes.warm, number, of),
+                "warm_memory_mb": max(LEAST_WARM_MB, sandboxes.warm_memory_mb // of),
+            }
         ),
         # It is told of engines as they come, and no secret that it does not need.
         "engines": (),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -53,7 +54,8 @@ from outrider.nodes.messages import (
 )
 from outrider.nodes.pipe import Pipe
 from outrider.nodes.remote_node import HEARTBEAT_SECONDS
-from outrider.sessions.attempt import Attempt, Node, session_result
+from outrider.sessions.attempt import Attempt, session_result
+from outrider.sessions.node import LocalNode
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, ResourceAmount
 from outrider.spec import TaskSpec
@@ -61,6 +63,9 @@ from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, Turn
 
 log = logging.getLogger("outrider.node")
+
+SILENT_SECONDS = 0.5
+"""A service that says nothing for so long stands still: it tells of loads five times as often."""
 
 REPORT_SECONDS = 0.1
 """How often the service is told how the node is, if that has changed."""
@@ -90,6 +95,8 @@ class ServiceEnd:
         """What came before the node was ready."""
         self._handle: Callable[[ToNode], None] = self._early.append
         self._reported: Report | None = None
+        self._heard: float | None = None
+        """When the service said something last; None before the node is ready."""
         self._ended = False
 
     @asynccontextmanager
@@ -103,10 +110,16 @@ class ServiceEnd:
             finally:
                 running.cancel()
 
-    async def run(self, node: Node, pools: Followers) -> None:
+    def silence(self) -> float:
+        """For how long the service has stood still until now."""
+        silent = 0.0 if self._heard is None else time.monotonic() - self._heard
+        return silent if silent >= SILENT_SECONDS else 0.0
+
+    async def run(self, node: LocalNode, pools: Followers) -> None:
         """Run attempts on the node until cancelled."""
         async with asyncio.TaskGroup() as attempts:
             self._handle = partial(self._obey, node, pools, attempts)
+            self._heard = time.monotonic()
             for message in self._early:
                 self._handle(message)
             self._link.send(Ready())
@@ -179,7 +192,10 @@ class ServiceEnd:
         for number, parts in self._generations.items():
             parts.put_nowait(Generated(generation=number, error=gone.record()))
 
-    def _obey(self, node: Node, pools: Followers, attempts: asyncio.TaskGroup, message: ToNode) -> None:
+    def _obey(self, node: LocalNode, pools: Followers, attempts: asyncio.TaskGroup, message: ToNode) -> None:
+        if silent := self.silence():
+            node.note_stall(silent)
+        self._heard = time.monotonic()
         match message:
             case Answer():
                 if (call := self._calls.get(message.call)) is not None and not call.done():
@@ -202,7 +218,7 @@ class ServiceEnd:
             case Setup() | Beat():
                 pass
 
-    async def _run(self, node: Node, message: Run) -> SessionResult:
+    async def _run(self, node: LocalNode, message: Run) -> SessionResult:
         try:
             # In a thread: validation decodes the base64 of every file in the task.
             task = await asyncio.to_thread(TaskSpec.model_validate_json, message.task)
@@ -221,7 +237,7 @@ class ServiceEnd:
             frame = framed(Ran(attempt=run.attempt, result=_failed(run.session, error)))
         self._link.send_encoded(frame)
 
-    def _report(self, node: Node, pools: Followers) -> None:
+    def _report(self, node: LocalNode, pools: Followers) -> None:
         uses = tuple(ModelUses(model=model, engines=pool.pool.uses()) for model, pool in pools.items())
         report = Report(stats=node.stats(), uses=uses)
         if report != self._reported:

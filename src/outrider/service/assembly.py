@@ -207,8 +207,9 @@ def local_node(
     store: AttemptStore,
     artifacts: ArtifactStore,
     resources: NodeResources,
+    service_silence: Callable[[], float] = lambda: 0.0,
 ) -> LocalNode:
-    """The node of the settings in this process, to be entered."""
+    """The node of the settings in this process, to be entered. `service_silence`: see `NodeServices`."""
     lanes, sandboxes = config.lanes, config.sandboxes
     return LocalNode(
         name,
@@ -220,6 +221,7 @@ def local_node(
         resources=resources,
         files=config.files,
         warm=WarmLimits(each=sandboxes.warm, memory_mb=sandboxes.warm_memory_mb),
+        service_silence=service_silence,
     )
 
 

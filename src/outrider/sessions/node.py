@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +57,7 @@ class LocalNode:
         resources: NodeResources,
         files: Path,
         warm: WarmLimits | None = None,
+        service_silence: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.name = self.machine = name
         self.backend = backend
@@ -67,6 +68,7 @@ class LocalNode:
         self._resources = resources
         self._files = files
         self._warm_limits = warm or WarmLimits()
+        self._service_silence = service_silence
         self._held = AsyncExitStack()
         self._background = asyncio.TaskGroup()
         """Sweeps, warm sandboxes, and sandboxes for grading while they start."""
@@ -97,6 +99,7 @@ class LocalNode:
                 sandboxes=sandboxes,
                 warm_pool=warm_pool,
                 watchdog=watchdog,
+                service_silence=self._service_silence,
             )
             self._held = held.pop_all()
         return self
@@ -118,6 +121,10 @@ class LocalNode:
     def models(self, key: str) -> SessionModels | None:
         """The models that a credential gives access to, while its run lasts."""
         return self._models.get(key)
+
+    def note_stall(self, seconds: float) -> None:
+        """The service, another process, has stood still for so long."""
+        self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:
         return NodeStats(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -64,11 +65,13 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     sandboxes: Sandboxes
     warm_pool: WarmPool
     watchdog: Watchdog
+    service_silence: Callable[[], float] = lambda: 0.0
+    """For how long the service, if it is another process, has stood still until now."""
 
     def stood_still(self) -> float:
-        """Seconds in all, until now, in which no session could go on: the event loop stood still, or the policy was
-        paused. A stall during a pause counts twice, in the sessions' favour."""
-        return self.watchdog.stood_still() + self.model.pool.policy.gate.paused_seconds()
+        """Seconds in all, until now, in which no session could go on: the event loop stood still, or the service did,
+        or the policy was paused. What happens at the same time counts twice, in the sessions' favour."""
+        return self.watchdog.stood_still() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,9 +330,10 @@ class Rollout:
 
         A client may have given up waiting for the service; what such an agent did says nothing about the policy.
         """
-        if stalls.longest >= HARMFUL_SECONDS:
+        longest = max(stalls.longest, self._node.service_silence())
+        if longest >= HARMFUL_SECONDS:
             raise ServiceError(
-                f"the service stood still for {stalls.longest:.1f} s while the agent ran, which then ended badly",
+                f"the service stood still for {longest:.1f} s while the agent ran, which then ended badly",
                 hint="see the service's log for what held it, and whether its machine is overloaded",
             ) from error
 
