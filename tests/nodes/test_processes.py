@@ -158,9 +158,10 @@ async def test_updates_in_the_middle_of_sessions(
 async def test_the_sessions_of_a_process_that_dies_or_hangs_run_again(
     start: Starts, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(remote_node, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(remote_node, "HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr(processes, "END_SECONDS", 0.5)
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(remote_node, "SILENCE_SECONDS", 4.0)
+        monkeypatch.setattr(remote_node, "HEARTBEAT_SECONDS", 0.2)
+        monkeypatch.setattr(processes, "END_SECONDS", 0.5)
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
         submitted = await running.submit("ask", "wait door", "ask", n=8)
@@ -201,15 +202,16 @@ async def test_an_agent_that_kills_its_process_ends_in_an_error_and_no_other_ses
         assert ends(await running.done(await running.submit("ask", n=8))) == {StopReason.COMPLETED: 8}
 
 
+@pytest.mark.deep
 async def test_time_in_which_the_service_stood_still_is_charged_to_no_session(start: Starts, tokenizer: Path) -> None:
     """The agents run in other processes, and need the service for every call. One that ends badly then has no grade."""
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
-        patient = await running.submit("ask", "wait door", "ask", n=2, limits={"agent_seconds": 2})
+        patient = await running.submit("ask", "wait door", "ask", n=2, limits={"agent_seconds": 4})
         await running.here("door")
-        hasty = await running.submit("ask", "wait never", limits={"agent_seconds": 2})
+        hasty = await running.submit("ask", "wait never", limits={"agent_seconds": 4})
         await running.here("never")
-        time.sleep(3)  # noqa: ASYNC251  # the service runs in this event loop
+        time.sleep(5)  # noqa: ASYNC251  # the service runs in this event loop
         running.open("door")
         assert ends(await running.done(patient)) == {StopReason.COMPLETED: 2}
         view = await running.done(hasty)
@@ -252,10 +254,11 @@ async def test_a_version_that_is_told_without_a_pause_is_known_everywhere(start:
         await running.done(await running.submit("ask", n=4))
         engine.version = 7
         await running.service.pool.policy.resume(7)
-        await asyncio.sleep(0.2)  # followers hear of it a moment later
-        view = await running.done(await running.submit("ask", n=4))
-        versions = {version for sample in view.samples or () for version in sample.versions}
-        assert versions == {-1, 7}
+        versions: set[int] = set()
+        async with asyncio.timeout(30):  # followers hear of it a moment later
+            while versions != {-1, 7}:
+                view = await running.done(await running.submit("ask", n=4))
+                versions = {version for sample in view.samples or () for version in sample.versions}
 
 
 async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Starts, tokenizer: Path) -> None:
@@ -266,10 +269,12 @@ async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Star
         await running.done(await running.submit("ask"))
         engine.logprob_kind = LogprobKind.RAW
         running.service.pool.state_changed()
-        await asyncio.sleep(0.2)
-        view = await running.done(await running.submit("ask"))
-        (turn,) = await running.service.store.turns(view.sessions[0].id)
-        assert turn.logprob_kind is LogprobKind.RAW
+        kind = LogprobKind.SAMPLING
+        async with asyncio.timeout(30):  # followers hear of it a moment later
+            while kind is not LogprobKind.RAW:
+                view = await running.done(await running.submit("ask"))
+                (turn,) = await running.service.store.turns(view.sessions[0].id)
+                kind = turn.logprob_kind
 
 
 async def test_a_result_that_cannot_be_sent_ends_its_session_alone(start: Starts, tokenizer: Path) -> None:
@@ -325,7 +330,10 @@ async def test_new_sessions_go_to_the_engine_with_least_load_in_all_processes(st
         for number in range(16):  # one after another: each process has had few of them
             submitted = await running.submit("ask", f"wait done-{number}")
             await running.here(f"done-{number}")
-            await asyncio.sleep(4 * processes.LOADS_SECONDS)
+            async with asyncio.timeout(30):
+                while sum(status.sessions for status in running.service.engines()) <= number:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(4 * processes.LOADS_SECONDS)  # until all processes know it
             assert max(status.sessions for status in running.service.engines()) <= number // 4 + 1
         for number in range(16):
             running.open(f"done-{number}")
