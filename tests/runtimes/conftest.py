@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,8 +18,9 @@ from .world import World
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short path: a Unix socket's is at most 107 bytes long."""
-    with tempfile.TemporaryDirectory(prefix="or-") as name:
+    """A short path: a Unix socket's is at most 107 bytes long. It has this process's number, by which `Traces` knows
+    the mounts of its own tests."""
+    with tempfile.TemporaryDirectory(prefix=f"or-{os.getpid()}-") as name:
         yield Path(name)
 
 

@@ -29,7 +29,8 @@ class Traces:
     def __init__(self) -> None:
         self.processes = children()
         lines = Path("/proc/mounts").read_text().splitlines()
-        self.mounts = [line for line in lines if "/or-" in line]  # others of this machine mount things meanwhile
+        # Others of this machine mount things meanwhile.
+        self.mounts = [line for line in lines if f"/or-{os.getpid()}-" in line]
         self.descriptors = len(os.listdir("/proc/self/fd"))
 
     def left(self) -> tuple[set[int], bool, int]:
