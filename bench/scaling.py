@@ -117,7 +117,7 @@ async def _rate(corpus: Corpus, engine: str, processes: int, waves: int, seconds
 
 
 async def _ends(service: Service, groups: int) -> list[float]:
-    """When each of so many groups has ended, in order. Raises RuntimeError when a session did not go as it should."""
+    """The times at which this many groups ended, in order. Raises RuntimeError if a session failed."""
     ends: list[float] = []
     after = 0
     while len(ends) < groups:

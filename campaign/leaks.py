@@ -42,7 +42,7 @@ def nodes_of(service: int) -> set[int]:
 
 async def held_by_idle_service(client: AsyncClient, temporary: Path, processes: int) -> list[Finding]:
     """What a service without sessions still holds once it has had some time to put it down: slots, seats on engines,
-    folders and processes of sandboxes. It runs sessions in so many `processes`."""
+    folders and processes of sandboxes. `processes` is how many run its sessions."""
     held = await _settled(lambda: _held(client, temporary, processes))
     return [Finding(Harm.LEAKED, f"the idle service holds {what}") for what in held]
 

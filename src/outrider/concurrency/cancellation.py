@@ -19,7 +19,7 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
     """Await `work()` to its end and return its result or raise its error.
 
     If the caller is cancelled meanwhile, CancelledError is raised instead, but only once the work has ended. With
-    `grace`, the work is cancelled, too, so many seconds after the caller.
+    `grace`, the work itself is cancelled that many seconds after the caller.
     """
     # The work needs a task of its own: asyncio.timeout() inside it cancels the task that it runs in. A bare task and
     # one future cost 8 us a call; a TaskGroup around the task costs 13 us, and every stored turn pays for it.

@@ -46,7 +46,7 @@ STEADY_SECONDS = 60.0
 """A process that has lived for so long and then dies is started again at once."""
 
 LOADS_SECONDS = 0.1
-"""How often each node is told how much load engines have from the others."""
+"""How often each node is told the load that other nodes put on the engines."""
 
 
 class NodeProcesses:

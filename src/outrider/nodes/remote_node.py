@@ -106,9 +106,7 @@ class RemoteNode:
         has said that it runs attempts, or why it cannot. `ended` is awaited in the end, and returns when the node has
         nothing any more: only then is given back what was set aside for it."""
         async with asyncio.TaskGroup() as tasks:
-            connection = Connection(self.name, pipe, self._parts, tasks)
-
-            self._connection = connection
+            self._connection = connection = Connection(self.name, pipe, self._parts, tasks)
             try:
                 return await connection.run(setup, ready, self._note_stats)
             finally:

@@ -167,14 +167,14 @@ class Member:
         self._look_idle()
 
     def _look_idle(self) -> None:
-        # A follower that is told of the removal has it until its own generations have ended.
+        # Each follower reports a removed engine until its own generations on it have ended.
         if self.in_flight or (self.uses if self.removed else self.busy):
             self.idle.clear()
         else:
             self.idle.set()
 
     def remove(self, seconds: float) -> None:
-        """It serves nobody any more; what is in flight has so many seconds to end."""
+        """Give it no more work. Generations in flight have `seconds` to end."""
         self.removed = self.draining = True
         self.removal_seconds = seconds
         self._look_idle()

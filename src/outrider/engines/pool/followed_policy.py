@@ -1,7 +1,7 @@
 """The policy of a pool that follows another process's: the same version, and pauses at the same time.
 
-Invariant: when the leader has been told that this gate has settled, nothing begins here until the leader opens its own,
-and whatever is in flight then goes on after the pause as a new request, or ended by itself.
+Invariant: after this gate has reported that it has settled, no generation begins here until the leader opens its gate.
+Those still in flight can be cut off: they continue after the pause as new requests.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FollowedPolicy(Policy):
         self._tell_leader()
 
     def _tell_leader(self) -> None:
-        # Before the leader knows that nothing is left here that ends by itself: then it has engines cut off the rest.
+        # Counted before the report: once the leader has it, the leader makes the engines cut off what is in flight.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1

@@ -2,7 +2,7 @@
 
 What the leading pool says comes as `PoolState`s; it has vetted the engines, and alone tells them to pause, to load
 weights and to go on. It knows nothing of how the processes are connected. Invariants: while the leader is paused no
-generation begins here; an engine that the leader does not use serves nobody here.
+generation begins here; an engine that the leader does not use is not used here.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Policy:
         return max((member.version for member in self._members.values()), default=0)
 
     def note_failure(self, member: Member) -> None:
-        """An engine has failed in this process. The pool looks after it; nobody else need know."""
+        """An engine has failed in this process. Only a policy that follows another one has somebody to tell."""
 
     def status(self) -> PolicyStatus:
         engines = (
