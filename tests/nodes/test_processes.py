@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,9 @@ def node_processes() -> set[int]:
     found = set()
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, path.read_text().split()):
-            if b"outrider.cli.node_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                if b"outrider.cli.node_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.add(pid)
     return found
 
 

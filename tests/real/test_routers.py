@@ -35,7 +35,7 @@ from support.tokenizer import write_tokenizer
 
 from .conftest import TEST_SECONDS
 from .test_vllm import NONSENSE, request_for
-from .vllm_cpu import VllmServer, free_port
+from .vllm_cpu import CONTEXT_TOKENS, VllmServer, free_port
 
 pytestmark = pytest.mark.real
 
@@ -43,6 +43,7 @@ ENVIRONMENT = Path(__file__).parent.parent.parent / ".venv-routers"
 VERSIONS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
 START_SECONDS = 60
 LOOK_SECONDS = 0.1
+LONG = CONTEXT_TOKENS - 64
 POLICIES: dict[Kind, str] = {"vllm": "consistent_hash", "sglang": "manual"}
 """How each is told to keep a session on one worker by the header that names it."""
 
@@ -163,7 +164,8 @@ async def test_a_real_vllm_behind_its_real_router(vllm_url: VllmServer, router: 
         assert again.ids == once.ids
         assert again.logprobs == pytest.approx(once.logprobs, abs=1e-4)
         try:
-            chunks = routed.generate(request_for(NONSENSE, SamplingParams(max_tokens=1000, min_tokens=1000)))
+            # Longer than the pause may take to arrive, on a machine that has other work too.
+            chunks = routed.generate(request_for(NONSENSE, SamplingParams(max_tokens=LONG, min_tokens=LONG)))
             await anext(chunks)
             await routed.pause("abort")
             assert [chunk async for chunk in chunks][-1].finish is FinishReason.ABORT
