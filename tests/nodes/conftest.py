@@ -34,7 +34,7 @@ class Running:
     def __init__(self, service: Service, folder: Path) -> None:
         self.service = service
         self.folder = folder
-        self.nodes: Sequence[RemoteNode] = list(service._scheduler._nodes.values())  # type: ignore[arg-type]
+        self.nodes: Sequence[RemoteNode] = [place.node for place in service._scheduler._places._places.values()]  # type: ignore[misc]
 
     async def submit(self, *do: str, n: int = 1, **fields: Any) -> GroupView:
         runtime: dict[str, Any] = {"kind": "memory"} | fields.pop("runtime", {})

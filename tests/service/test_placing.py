@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,12 +41,22 @@ def needing(cpus: float, memory_mb: int | None = None, image: str | None = None)
     return RuntimeSpec(resources=Resources(cpus=cpus, memory_mb=memory_mb), image=image)
 
 
-def put(places: Places, runtime: RuntimeSpec, *, reserved: bool = False) -> str | None:
+GIVE_BACK: dict[str, list[Callable[[], None]]] = defaultdict(list)
+"""By node, what gives the places back that `put` has taken."""
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    GIVE_BACK.clear()
+
+
+def put(places: Places[Plain], runtime: RuntimeSpec, *, reserved: bool = False) -> str | None:
     """Place a session, if there is room; the node's name."""
-    name = places.find(runtime)
-    if name is not None:
-        places.take(name, runtime, reserved=reserved)
-    return name
+    node = places.find(runtime)
+    if node is None:
+        return None
+    GIVE_BACK[node.name].append(places.take(node, runtime, reserved=reserved))
+    return node.name
 
 
 def test_the_node_with_the_most_free_slots_is_chosen() -> None:
@@ -77,7 +89,7 @@ def test_a_large_session_waits_but_is_not_overtaken_by_small_ones() -> None:
         assert put(places, large) == ("a" if freed == 4 else None)
         assert put(places, small) is None, "it would take what the large one waits for"
         assert put(places, ANY) == "a", "it takes nothing that others wait for"
-        places.give_back(a.name, small, reserved=False)
+        GIVE_BACK["a"].pop(0)()
 
 
 def test_only_nodes_that_could_take_it_are_held() -> None:
@@ -112,7 +124,7 @@ def test_a_node_that_loses_slots_gets_nothing_until_it_has_some() -> None:
     for _ in range(3):
         put(places, ANY)
     a.capacity = 2
-    places.give_back(a.name, ANY, reserved=False)
+    GIVE_BACK["a"].pop()()
     assert (places.free_slots(), put(places, ANY)) == (0, None)
 
 
@@ -125,7 +137,8 @@ def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, re
     for left in range(reserved):
         put(places, ANY, reserved=True)
         assert places.free_share() == reserved - left - 1
-    places.give_back(a.name, ANY, reserved=bool(reserved))
+    if reserved:
+        GIVE_BACK["a"].pop()()
     assert places.free_share() == min(reserved, 1)
 
 
@@ -133,18 +146,42 @@ def test_the_share_of_evaluations_is_one_of_run_slots(share: float, run: int, re
 def test_no_node_is_given_more_than_it_takes(steps: list[tuple[bool, int, int]]) -> None:
     nodes = [Plain("a", 3), Plain("b", 9, cpus=2.0)]
     places = Places(nodes)
-    placed: list[tuple[str, RuntimeSpec]] = []
+    placed: list[tuple[str, RuntimeSpec, Callable[[], None]]] = []
     for arrives, cpus, number in steps:
         places.look_again()
         if arrives:
             runtime = needing(cpus) if cpus else ANY
-            name = put(places, runtime)
-            if name is not None:
-                placed.append((name, runtime))
+            if (node := places.find(runtime)) is not None:
+                placed.append((node.name, runtime, places.take(node, runtime, reserved=False)))
         elif placed:
-            name, runtime = placed.pop(number % len(placed))
-            places.give_back(name, runtime, reserved=False)
+            placed.pop(number % len(placed))[2]()
         for each in nodes:
-            here = [runtime.resources.cpus or 0 for name, runtime in placed if name == each.name]
+            here = [runtime.resources.cpus or 0 for name, runtime, _ in placed if name == each.name]
             assert len(here) <= each.capacity
             assert sum(here) <= OVERBOOKING * each.resources.cpus
+
+
+def test_nodes_come_and_go_with_sessions_on_them() -> None:
+    a, again = Plain("a", 2), Plain("a", 2)
+    places = Places([a])
+    assert [put(places, needing(4)), put(places, needing(4))] == ["a", "a"]
+    places.remove(a)
+    assert (places.free_slots(), places.stats(), put(places, ANY)) == (0, [], None)
+    places.add(again)
+    places.remove(a)  # a late word about the one before it
+    assert places.free_slots() == 2
+    for give_back in GIVE_BACK.pop("a"):
+        give_back()
+    assert [put(places, needing(4)) for _ in range(3)] == ["a", "a", None]
+
+
+def test_what_is_left_of_a_node_counts_on_its_machine_while_another_is_there() -> None:
+    a, b = Plain("a", 9), Plain("b", 9)
+    a.machine = b.machine = "both"
+    places = Places([a, b])
+    assert [put(places, needing(2)) for _ in range(5)] == ["a", "b", "a", "b", None]
+    places.remove(a)
+    assert put(places, needing(2)) is None
+    GIVE_BACK["a"].pop()()
+    places.look_again()
+    assert put(places, needing(2)) == "b"

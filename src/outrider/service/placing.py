@@ -10,10 +10,10 @@ Invariant: no more sessions are on a node than it has slots, but for those that 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add, sub
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -39,6 +39,9 @@ class Placeable(Protocol):
     def has_image(self, runtime: RuntimeSpec) -> bool: ...
 
 
+N = TypeVar("N", bound=Placeable)
+
+
 @dataclass(eq=False)
 class _Machine:
     """What the sessions on all nodes of a machine ask for in all."""
@@ -49,10 +52,10 @@ class _Machine:
 
 
 @dataclass(eq=False)
-class _Place:
+class _Place(Generic[N]):
     """A node, and the number of sessions that were placed on it."""
 
-    node: Placeable
+    node: N
     machine: _Machine
     sessions: int = 0
 
@@ -61,17 +64,30 @@ class _Place:
         return all(a + b <= OVERBOOKING * c for a, b, c in zip(self.machine.needs, needs, most, strict=True))
 
 
-class Places:
+class Places(Generic[N]):
     """Nodes are known by name. `evaluation_share` of the run slots is for evaluations, as long as some wait."""
 
-    def __init__(self, nodes: Sequence[Placeable], *, evaluation_share: float = 0.0) -> None:
+    def __init__(self, nodes: Sequence[N], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
         """Names of nodes that take no new sessions."""
-        machines = {node.machine: _Machine() for node in nodes}
-        self._places = {node.name: _Place(node, machines[node.machine]) for node in nodes}
+        self._machines: dict[str, _Machine] = {}
+        self._places: dict[str, _Place[N]] = {}
+        for node in nodes:
+            self.add(node)
         self._evaluation_share = evaluation_share
         self._reserved = 0
         """Sessions in the share of evaluations."""
+
+    def add(self, node: N) -> None:
+        """Have another node, in place of one of that name."""
+        self._places[node.name] = _Place(node, self._machines.setdefault(node.machine, _Machine()))
+
+    def remove(self, node: N) -> None:
+        """Forget a node. The sessions that are on it are given back all the same."""
+        if node.name in self._places and self._places[node.name].node is node:
+            del self._places[node.name]
+        if all(place.node.machine != node.machine for place in self._places.values()):
+            self._machines.pop(node.machine, None)
 
     def stats(self) -> list[NodeStats]:
         return [
@@ -82,7 +98,7 @@ class Places:
     def check_known(self, name: str) -> None:
         """Raises NotFound."""
         if name not in self._places:
-            raise NotFound(f"no node {name!r}", hint=f"there are {', '.join(map(repr, self._places))}")
+            raise NotFound(f"no node {name!r}", hint=f"there are {', '.join(map(repr, self._places)) or 'none'}")
 
     def free_slots(self) -> int:
         """How many more sessions the nodes can take."""
@@ -101,7 +117,7 @@ class Places:
         for place in self._places.values():
             place.machine.held = False
 
-    def find(self, runtime: RuntimeSpec) -> str | None:
+    def find(self, runtime: RuntimeSpec) -> N | None:
         """The node for a session: of those with a slot, and room for what it asks for, one where that is free now, then
         one that has its image, then the one with the most free slots. None if the session must wait."""
         needs = required(runtime.resources)
@@ -114,32 +130,31 @@ class Places:
                 for place in able:
                     place.machine.held = True
 
-        def fitness(place: _Place) -> tuple[bool, bool, int]:
+        def fitness(place: _Place[N]) -> tuple[bool, bool, int]:
             free = needs.within(free_of(place.node.stats().resources))
             return free, place.node.has_image(runtime), self._slots(place)
 
-        return max(found, key=fitness).node.name if found else None
+        return max(found, key=fitness).node if found else None
 
-    def take(self, node: str, runtime: RuntimeSpec, *, reserved: bool) -> None:
-        """Count a session on a node."""
-        place = self._places[node]
+    def take(self, node: N, runtime: RuntimeSpec, *, reserved: bool) -> Callable[[], None]:
+        """Count a session on a node; what is returned gives its place back, and is to be called once."""
+        place = self._places[node.name]
+        needs = required(runtime.resources).quantities
         place.sessions += 1
-        machine = place.machine
-        machine.needs = tuple(map(add, machine.needs, required(runtime.resources).quantities))
+        place.machine.needs = tuple(map(add, place.machine.needs, needs))
         self._reserved += reserved
 
-    def give_back(self, node: str, runtime: RuntimeSpec, *, reserved: bool) -> None:
-        """To be called once for each `take`."""
-        place = self._places[node]
-        place.sessions -= 1
-        machine = place.machine
-        machine.needs = tuple(map(sub, machine.needs, required(runtime.resources).quantities))
-        self._reserved -= reserved
+        def give_back() -> None:
+            place.sessions -= 1
+            place.machine.needs = tuple(map(sub, place.machine.needs, needs))
+            self._reserved -= reserved
 
-    def _open(self) -> list[_Place]:
+        return give_back
+
+    def _open(self) -> list[_Place[N]]:
         return [place for name, place in self._places.items() if name not in self.drained]
 
-    def _slots(self, place: _Place) -> int:
+    def _slots(self, place: _Place[N]) -> int:
         if place.node.name in self.drained:
             return 0
         return max(0, place.node.stats().capacity - place.sessions)

@@ -71,6 +71,8 @@ class _Placement:
 
     node: Node
     attempt: Attempt
+    give_back: Callable[[], None]
+    """To be called when the attempt has ended: its place on the node is free."""
     task: asyncio.Task[None] | None = None
     ending: StopReason | None = None
     """Why the session is to end before its agent has, if so."""
@@ -93,7 +95,6 @@ class Scheduler:
         on_session_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
-        self._nodes = {node.name: node for node in nodes}
         self._places = Places(nodes, evaluation_share=evaluation_share)
         self._on_done = on_done
         self._on_session_done = on_session_done
@@ -143,6 +144,15 @@ class Scheduler:
 
     def stats(self) -> list[NodeStats]:
         return self._places.stats()
+
+    def add_node(self, node: Node) -> None:
+        """Place sessions on another node, too. One of that name must have been removed."""
+        self._places.add(node)
+        self._work.set()
+
+    def remove_node(self, node: Node) -> None:
+        """Place no more sessions on a node. Those that it has end by themselves."""
+        self._places.remove(node)
 
     async def drain(self, name: str, drained: bool = True) -> None:
         """Give a node no new sessions, or give it some again. Those that it has go on. Raises NotFound."""
@@ -223,23 +233,26 @@ class Scheduler:
         if task is None:
             await self._give_up(session, None, UNREADABLE)
             return True
-        name = self._places.find(task.runtime)
-        if name is None:
+        node = self._places.find(task.runtime)
+        if node is None:
             return False
+        give_back = self._places.take(node, task.runtime, reserved=reserved)  # now: the node may leave during the write
         try:
             number = await self._store.start_attempt(
                 session.id,
-                node=name,
+                node=node.name,
                 lease_until=time.time() + LEASE_SECONDS,
                 policy_version=self._policy_version(),
             )
-        except Conflict:  # it was cancelled since the queue was read
-            self._specs.pop(session.group_id, None)
+        except BaseException as error:
+            give_back()
+            if not isinstance(error, Conflict):
+                raise
+            self._specs.pop(session.group_id, None)  # it was cancelled since the queue was read
             return True
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
-        placement = _Placement(self._nodes[name], attempt)
-        self._places.take(name, task.runtime, reserved=reserved)
+        placement = _Placement(node, attempt, give_back)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         group.create_task(self._run(placement), name=f"session {session.id}")
@@ -275,8 +288,7 @@ class Scheduler:
             log.warning("session %s attempt %d is lost: %s", session.id, session.attempt, error)
             lost = True
         finally:
-            attempt = placement.attempt
-            self._places.give_back(placement.node.name, attempt.task.runtime, reserved=attempt.reserved)
+            placement.give_back()
             self._under_way[session.bucket] -= 1
             if not self._under_way[session.bucket]:  # there may be any number of buckets
                 del self._under_way[session.bucket]
