@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from outrider.api.control_replies import error_reply
-from outrider.cli.serve import _WithoutSecrets
+from outrider.cli.long_running import _WithoutSecrets
 from outrider.errors import EngineUnavailable
 from outrider.redaction import redacted, secrets_in, without_keys
 

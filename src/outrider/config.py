@@ -181,7 +181,8 @@ class TlsConfig(Section):
 
 
 class Config(Section):
-    """All settings of a service. `processes`: how many run sessions; one is the service's own, several are beside it.
+    """All settings of a service. `processes`: how many run sessions; one is the service's own, several are beside it,
+    and without any only nodes that join run some.
     `stop_seconds`: how long sessions under way may go on after a signal to stop."""
 
     host: str = "127.0.0.1"
@@ -189,7 +190,7 @@ class Config(Section):
     token: Annotated[str, Field(min_length=1)] | None = None
     tls: TlsConfig = TlsConfig()
     stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400)] = 20.0
-    processes: Annotated[int, Field(ge=1, le=256)] = 1
+    processes: Annotated[int, Field(ge=0, le=256)] = 1
     data: Path = Path(".outrider")
     store: Annotated[str | None, Field(pattern="^postgres(ql)?://", repr=False)] = None
     files: Path = Path(".")

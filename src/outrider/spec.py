@@ -374,8 +374,8 @@ class EngineSpec(Spec):
     options: Annotated[dict[Name, Any], Field(max_length=64)] = {}
 
 
-Role = Literal["read", "submit", "admin"]
-"""What a token allows: each role also allows what those before it do."""
+Role = Literal["read", "submit", "node", "admin"]
+"""What a token allows. `submit` also allows what `read` does, `node` nothing but to join with a node, `admin` all."""
 
 
 class TokenSpec(Spec):

@@ -17,7 +17,7 @@ import pytest
 from starlette.websockets import WebSocket
 
 from engines.contract import chunks_of, collect
-from outrider.api.relay import AsgiSocket
+from outrider.api.asgi_socket import AsgiSocket
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.relay.attached_worker import AttachedWorker

@@ -20,7 +20,7 @@ from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
 from outrider.errors import ServiceError
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
-from outrider.nodes import processes, remote_node
+from outrider.nodes import processes, remote_node, spawning, telling
 from outrider.schemas import GroupView, SessionView
 from outrider.spec import EngineSpec, PolicyUpdateSpec
 from outrider.testing.engine_servers.app import engine_app, serving
@@ -126,7 +126,8 @@ async def test_updates_in_the_middle_of_sessions(
             else:
                 url = await stack.enter_async_context(served(engine, dev_mode=True))
                 await running.service.add_engine(EngineSpec(kind="vllm", name=engine.name, url=url))
-        submitted = await running.submit("ask", "ask", n=SESSIONS, limits={"agent_seconds": 300})
+        # Three: each version may find all sessions at the same one of them.
+        submitted = await running.submit("ask", "ask", "ask", n=SESSIONS, limits={"agent_seconds": 300})
         for version in (1, 2):
             for engine in engines:
                 engine.hold(6 * SESSIONS // 2)
@@ -148,7 +149,7 @@ async def test_updates_in_the_middle_of_sessions(
         assert ends(view) == {StopReason.COMPLETED: SESSIONS}
         assert {session.attempt for session in view.sessions} == {1}
         replies = [reply for sample in view.samples or () for reply in replies_of(sample, engines[0])]
-        assert [len(reply) for reply in replies] == [LENGTH + 1] * SESSIONS * 2
+        assert [len(reply) for reply in replies] == [LENGTH + 1] * SESSIONS * 3
         assert {version for reply in replies for version in reply} >= {0, 1, 2}
         assert all(reply == sorted(reply) for reply in replies)
         assert any(len(set(reply)) > 1 for reply in replies) == (mode == "abort")
@@ -162,7 +163,7 @@ async def test_the_sessions_of_a_process_that_dies_or_hangs_run_again(
     if number == signal.SIGSTOP:
         monkeypatch.setattr(remote_node, "SILENCE_SECONDS", 4.0)
         monkeypatch.setattr(remote_node, "HEARTBEAT_SECONDS", 0.2)
-        monkeypatch.setattr(processes, "END_SECONDS", 0.5)
+        monkeypatch.setattr(spawning, "END_SECONDS", 0.5)
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
         submitted = await running.submit("ask", "wait door", "ask", n=8)
@@ -334,7 +335,7 @@ async def test_new_sessions_go_to_the_engine_with_least_load_in_all_processes(st
             async with asyncio.timeout(30):
                 while sum(status.sessions for status in running.service.engines()) <= number:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            await asyncio.sleep(4 * processes.LOADS_SECONDS)  # until all processes know it
+            await asyncio.sleep(4 * telling.LOADS_SECONDS)  # until all processes know it
             assert max(status.sessions for status in running.service.engines()) <= number // 4 + 1
         for number in range(16):
             running.open(f"done-{number}")
@@ -427,7 +428,7 @@ async def test_a_stopped_service_leaves_its_sessions_to_the_next(start: Starts, 
 async def test_a_process_that_cannot_start_keeps_the_service_from_starting(
     start: Starts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "PROGRAM", "outrider.nothing")
+    monkeypatch.setattr(spawning, "PROGRAM", "outrider.nothing")
     with pytest.raises(ServiceError, match="before it was ready"):
         async with start():
             pass

@@ -185,3 +185,12 @@ def test_what_is_left_of_a_node_counts_on_its_machine_while_another_is_there() -
     GIVE_BACK["a"].pop()()
     places.look_again()
     assert put(places, needing(2)) == "b"
+
+
+def test_what_only_a_node_could_take_that_has_gone_waits_for_it() -> None:
+    large = Plain("large", cpus=16.0)
+    places = Places([large, Plain("small")])
+    places.remove(large)
+    assert [put(places, needing(8)), put(places, needing(400))] == [None, "small"]
+    places.add(large)
+    assert put(places, needing(8)) == "large"

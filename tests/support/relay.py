@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from starlette.websockets import WebSocket
 
-from outrider.api.relay import AsgiSocket
+from outrider.api.asgi_socket import AsgiSocket
 from outrider.concurrency.backoff import Backoff
 from outrider.engines.relay.engine import RelayEngine
 from outrider.engines.relay.messages import MAX_TO_SERVICE

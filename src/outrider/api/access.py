@@ -6,6 +6,7 @@ something is in the audit log before it is answered.
 
 from __future__ import annotations
 
+import re
 import time
 from urllib.parse import urlsplit
 
@@ -23,7 +24,11 @@ from outrider.spec import Role
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
-RELAY = "WEBSOCKET /v1/relay/{engine}"
+WEBSOCKETS = (
+    (re.compile("/v1/relay/[^/]+"), "WEBSOCKET /v1/relay/{engine}"),
+    (re.compile("/v1/nodes/[^/]+/join"), "WEBSOCKET /v1/nodes/{name}/join"),
+)
+"""The paths of the routes that are WebSockets."""
 
 ROUTES: dict[str, Role] = {
     "GET /v1/groups": "read",
@@ -53,8 +58,9 @@ ROUTES: dict[str, Role] = {
     "POST /v1/engines": "admin",
     "POST /v1/engines/{name}/drain": "admin",
     "DELETE /v1/engines/{name}": "admin",
-    RELAY: "admin",
+    "WEBSOCKET /v1/relay/{engine}": "admin",
     "GET /v1/nodes": "read",
+    "WEBSOCKET /v1/nodes/{name}/join": "node",
     "POST /v1/nodes/{name}/drain": "admin",
     "POST /v1/nodes/{name}/resume": "admin",
     "GET /v1/policy": "read",
@@ -102,11 +108,11 @@ class AccessControl:
         try:
             with self._tokens.call(caller):
                 if scope["type"] == "websocket":
-                    check_worker(scope["path"], caller)
+                    check_websocket(scope["path"], caller)
                 await self._app(scope, receive, reply)
         except RevokedMeanwhile:
             await reply.cut_off(receive)
-        except OutriderError as error:  # of `check_worker`: the application answers its own
+        except OutriderError as error:  # of `check_websocket`: the application answers its own
             await error_reply(error)(scope, receive, reply)
 
 
@@ -166,12 +172,14 @@ def made(request: Request, **ids: str) -> None:
     request.scope[MADE].update(ids)
 
 
-def check_worker(path: str, caller: Principal) -> None:
+def check_websocket(path: str, caller: Principal) -> None:
     """As `check_role`, and NotFound for another route. What is raised after the routing of a WebSocket's request would
-    reach the worker as a bare 403."""
-    if not path.startswith("/v1/relay/"):
-        raise NotFound(f"there is no WebSocket at {path}")
-    _check(RELAY, caller)
+    reach the program that dials as a bare 403."""
+    for pattern, route in WEBSOCKETS:
+        if pattern.fullmatch(path):
+            _check(route, caller)
+            return
+    raise NotFound(f"there is no WebSocket at {path}")
 
 
 async def check_role(connection: HTTPConnection) -> None:

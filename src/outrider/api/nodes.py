@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+import re
 
+from fastapi import APIRouter, Response, WebSocket
+
+from outrider.api.asgi_socket import AsgiSocket
 from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers
+from outrider.config import is_local
+from outrider.engines.relay.messages import Close
 from outrider.schemas import NodeList
 from outrider.service.service import Service
+
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def node_routes(service: Service) -> APIRouter:
@@ -27,5 +34,16 @@ def node_routes(service: Service) -> APIRouter:
     async def resume(name: str) -> Response:
         """Give a drained node sessions again."""
         return json_reply(await service.drain_node(name, False))
+
+    @routes.websocket("/{name}/join")
+    async def join(websocket: WebSocket, name: str) -> None:
+        """A node on another machine, for as long as the connection lasts."""
+        await websocket.accept()
+        socket = AsgiSocket(websocket)
+        if not NODE_NAME.fullmatch(name):
+            await socket.close(Close.NONSENSE, "a node's name has letters, digits, dots, dashes and underscores")
+            return
+        place = websocket.client
+        await service.joined.attend(name, socket, elsewhere=place is None or not is_local(place.host))
 
     return routes

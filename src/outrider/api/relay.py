@@ -10,12 +10,11 @@ from typing import cast
 
 import msgspec
 from fastapi import APIRouter, WebSocket
-from starlette.websockets import WebSocketDisconnect
 
+from outrider.api.asgi_socket import AsgiSocket
 from outrider.engines.base import Engine
 from outrider.engines.relay.attached_worker import AttachedWorker
 from outrider.engines.relay.engine import RelayEngine
-from outrider.engines.relay.link import Disconnected
 from outrider.engines.relay.messages import Close, close_reason
 from outrider.errors import Conflict, OutriderError
 from outrider.service.admission import parse_engine
@@ -48,29 +47,3 @@ def relay_routes(service: Service) -> APIRouter:
         await relay.serve(socket, check=check, attached=partial(pool.probe_now, engine))
 
     return routes
-
-
-class AsgiSocket:
-    """`Socket` of the relay over an accepted WebSocket of an ASGI server."""
-
-    def __init__(self, websocket: WebSocket) -> None:
-        self._websocket = websocket
-
-    async def send(self, frame: bytes) -> None:
-        try:
-            await self._websocket.send_bytes(frame)
-        except (WebSocketDisconnect, OSError) as error:
-            raise Disconnected(1006) from error
-
-    async def receive(self) -> bytes:
-        message = await self._websocket.receive()
-        if message["type"] == "websocket.disconnect":
-            raise Disconnected(message.get("code", 1006), message.get("reason") or "")
-        # A text frame is no message either, and is refused as such.
-        return message.get("bytes") or (message.get("text") or "").encode()
-
-    async def close(self, code: int, reason: str) -> None:
-        try:
-            await self._websocket.close(code, reason)
-        except (WebSocketDisconnect, OSError, RuntimeError):  # it is closed already
-            return

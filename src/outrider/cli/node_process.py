@@ -1,6 +1,7 @@
-"""`python -m outrider.cli.node_process`: a node in a process of its own. `outrider serve --processes` starts it.
+"""`python -m outrider.cli.node_process`: a node in a process of its own. `outrider serve --processes` starts it, and so
+does `outrider nodes join`, where the service is on another machine.
 
-Its standard input is a socket to the service, and tells it what it is. It ends when the service has hung up.
+Its standard input is a socket to the program that has started it, and tells it what it is. It ends when that hangs up.
 """
 
 from __future__ import annotations
@@ -14,16 +15,22 @@ import socket
 import sys
 import threading
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from typing import Any
 
 from outrider.cli.event_loop import run_service, shorten_pauses
 from outrider.config import Config
+from outrider.engines.relay.link import Disconnected, Socket
+from outrider.engines.relay.messages import encode
 from outrider.errors import OutriderError
-from outrider.nodes.messages import TO_NODE, Setup
+from outrider.nodes.messages import TO_NODE, TO_PROCESS, Join, Leave, Ready, Setup
 from outrider.nodes.pipe import Pipe
-from outrider.nodes.processes import END_SECONDS
 from outrider.nodes.service_end import ServiceEnd
+from outrider.nodes.spawning import END_SECONDS
+from outrider.rootfs.store import ImageStore
 from outrider.sessions.resources import ResourceAmount
+
+log = logging.getLogger("outrider.node")
 
 
 def main() -> None:
@@ -49,23 +56,93 @@ def _end_with_the_service(end: int) -> None:
 
 async def _serve(end: socket.socket) -> None:
     pipe = await Pipe.over(end)
-    setup = TO_NODE.decode(await pipe.receive())
-    assert isinstance(setup, Setup)
-    sys.path[:] = setup.path
-    logging.basicConfig(
-        level=setup.level, format=f"%(asctime)s %(levelname)-7s {setup.name} %(name)s: %(message)s", stream=sys.stderr
-    )
-    service = ServiceEnd(pipe, ResourceAmount(cpus=setup.cpus, memory_mb=setup.memory_mb))
+    told = TO_PROCESS.decode(await pipe.receive())
+    if isinstance(told, Setup):
+        sys.path[:] = told.path
+        _log(told)
+        with suppress(OutriderError):  # which the service was told
+            await _work(told, pipe)
+    else:
+        assert isinstance(told, Join)
+        sys.path[:] = told.own.path
+        _log(told.own)
+        await _join(told, Starter(pipe))
+
+
+def _log(setup: Setup) -> None:
+    form = f"%(asctime)s %(levelname)-7s {setup.name} %(name)s: %(message)s"
+    logging.basicConfig(level=setup.level, format=form, stream=sys.stderr)
+
+
+class Starter:
+    """The program that has started this process, where that is not the service."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._leaving = asyncio.Event()
+
+    async def tell(self, error: OutriderError | None = None) -> None:
+        """That work has begun, or why it never will."""
+        with suppress(Disconnected):
+            await self._pipe.send(encode(Ready(error=None if error is None else error.record())))
+
+    async def hear(self) -> None:
+        """Returns when it hangs up."""
+        with suppress(Disconnected):
+            while True:
+                assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), Leave)
+                self._leaving.set()
+
+    async def pass_on(self, service: ServiceEnd) -> None:
+        await self._leaving.wait()
+        service.leave()
+
+
+async def _join(join: Join, starter: Starter) -> None:
+    """Join a service, and work for it until it hangs up, or the program that has started this does."""
+    async with asyncio.TaskGroup() as tasks:
+        hearing = tasks.create_task(starter.hear(), name="starter")
+        working = tasks.create_task(_work_elsewhere(join, starter), name="node")
+        await asyncio.wait([hearing, working], return_when=asyncio.FIRST_COMPLETED)
+        hearing.cancel()
+        working.cancel()
+
+
+async def _work_elsewhere(join: Join, starter: Starter) -> None:
+    from outrider.nodes.dialling import Dialled
+    from outrider.nodes.elsewhere import setup_here
+
+    dialled = Dialled(join)
+    try:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(dialled.open())
+            told = TO_NODE.decode(await dialled.socket.receive())
+            assert isinstance(told, Setup)
+            setup = await stack.enter_async_context(setup_here(told, join.own))
+            await _work(setup, dialled.socket, starter)
+    except OutriderError as error:
+        await starter.tell(error)
+    except Disconnected as end:
+        log.warning("the service is gone: %s", end)
+
+
+async def _work(setup: Setup, socket: Socket, starter: Starter | None = None) -> None:
+    """Run attempts until the service hangs up. Raises what keeps the node from starting, which the service is told."""
+    images = None if starter is None else ImageStore().names
+    service = ServiceEnd(socket, ResourceAmount(cpus=setup.cpus, memory_mb=setup.memory_mb), images=images)
     async with service.connected() as hung_up:
+        failure: OutriderError | None = None
         try:
-            await _run(setup, service, hung_up)
+            await _run(setup, service, hung_up, starter)
         except OutriderError as error:
+            failure = error
             service.fail(error)
             await asyncio.wait([hung_up])
+    if failure is not None:
+        raise failure
 
 
-async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[object]) -> None:
-    """Run attempts until the service hangs up. Raises what keeps the node from starting."""
+async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], starter: Starter | None) -> None:
     # Imported here, with the paths of the service.
     from outrider.api.server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
@@ -79,14 +156,14 @@ async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[object])
             model: await stack.enter_async_context(PoolFollower(pool, service.forwarded(model)))
             for model, pool in models.pools.items()
         }
-        artifacts = ArtifactStore(config.data / "artifacts")
         node = await stack.enter_async_context(
             local_node(
                 setup.name,
                 config,
                 models,
                 store=service.store,
-                artifacts=artifacts,
+                # A node on another machine has no folder in common with the service.
+                artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,
                 resources=service.resources,
                 service_silence=service.silence,
             )
@@ -94,9 +171,13 @@ async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[object])
         await stack.enter_async_context(serving_gateway(node))
         shorten_pauses()
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(service.run(node, followers), name="node")
+            work = [tasks.create_task(service.run(node, followers), name="node")]
+            if starter is not None:
+                await starter.tell()
+                work.append(tasks.create_task(starter.pass_on(service), name="starter's word"))
             await asyncio.wait([hung_up])
-            running.cancel()
+            for task in work:
+                task.cancel()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.join import join
 from outrider.cli.options import Ca, Json, Token, Url, client
 from outrider.cli.tables import node_table
 from outrider.cli.terminal import Terminal, terminal_of
@@ -16,7 +17,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The node's name.")]
 
 def node_commands() -> typer.Typer:
     """The sub-commands of `outrider nodes`."""
-    app = typer.Typer(no_args_is_help=True, help="List, drain and resume the nodes that run sessions.")
+    app = typer.Typer(
+        no_args_is_help=True, help="List, drain and resume the nodes that run sessions; join with another one."
+    )
+    app.command("join")(join)
     app.command("list")(list_nodes)
     app.command("drain")(drain)
     app.command("resume")(resume)

@@ -1,10 +1,8 @@
-"""`outrider serve`: runs the service until a signal ends it. The only place that configures logging."""
+"""`outrider serve`: runs the service until a signal ends it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,39 +10,42 @@ import typer
 
 from outrider.cli.engines import KIND, KIND_HELP, parse_engine
 from outrider.cli.event_loop import run_service, shorten_pauses
+from outrider.cli.long_running import StopSignals, start_log, with_processes
+from outrider.cli.machine_options import (
+    LANES,
+    SANDBOXES,
+    ConfigFile,
+    EvalLane,
+    Files,
+    InitLane,
+    Processes,
+    ReadyLane,
+    RunLane,
+    SandboxCpus,
+    SandboxMemory,
+    StopSeconds,
+    Verbose,
+    Warm,
+    WarmMemory,
+)
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client import DEFAULT_URL
 from outrider.config import Config, load_config
-from outrider.redaction import SHORTEST, redacted
 
 NETWORK = "Network"
-LANES = "Lanes"
-SANDBOXES = "Sandboxes"
 MODEL = "Model"
-CORES_EACH = 4
-"""A process that runs sessions keeps one core busy; the sandboxes of its sessions need some, too."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
     ctx: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Settings as TOML. Flags and OUTRIDER_* variables win over it.")
-    ] = None,
+    config: ConfigFile = None,
     host: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Address to listen on.", show_default="127.0.0.1")
     ] = None,
     port: Annotated[
         int | None, typer.Option(metavar="PORT", help="Port to listen on; 0 takes any free one.", show_default="8700")
     ] = None,
-    stop_seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="How long sessions under way may go on after a signal to stop.",
-            show_default="20",
-        ),
-    ] = None,
+    stop_seconds: StopSeconds = None,
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for groups and results.", show_default=".outrider")
     ] = None,
@@ -56,9 +57,7 @@ def serve(
             show_default="SQLite in --data",
         ),
     ] = None,
-    files: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the files that `upload` steps name.", show_default=".")
-    ] = None,
+    files: Files = None,
     token: Annotated[
         str | None, typer.Option(metavar="TOKEN", help="Token that clients must send. Safer: OUTRIDER_TOKEN.")
     ] = None,
@@ -84,14 +83,7 @@ def serve(
             rich_help_panel=NETWORK,
         ),
     ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Processes that run sessions, for machines with many cores.",
-            show_default="one for every four cores",
-        ),
-    ] = None,
+    processes: Processes = None,
     engine: Annotated[list[str] | None, typer.Option(metavar=KIND, help=f"{KIND_HELP} May be repeated.")] = None,
     tokenizer: Annotated[
         str | None,
@@ -121,25 +113,10 @@ def serve(
         int | None,
         typer.Option(metavar="TOKENS", help="Its context length.", show_default="the engines'", rich_help_panel=MODEL),
     ] = None,
-    init_lane: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Sandboxes prepared at once.", show_default="16", rich_help_panel=LANES),
-    ] = None,
-    ready_lane: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Sandboxes being prepared, or prepared and waiting to run.",
-            show_default="twice --init-lane",
-            rich_help_panel=LANES,
-        ),
-    ] = None,
-    run_lane: Annotated[
-        int | None, typer.Option(metavar="N", help="Agents running at once.", show_default="64", rich_help_panel=LANES)
-    ] = None,
-    eval_lane: Annotated[
-        int | None, typer.Option(metavar="N", help="Outcomes graded at once.", show_default="16", rich_help_panel=LANES)
-    ] = None,
+    init_lane: InitLane = None,
+    ready_lane: ReadyLane = None,
+    run_lane: RunLane = None,
+    eval_lane: EvalLane = None,
     evaluation_share: Annotated[
         float | None,
         typer.Option(
@@ -166,43 +143,11 @@ def serve(
             rich_help_panel=SANDBOXES,
         ),
     ] = None,
-    sandbox_cpus: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="Processors that all tasks together may set aside.",
-            show_default="the machine's",
-            rich_help_panel=SANDBOXES,
-        ),
-    ] = None,
-    sandbox_memory_mb: Annotated[
-        int | None,
-        typer.Option(
-            metavar="MIB",
-            help="Memory that all tasks together may set aside.",
-            show_default="the machine's",
-            rich_help_panel=SANDBOXES,
-        ),
-    ] = None,
-    warm: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Sandboxes to start ahead, of each kind used lately.",
-            show_default="0",
-            rich_help_panel=SANDBOXES,
-        ),
-    ] = None,
-    warm_memory_mb: Annotated[
-        int | None,
-        typer.Option(
-            metavar="MIB",
-            help="Memory that sandboxes started ahead may take.",
-            show_default="4096",
-            rich_help_panel=SANDBOXES,
-        ),
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    sandbox_cpus: SandboxCpus = None,
+    sandbox_memory_mb: SandboxMemory = None,
+    warm: Warm = None,
+    warm_memory_mb: WarmMemory = None,
+    verbose: Verbose = False,
 ) -> None:
     """Serve rollouts until Ctrl-C or SIGTERM.
 
@@ -252,25 +197,9 @@ def serve(
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    if "processes" not in settings.model_fields_set:
-        from outrider.sessions.resources import machine_capacity
-
-        settings = settings.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
-    log = logging.StreamHandler()
-    log.setFormatter(_WithoutSecrets(settings.token))
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[log])
+    settings = with_processes(settings)
+    start_log(settings.token, verbose=verbose)
     run_service(_serve(terminal_of(ctx), settings))
-
-
-class _WithoutSecrets(logging.Formatter):
-    """Lines of the log, tracebacks included, without secrets."""
-
-    def __init__(self, token: str | None) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-        self._secrets = [token] if token and len(token) >= SHORTEST else []
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record), self._secrets)
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:
@@ -278,7 +207,7 @@ async def _serve(terminal: Terminal, config: Config) -> None:
     from outrider.api.server import serving
     from outrider.service.assembly import open_service
 
-    signals = _StopSignals()
+    signals = StopSignals()
     try:
         async with open_service(config) as (service, node), serving(service, node) as url:
             shorten_pauses()
@@ -298,34 +227,3 @@ async def _serve(terminal: Terminal, config: Config) -> None:
         if not signals.came:
             raise
     terminal.note("stopped")
-
-
-class _StopSignals:
-    """What SIGINT and SIGTERM do to the task that makes this. The first one ends `first`, or cancels the task if it
-    does not wait there yet; the second one cancels it; the third one ends the process as usual."""
-
-    def __init__(self) -> None:
-        self.came = 0
-        self._loop = asyncio.get_running_loop()
-        self._task = asyncio.current_task()
-        self._waiting: asyncio.Future[None] | None = None
-        for number in SIGNALS:
-            self._loop.add_signal_handler(number, self._stop)
-
-    async def first(self) -> None:
-        self._waiting = self._loop.create_future()
-        await self._waiting
-
-    def restore(self) -> None:
-        """From now on, a signal has its usual effect."""
-        for number in SIGNALS:
-            self._loop.remove_signal_handler(number)
-
-    def _stop(self) -> None:
-        self.came += 1
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-            return
-        self.restore()
-        assert self._task is not None
-        self._task.cancel()

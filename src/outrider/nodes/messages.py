@@ -6,6 +6,8 @@ its number, unless it is given back first. Everything else is said once and need
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
@@ -14,7 +16,7 @@ from outrider.engines.pool.sharing import GateReport, PoolState
 from outrider.engines.relay.messages import Beat, encode
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
-from outrider.schemas import NodeStats
+from outrider.schemas import ArtifactList, NodeStats
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, Turn
 
@@ -25,14 +27,49 @@ MAX_MESSAGE = 1 << 30
 class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """The service's first message: what the node is. `config` is the JSON of its settings, without secrets; `path` is
     where Python looks for modules; `cpus` and `memory_mb` are what the machine has for all its nodes; `level` is that
-    of its log."""
+    of its log. `folders` has what a node on another machine needs of the folders that the settings name: the files'
+    bytes by name."""
 
     name: str
     config: bytes
-    path: tuple[str, ...]
+    path: tuple[str, ...] = ()
     cpus: float
     memory_mb: int
     level: int
+    folders: dict[str, dict[str, bytes]] = {}
+
+
+class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
+    """To a process that is to join a service on another machine, in place of `Setup`: how it is reached, and what
+    `own` says of this machine. `machine` is its name."""
+
+    url: str
+    token: str | None
+    ca: str | None
+    machine: str
+    own: Setup
+
+
+class Leave(msgspec.Struct, tag="leave", frozen=True):
+    """To a process that has joined: take no new sessions, and end when the present ones have."""
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
+    """The first message on each connection of a node that joins. `instance` is a random name of its process;
+    `version` is that of Outrider; `received` counts the pieces that came over earlier connections."""
+
+    version: str
+    instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
+    machine: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    cpus: Annotated[float, msgspec.Meta(gt=0)]
+    memory_mb: Annotated[int, msgspec.Meta(gt=0)]
+    received: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """Its answer; the `Setup` follows on the first connection. `received` is as in `Hello`."""
+
+    received: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True, kw_only=True):
@@ -68,6 +105,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defau
     call: int
     error: ErrorRecord | None = None
     turns: tuple[Turn, ...] = ()
+    digest: str = ""
     frozen: dict[str, tuple[Turn, ...]] = {}
 
 
@@ -87,10 +125,12 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
-    """How the node is. `uses`: what it has on the engines, by model and engine."""
+    """How the node is. `uses`: what it has on the engines, by model and engine. `images`: the names of those that it
+    has, if it is on another machine."""
 
     stats: NodeStats
     uses: tuple[ModelUses, ...]
+    images: frozenset[str] | None = None
 
 
 class ModelUses(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +188,24 @@ class ReadTurns(msgspec.Struct, tag="read_turns", frozen=True, kw_only=True):
     frozen: bool = False
 
 
+class KeepArtifact(msgspec.Struct, tag="keep_artifact", frozen=True, kw_only=True):
+    """`ArtifactStore.put`, of a node on another machine."""
+
+    call: int
+    session_id: str
+    attempt: int
+    data: bytes
+
+
+class KeepIndex(msgspec.Struct, tag="keep_index", frozen=True, kw_only=True):
+    """`ArtifactStore.index`."""
+
+    call: int
+    session_id: str
+    attempt: int
+    listed: ArtifactList
+
+
 class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
     """Set resources aside, when it is their turn. They are held until they are given back, or the node is gone."""
 
@@ -161,6 +219,10 @@ class GiveBack(msgspec.Struct, tag="give_back", frozen=True):
     """What a `Take` of that number was given, or waits for."""
 
     call: int
+
+
+class Leaving(msgspec.Struct, tag="leaving", frozen=True):
+    """The node takes no new attempts. The connection is closed when the present ones have ended."""
 
 
 class Generate(msgspec.Struct, tag="generate", frozen=True, kw_only=True):
@@ -195,10 +257,32 @@ def framed(message: msgspec.Struct) -> bytes:
     return frame
 
 
-Call = SetState | AddTurn | ReadTurns | Take
+OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
+"""Calls for an attempt, which the node must have."""
+
+Call = OfAttempt | Take
 ToNode = Setup | Follow | Loads | Run | Cancel | Answer | Generated | Beat
 ToService = (
-    Ready | Report | Gate | Doubt | Ran | SetState | AddTurn | ReadTurns | Take | GiveBack | Generate | Abort | Beat
+    Ready
+    | Report
+    | Gate
+    | Doubt
+    | Ran
+    | SetState
+    | AddTurn
+    | ReadTurns
+    | KeepArtifact
+    | KeepIndex
+    | Take
+    | GiveBack
+    | Leaving
+    | Generate
+    | Abort
+    | Beat
 )
 TO_NODE: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 TO_SERVICE: msgspec.msgpack.Decoder[ToService] = msgspec.msgpack.Decoder(ToService)
+TO_PROCESS: msgspec.msgpack.Decoder[Setup | Join | Leave] = msgspec.msgpack.Decoder(Setup | Join | Leave)
+TO_STARTER = msgspec.msgpack.Decoder(Ready)
+HELLO = msgspec.msgpack.Decoder(Hello)
+WELCOME = msgspec.msgpack.Decoder(Welcome)

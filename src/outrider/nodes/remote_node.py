@@ -1,9 +1,9 @@
 """A node in another process, as the service has it: attempts go there, and what the node needs of the service is done
 for it here.
 
-It knows nothing of how the process is started (`processes.py`). Invariants: what a node asked for is done only while
-its connection lasts, so nothing is stored for an attempt that the scheduler has given up with its node; and all that a
-node had set aside is given back when the connection ends.
+It knows nothing of how the process is started (`processes.py`), or comes by itself (`joined.py`). Invariants: what a
+node asked for is done only while its connection lasts, so nothing is stored for an attempt that the scheduler has given
+up with its node; and all that a node had set aside is given back when the connection ends.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
 from outrider.concurrency.cancellation import shielded
+from outrider.config import is_local
 from outrider.engines.base import ChatRequest, Chunk, GenerateRequest
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.relay.link import Disconnected, Link
+from outrider.engines.pool.sharing import PoolState
+from outrider.engines.relay.link import Disconnected, Link, Socket
 from outrider.engines.relay.messages import Beat, Close
-from outrider.errors import ErrorRecord, OutriderError, ServiceError, record_of
+from outrider.errors import Conflict, ErrorRecord, OutriderError, ServiceError, record_of
 from outrider.nodes.messages import (
     TO_SERVICE,
     Abort,
@@ -37,6 +41,9 @@ from outrider.nodes.messages import (
     Generate,
     Generated,
     GiveBack,
+    KeepArtifact,
+    KeepIndex,
+    Leaving,
     Loads,
     Ran,
     ReadTurns,
@@ -49,13 +56,13 @@ from outrider.nodes.messages import (
     ToService,
     framed,
 )
-from outrider.nodes.pipe import Pipe
 from outrider.rootfs.store import has_image
 from outrider.schemas import NodeStats
 from outrider.sessions.attempt import Attempt, NodeLost
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, ResourceAmount
 from outrider.spec import RuntimeSpec
+from outrider.store.artifacts import ArtifactStore
 from outrider.store.store import Store
 from outrider.trajectory import SessionResult
 
@@ -67,6 +74,8 @@ SILENCE_SECONDS = 20.0
 START_SECONDS = 120.0
 """The same, for a node that starts: it is busy, and says nothing."""
 
+SHA256 = re.compile("[0-9a-f]{64}")
+
 Pools = Mapping[str | None, EnginePool]
 """The engine pools of a service by model; that of the policy is None's."""
 
@@ -76,27 +85,31 @@ class ServiceParts(msgspec.Struct, frozen=True):
     it share."""
 
     store: Store
+    artifacts: ArtifactStore
     pools: Pools
     resources: NodeResources
 
 
 class RemoteNode:
     """`sessions.attempt.Node`, over one connection after another. It has no room for sessions before it has said how
-    much."""
+    much. `elsewhere`: it is on another machine, and cannot reach engines that are on this one."""
 
-    def __init__(self, name: str, machine: str, parts: ServiceParts) -> None:
+    def __init__(self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False) -> None:
         self.name = name
         self.machine = machine
+        self._elsewhere = elsewhere
         self._parts = parts
         self._connection: Connection | None = None
         self._nothing = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
         self._stats = self._nothing
+        self._images: frozenset[str] | None = None
+        """The names of those that it has; None if they are those of this machine."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when it can take more sessions than before."""
 
     async def serve(
         self,
-        pipe: Pipe,
+        socket: Socket,
         setup: Setup,
         *,
         ready: Callable[[ErrorRecord | None], None],
@@ -106,9 +119,12 @@ class RemoteNode:
         has said that it runs attempts, or why it cannot. `ended` is awaited in the end, and returns when the node has
         nothing any more: only then is given back what was set aside for it."""
         async with asyncio.TaskGroup() as tasks:
-            self._connection = connection = Connection(self.name, pipe, self._parts, tasks)
+            self._connection = connection = Connection(self.name, socket, self._parts, tasks)
+            connection.link.send(setup)
+            for model, pool in self._parts.pools.items():
+                self.tell(model, pool.state())
             try:
-                return await connection.run(setup, ready, self._note_stats)
+                return await connection.run(ready, self._note_report)
             finally:
                 self._connection = None
                 self._stats = self._nothing
@@ -116,39 +132,59 @@ class RemoteNode:
                 await shielded(ended)
                 connection.give_back()
 
-    def send(self, message: Follow | Loads) -> None:
-        """Tell the node, if it is there. One that comes later is told everything then."""
+    def tell(self, model: str | None, state: PoolState) -> None:
+        """Tell the node how the engine pool of a model stands, if it is there. One that comes later is told then."""
         if self._connection is not None:
-            self._connection.link.send(message)
+            self._connection.link.send(Follow(model=model, state=_without_local(state) if self._elsewhere else state))
+
+    def weigh(self, model: str | None, loads: dict[str, float]) -> None:
+        """The same for the load that others put on its engines."""
+        if self._connection is not None:
+            self._connection.link.send(Loads(model=model, loads=loads))
 
     def stats(self) -> NodeStats:
-        return msgspec.structs.replace(self._stats, resources=self._parts.resources.stats())
+        leaving = self._connection is not None and self._connection.leaving
+        capacity = 0 if leaving else self._stats.capacity
+        return msgspec.structs.replace(self._stats, capacity=capacity, resources=self._parts.resources.stats())
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
-        return has_image(runtime.image)
+        return has_image(runtime.image, self._images)
 
     async def run(self, attempt: Attempt) -> SessionResult:
         if self._connection is None:
             raise NodeLost(f"node {self.name} is gone")
         return await self._connection.run_attempt(attempt)
 
-    def _note_stats(self, stats: NodeStats) -> None:
-        more = stats.capacity > self._stats.capacity
-        self._stats = stats
+    def _note_report(self, report: Report) -> None:
+        more = report.stats.capacity > self._stats.capacity
+        self._stats, self._images = report.stats, report.images
         if more:
             self.on_room()
+
+
+def _without_local(state: PoolState) -> PoolState:
+    """For a node on another machine: engines at an address that only this machine has are reached through it."""
+    engines = [
+        msgspec.structs.replace(engine, spec=None) if is_local(urlsplit(engine.url or "").hostname or "") else engine
+        for engine in state.engines
+    ]
+    return msgspec.structs.replace(state, engines=tuple(engines))
 
 
 class Connection:
     """What goes on over one connection to a node. `tasks` runs what the node asks for."""
 
-    def __init__(self, name: str, pipe: Pipe, parts: ServiceParts, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, name: str, socket: Socket, parts: ServiceParts, tasks: asyncio.TaskGroup) -> None:
         self._name = name
         self._parts = parts
         self._tasks = tasks
-        self.link: Link[ToService] = Link(pipe, TO_SERVICE, heartbeat=HEARTBEAT_SECONDS, silence=START_SECONDS)
+        self.link: Link[ToService] = Link(socket, TO_SERVICE, heartbeat=HEARTBEAT_SECONDS, silence=START_SECONDS)
         self._numbers = itertools.count()
+        self.leaving = False
+        """Whether the node takes no new attempts, and is to be let go when it has none."""
         self._attempts: dict[int, asyncio.Future[SessionResult | None]] = {}
+        self._running: set[tuple[str, int]] = set()
+        """The sessions of these, with the numbers of their attempts."""
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._slots: dict[int, Slot] = {}
         """What is set aside for the node, by the number of its `Take`."""
@@ -156,12 +192,9 @@ class Connection:
         self._ended = False
 
     async def run(
-        self, setup: Setup, ready: Callable[[ErrorRecord | None], None], note_stats: Callable[[NodeStats], None]
+        self, ready: Callable[[ErrorRecord | None], None], note_report: Callable[[Report], None]
     ) -> Disconnected:
-        self._note_ready, self._note_stats = ready, note_stats
-        self.link.send(setup)
-        for model, pool in self._parts.pools.items():
-            self.link.send(Follow(model=model, state=pool.state()))
+        self._note_ready, self._note_report = ready, note_report
         return await self.link.run(self._handle)
 
     def lose_attempts(self) -> None:
@@ -185,11 +218,13 @@ class Connection:
         """As `Node.run`: a cancellation is raised when the node has torn the attempt down."""
         # In a thread: a task may hold megabytes of files.
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
-        if self._ended:
+        if self._ended or self.leaving:
             raise self._lost()
         number = next(self._numbers)
         done: asyncio.Future[SessionResult | None] = asyncio.get_running_loop().create_future()
         self._attempts[number] = done
+        session = attempt.session
+        self._running.add((session.id, session.attempt))
         self.link.send(Run(attempt=number, session=attempt.session, task=task, reserved=attempt.reserved))
         try:
             result = await asyncio.shield(done)
@@ -201,9 +236,15 @@ class Connection:
             raise
         finally:
             del self._attempts[number]
+            self._running.discard((session.id, session.attempt))
+            self._let_go()
         if result is None:  # it was not told to: it is about to end
             raise self._lost()
         return result
+
+    def _let_go(self) -> None:
+        if self.leaving and not self._attempts:
+            self.link.close(Close.LEFT, "it has ended all its sessions")
 
     def _lost(self) -> NodeLost:
         return NodeLost(f"node {self._name} is gone")
@@ -211,7 +252,7 @@ class Connection:
     def _handle(self, message: ToService) -> None:
         pools = self._parts.pools
         match message:
-            case AddTurn() | SetState() | ReadTurns() | Take():
+            case AddTurn() | SetState() | ReadTurns() | KeepArtifact() | KeepIndex() | Take():
                 self._start(self._calls, message.call, self._answer(message))
             case GiveBack():
                 if (slot := self._slots.pop(message.call, None)) is not None:
@@ -227,13 +268,16 @@ class Connection:
                 if not (attempt := self._attempts[message.attempt]).done():
                     attempt.set_result(message.result)
             case Report():
-                self._note_stats(message.stats)
+                self._note_report(message)
                 for used in message.uses:
                     pools[used.model].note_uses(self._name, used.engines)
             case Gate():
                 pools[message.model].policy.gate.report(self._name, message.report)
             case Doubt():
                 pools[message.model].doubt(message.engine)
+            case Leaving():
+                self.leaving = True
+                self._let_go()
             case Ready(error=None):
                 self.link.silence = SILENCE_SECONDS
                 for pool in pools.values():
@@ -250,9 +294,11 @@ class Connection:
         task.add_done_callback(lambda _: among.pop(number, None))
 
     async def _answer(self, call: Call) -> None:
-        store = self._parts.store
+        store, artifacts = self._parts.store, self._parts.artifacts
         answer = Answer(call=call.call)
         try:
+            if not isinstance(call, Take) and (call.session_id, call.attempt) not in self._running:
+                raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
             match call:
                 case AddTurn():
                     await store.add_turn(call.session_id, call.attempt, call.turn, model=call.model)
@@ -264,6 +310,15 @@ class Connection:
                 case ReadTurns():
                     turns = await store.turns(call.session_id, call.attempt, images=call.images)
                     answer = Answer(call=call.call, turns=tuple(turns))
+                case KeepArtifact():
+                    digest = await artifacts.keep(call.session_id, call.attempt, call.data)
+                    answer = Answer(call=call.call, digest=digest)
+                case KeepIndex():
+                    # Not what the list says of itself, nor any digest: they become paths.
+                    if not all(SHA256.fullmatch(artifact.sha256) for artifact in call.listed.artifacts):
+                        raise ServiceError("an artifact is listed without its SHA-256")
+                    listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
+                    await artifacts.keep_index(listed)
                 case Take():
                     amount = ResourceAmount(cpus=call.cpus, memory_mb=call.memory_mb)
                     self._slots[call.call] = await self._parts.resources.take(amount, call.priority)

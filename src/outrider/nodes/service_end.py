@@ -22,7 +22,7 @@ import numpy as np
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.sharing import EngineState, GateReport
-from outrider.engines.relay.link import Disconnected, Link
+from outrider.engines.relay.link import Disconnected, Link, Socket
 from outrider.engines.relay.messages import Beat
 from outrider.errors import OutriderError, ServiceError, error_from, record_of
 from outrider.lifecycle import SessionState, StopReason
@@ -39,6 +39,9 @@ from outrider.nodes.messages import (
     Generate,
     Generated,
     GiveBack,
+    KeepArtifact,
+    KeepIndex,
+    Leaving,
     Loads,
     ModelUses,
     Ran,
@@ -52,8 +55,8 @@ from outrider.nodes.messages import (
     ToNode,
     framed,
 )
-from outrider.nodes.pipe import Pipe
 from outrider.nodes.remote_node import HEARTBEAT_SECONDS
+from outrider.schemas import ArtifactList
 from outrider.sessions.attempt import Attempt, session_result
 from outrider.sessions.node import LocalNode
 from outrider.sessions.priority_semaphore import Slot
@@ -70,6 +73,9 @@ SILENT_SECONDS = 0.5
 REPORT_SECONDS = 0.1
 """How often the service is told how the node is, if that has changed."""
 
+IMAGES_SECONDS = 5.0
+"""How often the machine is looked at for new images."""
+
 FOR_EVER = 1e9
 """Seconds of silence that a node bears: a service that stood still for a while is still the service. The end of the
 connection is what tells that it is gone."""
@@ -81,11 +87,16 @@ Followers = Mapping[str | None, PoolFollower]
 
 class ServiceEnd:
     """`service.run(...)` works for the service until the connection ends. Until then the parts of the node use it as
-    `store`, `resources`, `leader` and `forwarded`."""
+    `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` tells the names of this machine's, where the
+    service is on another one."""
 
-    def __init__(self, pipe: Pipe, resources: ResourceAmount) -> None:
-        self._link: Link[ToNode] = Link(pipe, TO_NODE, heartbeat=HEARTBEAT_SECONDS, silence=FOR_EVER)
+    def __init__(
+        self, socket: Socket, resources: ResourceAmount, *, images: Callable[[], frozenset[str]] | None = None
+    ) -> None:
+        self._link: Link[ToNode] = Link(socket, TO_NODE, heartbeat=HEARTBEAT_SECONDS, silence=FOR_EVER)
+        self._images = images
         self.store = RemoteStore(self)
+        self.artifacts = RemoteArtifacts(self)
         self.resources = SharedResources(self, resources)
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Answer]] = {}
@@ -123,9 +134,16 @@ class ServiceEnd:
             for message in self._early:
                 self._handle(message)
             self._link.send(Ready())
+            images, looked = None, 0.0
             while True:
-                self._report(node, pools)
+                if self._images is not None and (images is None or time.monotonic() - looked > IMAGES_SECONDS):
+                    images, looked = await asyncio.to_thread(self._images), time.monotonic()
+                self._report(node, pools, images)
                 await asyncio.sleep(REPORT_SECONDS)
+
+    def leave(self) -> None:
+        """Take no new attempts. The service ends the connection when the present ones have ended."""
+        self._link.send(Leaving())
 
     def fail(self, error: OutriderError) -> None:
         """Tell the service why there will be no node."""
@@ -237,9 +255,9 @@ class ServiceEnd:
             frame = framed(Ran(attempt=run.attempt, result=_failed(run.session, error)))
         self._link.send_encoded(frame)
 
-    def _report(self, node: LocalNode, pools: Followers) -> None:
+    def _report(self, node: LocalNode, pools: Followers, images: frozenset[str] | None) -> None:
         uses = tuple(ModelUses(model=model, engines=pool.pool.uses()) for model, pool in pools.items())
-        report = Report(stats=node.stats(), uses=uses)
+        report = Report(stats=node.stats(), uses=uses, images=images)
         if report != self._reported:
             self._reported = report
             self._link.send(report)
@@ -278,6 +296,26 @@ class RemoteStore:
             lambda number: ReadTurns(call=number, session_id=session_id, attempt=attempt, frozen=True)
         )
         return {model: list(turns) for model, turns in answer.frozen.items()}
+
+
+class RemoteArtifacts:
+    """`store.artifacts.KeepsArtifacts`: the service's."""
+
+    def __init__(self, service: ServiceEnd) -> None:
+        self._service = service
+
+    async def keep(self, session_id: str, attempt: int, data: bytes) -> str:
+        answer = await self._service.call(
+            lambda number: KeepArtifact(call=number, session_id=session_id, attempt=attempt, data=data)
+        )
+        return answer.digest
+
+    async def keep_index(self, listed: ArtifactList) -> None:
+        assert listed.attempt is not None
+        session_id, attempt = listed.session_id, listed.attempt
+        await self._service.call(
+            lambda number: KeepIndex(call=number, session_id=session_id, attempt=attempt, listed=listed)
+        )
 
 
 class SharedResources(NodeResources):

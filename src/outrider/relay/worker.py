@@ -60,6 +60,7 @@ from outrider.errors import (
     record_of,
 )
 from outrider.plugins import plugin_code
+from outrider.relay.client_socket import ClientSocket
 from outrider.relay.function_engine import FunctionEngine, Generate
 from outrider.relay.generations import Generations
 from outrider.tls import trusting
@@ -274,7 +275,7 @@ class Worker:
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
         async with asyncio.timeout(CONNECT_SECONDS):
             websocket = await session.ws_connect(self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing)
-        socket = _ClientSocket(websocket)
+        socket = ClientSocket(websocket)
         code = Close.SILENT  # if it is still open it is of no use, but the worker comes back
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -380,32 +381,3 @@ class Worker:
                 self._attached.set_result(None)
             else:
                 self._attached.set_exception(error)
-
-
-class _ClientSocket:
-    """`Socket` of the relay over aiohttp's WebSocket."""
-
-    def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
-        self._websocket = websocket
-
-    async def send(self, frame: bytes) -> None:
-        try:
-            await self._websocket.send_bytes(frame)
-        except (aiohttp.ClientError, OSError) as error:
-            raise Disconnected(1006, str(error)) from error
-
-    async def receive(self) -> bytes:
-        message = await self._websocket.receive()
-        if message.type is aiohttp.WSMsgType.BINARY:
-            data: bytes = message.data
-            return data
-        if message.type is aiohttp.WSMsgType.CLOSE:
-            raise Disconnected(message.data or 1005, message.extra or "")
-        if message.type is aiohttp.WSMsgType.TEXT:
-            raise Disconnected(1003, "the service sent text")
-        raise Disconnected(self._websocket.close_code or 1006, "" if message.data is None else str(message.data))
-
-    async def close(self, code: int, reason: str) -> None:
-        """Does nothing where it has ended already."""
-        with suppress(aiohttp.ClientError, OSError):
-            await self._websocket.close(code=code, message=reason.encode())

@@ -77,6 +77,10 @@ class ImageStore:
                 found[unquote(path.name)] = image
         return found
 
+    def names(self) -> frozenset[str]:
+        """Those of all images, unread."""
+        return frozenset(unquote(path.name) for path in self._names.glob("[!.]*"))
+
     def image(self, name: str) -> Image:
         """Raises NotFound."""
         checked_name(name)
@@ -164,11 +168,13 @@ class ImageStore:
         return self._names / quote(name, safe="")
 
 
-def has_image(name: str | None) -> bool:
+def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
     """Whether an image need not be fetched first. Only those that were imported are known by name; those of a container
-    engine are its own affair."""
+    engine are its own affair. `names` are those of another machine."""
     if name is None or os.path.isabs(name):
         return True
+    if names is not None:
+        return name in names
     try:
         ImageStore().image(name)
     except RequestError:

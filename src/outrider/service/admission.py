@@ -125,9 +125,9 @@ def _step_kind_tried(location: Location) -> Location:
 
 
 def check_resources(resources: Resources, nodes: Sequence[NodeStats]) -> None:
-    """Raises InvalidField if the resources do not fit on any node, even an empty one."""
+    """Raises InvalidField if the resources do not fit on any node, even an empty one. Without a node nobody knows."""
     needs = required(resources)
-    if any(needs.within(total_of(node.resources)) for node in nodes):
+    if not nodes or any(needs.within(total_of(node.resources)) for node in nodes):
         return
     most_cpus = max(node.resources.cpus for node in nodes)
     name, wanted = ("cpus", needs.cpus) if needs.cpus > most_cpus else ("memory_mb", needs.memory_mb)
@@ -139,10 +139,11 @@ def check_resources(resources: Resources, nodes: Sequence[NodeStats]) -> None:
     )
 
 
-def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> None:
+def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), here: bool = True) -> None:
     """Check everything about a group that depends on this machine. Blocks on the file system.
 
-    `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name.
+    `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name. `here`:
+    this machine runs sessions itself. What others can do, they say when a session starts there.
     Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
@@ -171,6 +172,8 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> 
                 field=f"task.harness.files.{path}",
             )
     _check_venv(task, runtime, allowed)
+    if not here:
+        return
     runtime.check_spec(task.runtime)
     if not (can := runtime.available()).ok:
         raise RuntimeUnavailable(

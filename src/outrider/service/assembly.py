@@ -20,8 +20,10 @@ from outrider.engines.pool.followed_policy import FollowedPolicy, Leader
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
+from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.processes import MACHINE, NodeProcesses
-from outrider.nodes.remote_node import RemoteNode, ServiceParts
+from outrider.nodes.remote_node import ServiceParts
+from outrider.nodes.telling import Telling
 from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
@@ -34,7 +36,7 @@ from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, ResourceAmount, machine_capacity
 from outrider.spec import Limits
-from outrider.store.artifacts import ArtifactStore
+from outrider.store.artifacts import ArtifactStore, KeepsArtifacts
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
@@ -111,7 +113,8 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             )
         )
         node: LocalNode | None = None
-        remote: list[RemoteNode] = []
+        parts = ServiceParts(store, artifacts, models.pools, resources)
+        telling = await stack.enter_async_context(Telling(models.pools))
         nodes: Sequence[Node]
         if config.processes == 1:
             node = await stack.enter_async_context(
@@ -119,9 +122,11 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             )
             nodes = [node]
         else:
-            parts = ServiceParts(store, models.pools, resources)
-            remote = (await stack.enter_async_context(NodeProcesses(config, parts))).nodes
-            nodes = remote
+            processes = NodeProcesses(config, parts)
+            telling.nodes += processes.nodes
+            nodes = (await stack.enter_async_context(processes)).nodes
+        joined = JoinedNodes(config, parts, telling, own={each.name for each in nodes})
+        await stack.enter_async_context(joined)
         service = Service(
             config,
             store=store,
@@ -129,9 +134,10 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             backend=models.policy,
             frozen=[model.backend for model in models.frozen],
             nodes=nodes,
+            joined=joined,
             pauses=pauses,
         )
-        for each in remote:
+        for each in telling.nodes:
             each.on_room = service.wake
         for spec in config.engines:
             await service.add_engine(spec)
@@ -205,7 +211,7 @@ def local_node(
     models: Models,
     *,
     store: AttemptStore,
-    artifacts: ArtifactStore,
+    artifacts: KeepsArtifacts,
     resources: NodeResources,
     service_silence: Callable[[], float] = lambda: 0.0,
 ) -> LocalNode:

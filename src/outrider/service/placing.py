@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import add, sub
+from operator import add, le, sub
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -74,6 +74,8 @@ class Places(Generic[N]):
         self._places: dict[str, _Place[N]] = {}
         for node in nodes:
             self.add(node)
+        self._gone: set[Quantities] = set()
+        """What nodes had that were removed."""
         self._evaluation_share = evaluation_share
         self._reserved = 0
         """Sessions in the share of evaluations."""
@@ -86,6 +88,7 @@ class Places(Generic[N]):
         """Forget a node. The sessions that are on it are given back all the same."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
+            self._gone.add(total_of(node.stats().resources).quantities)
         if all(place.node.machine != node.machine for place in self._places.values()):
             self._machines.pop(node.machine, None)
 
@@ -122,6 +125,8 @@ class Places(Generic[N]):
         one that has its image, then the one with the most free slots. None if the session must wait."""
         needs = required(runtime.resources)
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
+        if not able and any(all(map(le, needs.quantities, had)) for had in self._gone):
+            return None  # a node that can take it may come back
         # One that fits on no node was accepted when there was more: any node will tell it so.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):

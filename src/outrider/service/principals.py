@@ -9,7 +9,13 @@ from typing import NamedTuple, get_args
 
 from outrider.spec import Role
 
-ROLES: tuple[Role, ...] = get_args(Role)
+ALLOWED: dict[Role, frozenset[Role]] = {
+    "read": frozenset({"read"}),
+    "submit": frozenset({"read", "submit"}),
+    "node": frozenset({"node"}),
+    "admin": frozenset(get_args(Role)),
+}
+"""By the role of a token, the roles that it may act in."""
 
 
 class Principal(NamedTuple):
@@ -20,7 +26,7 @@ class Principal(NamedTuple):
     max_queued: int | None = None
 
     def may(self, role: Role) -> bool:
-        return ROLES.index(self.role) >= ROLES.index(role)
+        return role in ALLOWED[self.role]
 
 
 LOCAL = Principal("local", "admin")

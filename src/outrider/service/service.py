@@ -22,6 +22,7 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Forbidden, InvalidField, NotFound
 from outrider.lifecycle import GroupState
+from outrider.nodes.joined import JoinedNodes
 from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.allow_lists import AllowLists
@@ -63,6 +64,7 @@ class Service:
         backend: ModelBackend,
         frozen: Sequence[ModelBackend] = (),
         nodes: Sequence[Node],
+        joined: JoinedNodes,
         pauses: Backoff = PAUSES,
     ) -> None:
         self.config = config
@@ -93,6 +95,10 @@ class Service:
             evaluation_share=config.lanes.evaluation_share,
             on_session_done=self._back_pressure.note_done,
         )
+        self.joined = joined
+        """By it, nodes on other machines come and go."""
+        joined.added, joined.removed = self._scheduler.add_node, self._scheduler.remove_node
+        joined.on_room = self._scheduler.wake
         self._group_done = Broadcast()
 
     @asynccontextmanager
@@ -159,7 +165,10 @@ class Service:
             )
         self._allow_lists.check(spec, caller)
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
-        await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
+        config = self.config
+        await asyncio.to_thread(
+            check_group, spec, files=config.files, allow=config.sandboxes.allow, here=config.processes > 0
+        )
         group_id = f"g-{self._ids.next()}"
         row = GroupRow(
             id=group_id,

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from outrider.errors import RuntimeFailure, storable
+from outrider.errors import RuntimeFailure, ServiceError, storable
 from outrider.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
-from outrider.store.artifacts import ArtifactStore
+from outrider.store.artifacts import KeepsArtifacts
 
 log = logging.getLogger("outrider.session")
 
@@ -37,7 +37,7 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 class ArtifactCollector:
     """Collects the artifacts of a node's sessions into `store`."""
 
-    def __init__(self, store: ArtifactStore, limits: ArtifactLimits | None = None) -> None:
+    def __init__(self, store: KeepsArtifacts, limits: ArtifactLimits | None = None) -> None:
         self._store = store
         self._limits = limits or ArtifactLimits()
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
@@ -55,7 +55,7 @@ class ArtifactCollector:
                             await collection.keep(path)
             except TimeoutError:
                 collection.leave_out("", f"what is not listed could not be had within {self._limits.seconds:g} s")
-            await asyncio.to_thread(self._store.index, collection.listed())
+            await self._store.keep_index(collection.listed())
         except Exception as error:  # a session is not lost for want of its artifacts
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return sum(artifact.size for artifact in collection.listed().artifacts)
@@ -68,7 +68,7 @@ class ArtifactCollection:
         self,
         runtime: Runtime,
         task: TaskSpec,
-        store: ArtifactStore,
+        store: KeepsArtifacts,
         limits: ArtifactLimits,
         session_id: str,
         attempt: int,
@@ -126,8 +126,8 @@ class ArtifactCollection:
             self.leave_out(path, f"{error}{full}")
             return
         try:
-            digest = await asyncio.to_thread(self._store.put, self._session_id, self._attempt, data)
-        except OSError as error:
+            digest = await self._store.keep(self._session_id, self._attempt, data)
+        except (OSError, ServiceError) as error:
             self.leave_out(path, f"the service cannot store it: {error}")
             return
         self._bytes_left -= len(data)

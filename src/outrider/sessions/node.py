@@ -35,7 +35,7 @@ from outrider.sessions.models import SessionModels
 from outrider.sessions.resources import NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
 from outrider.spec import RuntimeSpec
-from outrider.store.artifacts import ArtifactStore
+from outrider.store.artifacts import KeepsArtifacts
 from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.session")
@@ -52,7 +52,7 @@ class LocalNode:
         backend: ModelBackend,
         frozen: Sequence[FrozenModel] = (),
         store: AttemptStore,
-        artifacts: ArtifactStore,
+        artifacts: KeepsArtifacts,
         lanes: Lanes,
         resources: NodeResources,
         files: Path,

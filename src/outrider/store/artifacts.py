@@ -1,17 +1,19 @@
 """Stores artifacts, the files that a task keeps of its sandbox: SESSION/ATTEMPT/SHA-256 below one folder.
 
 The name that a file had in its sandbox is data in an index and never becomes a file name here. Invariant: every file in
-an attempt's index is stored in full; an attempt without an index has no artifacts. Everything here blocks.
+an attempt's index is stored in full; an attempt without an index has no artifacts. What is not a coroutine blocks.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -19,6 +21,13 @@ from outrider.errors import NotFound
 from outrider.schemas import ArtifactList
 
 INDEX = "index.json"
+
+
+class KeepsArtifacts(Protocol):
+    """What an attempt needs of the store. Both raise OSError, and where they are not the store itself OutriderError."""
+
+    async def keep(self, session_id: str, attempt: int, data: bytes) -> str: ...
+    async def keep_index(self, listed: ArtifactList) -> None: ...
 
 
 class ArtifactStore:
@@ -37,6 +46,14 @@ class ArtifactStore:
         """Store the list of an attempt's artifacts. Raises OSError."""
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
+
+    async def keep(self, session_id: str, attempt: int, data: bytes) -> str:
+        """`put` in a thread."""
+        return await asyncio.to_thread(self.put, session_id, attempt, data)
+
+    async def keep_index(self, listed: ArtifactList) -> None:
+        """`index` in a thread."""
+        await asyncio.to_thread(self.index, listed)
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
         """The artifacts of an attempt, by default of the newest that has an index; an empty list if there is none."""

@@ -67,6 +67,10 @@ ANY_IDS = Vocabulary(1 << 31)
 """Every id that fits the record (int32), for where no tokenizer is known."""
 
 
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""What is read of a model's folder."""
+
+
 class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, *, name_or_path: str, settings: dict[str, Any]) -> None:
         self.backend = backend

@@ -1,0 +1,75 @@
+"""What the commands have in common that run until a signal ends them: their log, what signals do, and how many
+processes run sessions.
+
+The only place that configures logging, but for the processes of nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from outrider.config import Config
+from outrider.redaction import SHORTEST, redacted
+
+CORES_EACH = 4
+"""A process that runs sessions keeps one core busy; the sandboxes of its sessions need some, too."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def with_processes(settings: Config) -> Config:
+    """With as many processes as suit this machine, if they do not say."""
+    if "processes" in settings.model_fields_set:
+        return settings
+    from outrider.sessions.resources import machine_capacity
+
+    return settings.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
+
+
+def start_log(token: str | None, *, verbose: bool) -> None:
+    log = logging.StreamHandler()
+    log.setFormatter(_WithoutSecrets(token))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[log])
+
+
+class _WithoutSecrets(logging.Formatter):
+    """Lines of the log, tracebacks included, without secrets."""
+
+    def __init__(self, token: str | None) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+        self._secrets = [token] if token and len(token) >= SHORTEST else []
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record), self._secrets)
+
+
+class StopSignals:
+    """What SIGINT and SIGTERM do to the task that makes this. The first one ends `first`, or cancels the task if it
+    does not wait there yet; the second one cancels it; the third one ends the process as usual."""
+
+    def __init__(self) -> None:
+        self.came = 0
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._waiting: asyncio.Future[None] | None = None
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self._stop)
+
+    async def first(self) -> None:
+        self._waiting = self._loop.create_future()
+        await self._waiting
+
+    def restore(self) -> None:
+        """From now on, a signal has its usual effect."""
+        for number in SIGNALS:
+            self._loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.came += 1
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+            return
+        self.restore()
+        assert self._task is not None
+        self._task.cancel()

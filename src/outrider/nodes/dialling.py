@@ -1,0 +1,156 @@
+"""The connection of a node to a service on another machine: dialled, and dialled again when it breaks.
+
+It knows no message but those by which a node joins. Invariant: a node that could not reach the service for
+PATIENCE_SECONDS has no service any more, because the service has given it up by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+from urllib.parse import quote
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+
+from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.cancellation import shielded
+from outrider.engines.relay.link import Disconnected
+from outrider.engines.relay.messages import MAX_TO_WORKER, Close, encode
+from outrider.errors import (
+    Conflict,
+    EngineMisbehaved,
+    Forbidden,
+    NotFound,
+    OutriderError,
+    Unauthorized,
+)
+from outrider.nodes.messages import WELCOME, Hello, Join
+from outrider.nodes.remote_node import SILENCE_SECONDS
+from outrider.nodes.resumable import ResumableSocket
+from outrider.relay.client_socket import ClientSocket
+from outrider.tls import trusting
+
+log = logging.getLogger("outrider.node")
+
+DIALLING = Backoff(first=0.5, longest=5.0)
+CONNECT_SECONDS = 10.0
+QUIET_SECONDS = 10.0
+"""A connection on which nothing came for so long is taken for dead: the service says something ten times a second."""
+PATIENCE_SECONDS = SILENCE_SECONDS + QUIET_SECONDS
+CLOSE_SECONDS = 2.0
+
+REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
+    Close.NONSENSE: (EngineMisbehaved, "is this an Outrider service, of the same version as the node?"),
+    Close.PROTOCOL: (Conflict, "install the same version of Outrider on both machines"),
+    401: (Unauthorized, "give the service's token: OUTRIDER_TOKEN, or --token"),
+    403: (Forbidden, "its token must be a node's: outrider token create --role node"),
+    404: (NotFound, "is this an Outrider service, of the same version as the node?"),
+}
+"""Close codes and HTTP statuses that would come again, with the errors that they become and what helps."""
+
+FINAL = frozenset({*REFUSALS, Close.LEFT, Close.REMOVED, Close.CONFLICT})
+"""Ends after which the service does not know the node any more."""
+
+
+class Dialled:
+    """`socket` is the way to the service, over one connection after another."""
+
+    def __init__(self, join: Join) -> None:
+        self.socket = ResumableSocket()
+        self.url = f"{join.url.rstrip('/')}/v1/nodes/{quote(join.own.name, safe='')}/join"
+        self._join = join
+        self._instance = uuid4().hex
+        self._clock = asyncio.get_running_loop().time
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Keep connected while the block runs, which begins when the service has taken the node up. Raises
+        Unauthorized, Forbidden, NotFound, Conflict and EngineMisbehaved where it never will."""
+        connector = aiohttp.TCPConnector(ssl=trusting(self._join.ca))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            tasks = asyncio.TaskGroup()
+            await tasks.__aenter__()
+            taken_up = asyncio.Event()
+            keeping = tasks.create_task(self._keep(session, taken_up), name="connection to the service")
+            first = tasks.create_task(taken_up.wait())
+            try:
+                await asyncio.wait([keeping, first], return_when=asyncio.FIRST_COMPLETED)
+                if not taken_up.is_set() and (refusal := keeping.result()) is not None:
+                    raise refusal
+                yield
+            finally:
+                first.cancel()
+                keeping.cancel()
+                # The task group is not told of an error of the block: it would wrap it in a group.
+                await shielded(lambda: tasks.__aexit__(None, None, None))
+
+    async def _keep(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> OutriderError | None:
+        """Dial again and again. Returns what the service refuses the node for; once it has taken it up, a connection
+        that cannot be had any more ends the socket."""
+        failed = 0
+        while True:
+            before = self.socket.heard
+            end = await self._one_connection(session, taken_up)
+            failed = 0 if self.socket.heard > before else failed + 1
+            if not taken_up.is_set():
+                if (refusal := REFUSALS.get(end.code)) is not None:
+                    kind, hint = refusal
+                    return kind(f"{self.url} refuses this node: {end.reason or end}", hint=hint)
+            elif end.code in FINAL or self._clock() - self.socket.heard >= PATIENCE_SECONDS:
+                self.socket.end(end)
+                return None
+            log.warning("no connection to %s: %s", self.url, end)
+            await asyncio.sleep(DIALLING.wait(failed))
+
+    async def _one_connection(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> Disconnected:
+        """Have one connection until it ends, or cannot be had."""
+        join, headers = self._join, {"Authorization": f"Bearer {self._join.token}"} if self._join.token else {}
+        closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
+        code = Close.SILENT  # the service may keep what it has: the node comes back
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                websocket = await session.ws_connect(
+                    self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing
+                )
+            socket = ClientSocket(websocket)
+            try:
+                hello = Hello(
+                    version=version("outrider"),
+                    instance=self._instance,
+                    machine=join.machine,
+                    cpus=join.own.cpus,
+                    memory_mb=join.own.memory_mb,
+                    received=self.socket.take_over(),
+                )
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await socket.send(encode(hello))
+                    welcome = WELCOME.decode(await socket.receive())
+                taken_up.set()
+                self.socket.heard = self._clock()
+                return await self._carry(socket, welcome.received)
+            except asyncio.CancelledError:
+                code = Close.LEFT
+                raise
+            finally:
+                await shielded(partial(socket.close, code, ""))
+        except Disconnected as end:
+            return end
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            return Disconnected(getattr(error, "status", 1006), str(error) or "it does not answer")
+
+    async def _carry(self, socket: ClientSocket, arrived: int) -> Disconnected:
+        """Work over a connection until it ends, or nothing comes any more."""
+        async with asyncio.TaskGroup() as tasks:
+            carrying = tasks.create_task(self.socket.carry(socket, arrived))
+            while (quiet := self._clock() - self.socket.heard) < QUIET_SECONDS:
+                await asyncio.wait([carrying], timeout=QUIET_SECONDS - quiet)
+                if carrying.done():
+                    return carrying.result()
+            carrying.cancel()
+        return Disconnected(Close.SILENT, f"nothing came for {quiet:.0f} s")

@@ -1,0 +1,85 @@
+"""What a node on another machine is told of the service's settings, and what it makes of them there.
+
+Models, harnesses and limits are the service's; lanes, sandboxes and folders are the machine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from outrider.config import CallbacksConfig, Config, FrozenConfig, ModelConfig
+from outrider.nodes.messages import Setup
+from outrider.sessions.resources import ResourceAmount
+from outrider.tokens.rendering.tokenizer import FILES
+
+M = TypeVar("M", ModelConfig, FrozenConfig)
+
+OWN = ("lanes", "sandboxes", "files", "data", "processes")
+"""Settings that are the machine's own."""
+
+
+def setup_elsewhere(config: Config, name: str, total: ResourceAmount) -> Setup:
+    """The service's settings without secrets, and its tokenizers. Blocks on the file system."""
+    tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
+    changes = {
+        "engines": (),
+        "frozen": tuple(model.model_copy(update={"engines": ()}) for model in config.frozen),
+        "token": None,
+        "store": None,
+        "callbacks": CallbacksConfig(),
+    }
+    return Setup(
+        name=name,
+        config=config.model_copy(update=changes).model_dump_json().encode(),
+        cpus=total.cpus,
+        memory_mb=total.memory_mb,
+        level=0,
+        folders={folder: _files(Path(folder)) for folder in tokenizers if folder is not None},
+    )
+
+
+@asynccontextmanager
+async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
+    """What the node is, of what the service has told and what it knows itself; with the tokenizers in a folder that
+    lasts as long as the block."""
+    service, here = (Config.model_validate_json(each.config) for each in (told, own))
+    with tempfile.TemporaryDirectory(prefix="outrider-node-") as folder:
+        copies = await asyncio.to_thread(_copies, told.folders, Path(folder))
+
+        def with_copy(model: M) -> M:
+            return model.model_copy(update={"tokenizer": model.tokenizer and copies[model.tokenizer]})
+
+        changes = {
+            **{name: getattr(here, name) for name in OWN},
+            "model": with_copy(service.model),
+            "frozen": tuple(map(with_copy, service.frozen)),
+        }
+        config = service.model_copy(update=changes)
+        yield msgspec.structs.replace(
+            told, config=config.model_dump_json().encode(), path=own.path, level=own.level, folders={}
+        )
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
+
+
+def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
+    """By the folder of the service, one here with the same files. Its last two names are the same: they may say which
+    model it is."""
+    copies = {}
+    for number, (folder, files) in enumerate(folders.items()):
+        copy = into.joinpath(str(number), *Path(folder).parts[-2:])
+        copy.mkdir(parents=True)
+        for name, data in files.items():
+            if name in FILES:
+                (copy / name).write_bytes(data)
+        copies[folder] = str(copy)
+    return copies

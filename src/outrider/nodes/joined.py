@@ -1,0 +1,170 @@
+"""Nodes on other machines, as the service has them: they dial in, and stay while they are heard of.
+
+It knows no HTTP. Invariants: there is one node of a name; one that has not been heard of for SILENCE_SECONDS is given
+up, its attempts are run elsewhere, and its process is told so when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from importlib.metadata import version
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from outrider.concurrency.cancellation import shielded
+from outrider.config import Config
+from outrider.engines.relay.link import Disconnected, Socket
+from outrider.engines.relay.messages import Close, close_reason, encode
+from outrider.errors import ErrorRecord
+from outrider.nodes.elsewhere import setup_elsewhere
+from outrider.nodes.messages import HELLO, Hello, Welcome
+from outrider.nodes.remote_node import RemoteNode, ServiceParts
+from outrider.nodes.resumable import ResumableSocket
+from outrider.nodes.telling import Telling
+from outrider.sessions.resources import NodeResources, ResourceAmount
+
+log = logging.getLogger("outrider.node")
+
+HELLO_SECONDS = 10.0
+FINAL = frozenset({Close.LEFT, Close.NONSENSE})
+"""Ends of a connection after which none follows."""
+
+
+class JoinedNodes:
+    """`async with JoinedNodes(...) as joined`: within the block nodes may `attend`. `own` are the names of the
+    service's own nodes, which none of these may have."""
+
+    def __init__(self, config: Config, parts: ServiceParts, telling: Telling, *, own: Collection[str]) -> None:
+        self.added: Callable[[RemoteNode], None] = lambda _: None
+        """Called with each node that begins to run attempts."""
+        self.removed: Callable[[RemoteNode], None] = lambda _: None
+        """Called with each that does so no more."""
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when one can take more sessions than before."""
+        self._config = config
+        self._parts = parts
+        self._telling = telling
+        self._own = own
+        self._members: dict[str, Member] = {}
+        self._machines: dict[str, NodeResources] = {}
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in self._members.values():
+            member.serving.cancel()
+        await shielded(lambda: self._tasks.__aexit__(None, None, None))
+
+    async def attend(self, name: str, socket: Socket, *, elsewhere: bool) -> None:
+        """Have the node at the other end of a new connection, until that ends. `elsewhere`: it is not on this
+        machine."""
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = HELLO.decode(await socket.receive())
+        except (TimeoutError, Disconnected, msgspec.DecodeError) as error:
+            await socket.close(Close.NONSENSE, close_reason(f"no hello of a node: {error or 'too late'}"))
+            return
+        if hello.version != (ours := version("outrider")):
+            reason = f"the node runs Outrider {hello.version}, the service {ours}"
+            await socket.close(Close.PROTOCOL, close_reason(reason))
+            return
+        member = self._members.get(name)
+        if member is None or member.instance != hello.instance:
+            if hello.received:
+                await socket.close(Close.REMOVED, "the service has given this node up")
+                return
+            if name in self._own or (member is not None and member.connected):
+                await socket.close(Close.CONFLICT, close_reason(f"there is a node {name!r} already"))
+                return
+            if member is not None:  # it was started again
+                await member.ended("another one of its name has come")
+            member = self._admit(name, hello, elsewhere=elsewhere)
+        await member.carry(socket, hello.received)
+
+    def _admit(self, name: str, hello: Hello, *, elsewhere: bool) -> Member:
+        amount = ResourceAmount(cpus=hello.cpus, memory_mb=hello.memory_mb)
+        resources = self._machines.setdefault(hello.machine, NodeResources(amount))
+        parts = msgspec.structs.replace(self._parts, resources=resources)
+        node = RemoteNode(name, hello.machine, parts, elsewhere=elsewhere)
+        node.on_room = self.on_room
+        member = Member(node, hello.instance)
+        self._members[name] = member
+        member.serving = self._tasks.create_task(self._serve(member, resources.total), name=f"node {name}")
+        return member
+
+    async def _serve(self, member: Member, total: ResourceAmount) -> None:
+        node = member.node
+
+        def ready(error: ErrorRecord | None) -> None:
+            if error is not None:
+                log.error("node %s cannot run sessions: %s", node.name, error.message)
+                return
+            log.info("node %s has joined", node.name)
+            self._telling.nodes.append(node)
+            for model, pool in self._parts.pools.items():  # what has changed since its first message
+                node.tell(model, pool.state())
+            self.added(node)
+
+        async def ended() -> None:
+            if node in self._telling.nodes:
+                self._telling.nodes.remove(node)
+                self.removed(node)
+
+        how: object = "the service ends"
+        try:
+            setup = await asyncio.to_thread(setup_elsewhere, self._config, node.name, total)
+            how = await node.serve(member.socket, setup, ready=ready, ended=ended)
+        except Exception as error:  # a bug, which must not end the service
+            log.exception("node %s failed", node.name)
+            how = error
+        finally:
+            log.info("node %s has left: %s", node.name, how)
+            member.drop()
+            del self._members[node.name]
+            if all(other.node.machine != node.machine for other in self._members.values()):
+                del self._machines[node.machine]
+
+
+class Member:
+    """A node that has joined, and the connection that it has now, if any."""
+
+    def __init__(self, node: RemoteNode, instance: str) -> None:
+        self.node = node
+        self.instance = instance
+        self.socket = ResumableSocket()
+        self.connected = False
+        self.serving: asyncio.Task[None]
+
+    async def carry(self, socket: Socket, arrived: int) -> None:
+        """Work over a connection until it ends."""
+        received = self.socket.take_over()
+        self.connected = True
+        try:
+            await socket.send(encode(Welcome(received)))
+            end = await self.socket.carry(socket, arrived)
+        except Disconnected as error:
+            end = error
+        finally:
+            self.connected = False
+        if end.code in FINAL:
+            self.socket.end(end)
+        elif not self.serving.done():
+            log.info("the connection of node %s is gone: %s", self.node.name, end)
+
+    async def ended(self, why: str) -> None:
+        """Give the node up; returns when nothing of it is left."""
+        self.socket.end(Disconnected(Close.REMOVED, why))
+        await asyncio.wait([self.serving])
+
+    def drop(self) -> None:
+        """Nothing more is said to it."""
+        self.socket.take_over()

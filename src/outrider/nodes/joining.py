@@ -1,0 +1,110 @@
+"""The processes of this machine that join a service on another one.
+
+It knows no connection: each process has its own (`dialling.py`). Invariant: a process that dies is started again, until
+the machine is to leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from outrider.concurrency.cancellation import shielded
+from outrider.config import Config
+from outrider.engines.relay.link import Disconnected
+from outrider.engines.relay.messages import encode
+from outrider.errors import ErrorRecord, error_from
+from outrider.nodes.messages import TO_STARTER, Join, Leave
+from outrider.nodes.processes import setup_of
+from outrider.nodes.spawning import NodeProcess, one_after_another
+from outrider.sessions.resources import ResourceAmount
+
+
+class JoiningMachine:
+    """`await machine.run(...)` has `config.processes` processes that work for the service at `url`, under `name`, or
+    names made of it. `joined` is called with the name of each that has begun."""
+
+    def __init__(
+        self,
+        config: Config,
+        capacity: ResourceAmount,
+        *,
+        url: str,
+        token: str | None,
+        ca: str | None,
+        name: str,
+        joined: Callable[[str], None],
+    ) -> None:
+        names = [name] if config.processes == 1 else [f"{name}-{number}" for number in range(config.processes)]
+        self._joins = [
+            Join(
+                url=url,
+                token=token,
+                ca=ca,
+                machine=name,
+                own=setup_of(config, each, number, cpus=capacity.cpus, memory_mb=capacity.memory_mb),
+            )
+            for number, each in enumerate(names)
+        ]
+        self._joined = joined
+        self._processes: dict[str, NodeProcess] = {}
+        self._refusal: ErrorRecord | None = None
+        self._leaving = asyncio.Event()
+
+    async def run(self, stop: Callable[[], Coroutine[Any, Any, None]], *, seconds: float) -> None:
+        """Work until `stop()` returns: then no new sessions are taken, and those that run have so many seconds to end.
+        Raises what the service refuses this machine for."""
+        clock = asyncio.get_running_loop().time
+        tasks = asyncio.TaskGroup()
+        await tasks.__aenter__()
+        stopping = tasks.create_task(stop())
+        lives = [
+            tasks.create_task(one_after_another(join.own.name, partial(self._live, join), self._goes_on))
+            for join in self._joins
+        ]
+        end: float | None = None
+        try:
+            while any(not life.done() for life in lives) and self._refusal is None and (end is None or clock() < end):
+                awaited = [life for life in lives if not life.done()] + ([stopping] if end is None else [])
+                left = None if end is None else end - clock()
+                await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if stopping.done() and end is None:
+                    end = clock() + seconds
+                    await self._leave()
+        finally:
+            for task in (stopping, *lives):
+                task.cancel()
+            await shielded(lambda: tasks.__aexit__(None, None, None))
+        if self._refusal is not None:
+            raise error_from(self._refusal)
+
+    async def _leave(self) -> None:
+        self._leaving.set()
+        for process in self._processes.values():
+            with suppress(Disconnected):
+                await process.pipe.send(encode(Leave()))
+
+    async def _live(self, join: Join, process: NodeProcess) -> None:
+        """What a process is told and tells, until it hangs up."""
+        name = join.own.name
+        self._processes[name] = process
+        try:
+            await process.pipe.send(encode(join))
+            while True:
+                ready = TO_STARTER.decode(await process.pipe.receive())
+                if ready.error is not None:
+                    self._refusal = ready.error
+                    return
+                self._joined(name)
+                if self._leaving.is_set():  # since before it could be told
+                    await process.pipe.send(encode(Leave()))
+        except Disconnected:
+            pass
+        finally:
+            del self._processes[name]
+
+    def _goes_on(self, _: str) -> bool:
+        return self._refusal is None and not self._leaving.is_set()

@@ -1,0 +1,110 @@
+"""Starts the processes of nodes, ends them, and starts them again when they die.
+
+It knows nothing of what is said to them. Invariant: a process, with what its plugins have started, is gone when `end`
+returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Self
+
+from outrider.concurrency.backoff import Backoff
+from outrider.concurrency.cancellation import shielded
+from outrider.environment import variables
+from outrider.nodes.pipe import Pipe
+
+log = logging.getLogger("outrider.node")
+
+PROGRAM = "outrider.cli.node_process"
+PREFIX = "OUTRIDER_"
+HOME = "OUTRIDER_HOME"
+
+END_SECONDS = 10.0
+"""How long a process may take to end its sandboxes, when it is to end."""
+
+RESTARTS = Backoff(first=0.1, longest=30.0)
+STEADY_SECONDS = 60.0
+"""A process that has lived for so long and then dies is started again at once."""
+
+
+class NodeProcess:
+    """A process that reads from a socket what it is. It ends by itself when we hang up."""
+
+    def __init__(self, process: asyncio.subprocess.Process, pipe: Pipe) -> None:
+        self.pipe = pipe
+        self._process = process
+        self._ended = False
+
+    @classmethod
+    async def start(cls) -> Self:
+        ours, theirs = socket.socketpair()
+        pipe = await Pipe.over(ours)
+        # What sets the service up is in its own settings; a node is told what it needs, and no secrets.
+        kept = {name: text for name, text in variables().items() if not name.startswith(PREFIX) or name == HOME}
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    # -P: the working folder must not come before Python's own modules.
+                    *(sys.executable, "-P", "-m", PROGRAM),
+                    stdin=theirs.fileno(),
+                    start_new_session=True,
+                    env=kept,
+                )
+        except BaseException:
+            pipe.abort()
+            raise
+        return cls(process, pipe)
+
+    async def end(self) -> None:
+        """Have it end: it is killed if it does not. So is what its plugins have started, and left. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        self.pipe.abort()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # it led a process group of its own
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+
+async def one_after_another(
+    name: str, live: Callable[[NodeProcess], Awaitable[None]], ended: Callable[[str], bool]
+) -> None:
+    """Have a process for the node of that name, and another one when it has died. `live` is its life, and ends with
+    it; `ended` is told how it ended, and says whether there is to be another one."""
+    clock = asyncio.get_running_loop().time
+    failures = 0
+    while True:
+        began = clock()
+        try:
+            process = await NodeProcess.start()
+            try:
+                await live(process)
+            finally:
+                await shielded(process.end)
+            how = f"ended with {process.exit_code}"
+        except Exception as error:  # no process can be had now; or a bug, which must not end the other nodes
+            log.exception("node %s failed", name)
+            how = f"failed: {error}"
+        if not ended(how):
+            return
+        log.warning("the process of node %s %s: another one is started", name, how)
+        failures = 0 if clock() - began >= STEADY_SECONDS else failures + 1
+        await asyncio.sleep(RESTARTS.wait(failures))
