@@ -59,9 +59,9 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents (installs them; 4 GB), container engines that are there
+test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), container engines that are there
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m real \
-		tests/real tests/bench tests/runtimes tests/rootfs $(ARGS)
+		tests/real tests/bench tests/runtimes tests/rootfs tests/deploy $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own. The imports of verl warn of much that is not ours.
 test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
@@ -84,7 +84,7 @@ policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
 clean: ## remove all that these commands installed or cached
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) .venv-routers .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) .venv-routers .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.

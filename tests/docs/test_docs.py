@@ -32,6 +32,7 @@ LANGUAGES = {
     "toml settings",
     "json group",
     "json script",
+    "yaml values",
     "",
 }
 
