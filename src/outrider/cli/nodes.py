@@ -73,3 +73,5 @@ def _show(terminal: Terminal, nodes: tuple[NodeStats, ...]) -> None:
         return
     for node in nodes:
         terminal.out.print(node_table(node))
+    if not nodes:
+        terminal.out.print("no nodes yet: `outrider nodes join` on a machine makes it one")

@@ -41,7 +41,11 @@ def setup_elsewhere(config: Config, name: str, total: ResourceAmount) -> Setup:
         cpus=total.cpus,
         memory_mb=total.memory_mb,
         level=0,
-        folders={folder: _files(Path(folder)) for folder in tokenizers if folder is not None},
+        folders={
+            folder: {path.name: path.read_bytes() for path in (Path(folder, name) for name in FILES) if path.exists()}
+            for folder in tokenizers
+            if folder is not None
+        },
     )
 
 
@@ -65,10 +69,6 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
         yield msgspec.structs.replace(
             told, config=config.model_dump_json().encode(), path=own.path, level=own.level, folders={}
         )
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:

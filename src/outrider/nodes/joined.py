@@ -25,6 +25,7 @@ from outrider.nodes.messages import HELLO, Hello, Welcome
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.resumable import ResumableSocket
 from outrider.nodes.telling import Telling
+from outrider.sessions.attempt import Node
 from outrider.sessions.resources import NodeResources, ResourceAmount
 
 log = logging.getLogger("outrider.node")
@@ -39,9 +40,9 @@ class JoinedNodes:
     service's own nodes, which none of these may have."""
 
     def __init__(self, config: Config, parts: ServiceParts, telling: Telling, *, own: Collection[str]) -> None:
-        self.added: Callable[[RemoteNode], None] = lambda _: None
+        self.added: Callable[[Node], None] = lambda _: None
         """Called with each node that begins to run attempts."""
-        self.removed: Callable[[RemoteNode], None] = lambda _: None
+        self.removed: Callable[[Node], None] = lambda _: None
         """Called with each that does so no more."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when one can take more sessions than before."""

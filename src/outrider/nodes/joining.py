@@ -62,7 +62,13 @@ class JoiningMachine:
         await tasks.__aenter__()
         stopping = tasks.create_task(stop())
         lives = [
-            tasks.create_task(one_after_another(join.own.name, partial(self._live, join), self._goes_on))
+            tasks.create_task(
+                one_after_another(
+                    join.own.name,
+                    partial(self._live, join),
+                    lambda _: self._refusal is None and not self._leaving.is_set(),
+                )
+            )
             for join in self._joins
         ]
         end: float | None = None
@@ -105,6 +111,3 @@ class JoiningMachine:
             pass
         finally:
             del self._processes[name]
-
-    def _goes_on(self, _: str) -> bool:
-        return self._refusal is None and not self._leaving.is_set()

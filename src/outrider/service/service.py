@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -20,9 +20,9 @@ from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
+from outrider.engines.relay.link import Socket
 from outrider.errors import Forbidden, InvalidField, NotFound
 from outrider.lifecycle import GroupState
-from outrider.nodes.joined import JoinedNodes
 from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
 from outrider.service.allow_lists import AllowLists
@@ -48,6 +48,16 @@ REDELIVERED_AT_ONCE = 500
 """Callbacks changed in one transaction, so that the store's other writers do not wait."""
 
 
+class ComingNodes(Protocol):
+    """What lets nodes on other machines come, and tells the three functions of it; see `nodes.joined.JoinedNodes`."""
+
+    added: Callable[[Node], None]
+    removed: Callable[[Node], None]
+    on_room: Callable[[], None]
+
+    async def attend(self, name: str, socket: Socket, *, elsewhere: bool) -> None: ...
+
+
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
 
@@ -64,7 +74,7 @@ class Service:
         backend: ModelBackend,
         frozen: Sequence[ModelBackend] = (),
         nodes: Sequence[Node],
-        joined: JoinedNodes,
+        joined: ComingNodes,
         pauses: Backoff = PAUSES,
     ) -> None:
         self.config = config
