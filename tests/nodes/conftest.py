@@ -31,9 +31,10 @@ PROCESSES = 2
 class Running:
     """A running service, and what a test asks of it."""
 
-    def __init__(self, service: Service, folder: Path) -> None:
+    def __init__(self, service: Service, folder: Path, url: str) -> None:
         self.service = service
         self.folder = folder
+        self.url = url
         self.nodes: Sequence[RemoteNode] = [place.node for place in service._scheduler._places._places.values()]  # type: ignore[misc]
 
     async def submit(self, *do: str, n: int = 1, **fields: Any) -> GroupView:
@@ -88,7 +89,7 @@ def start(tmp_path: Path, tokenizer: Path) -> Starts:
             "model": ModelConfig(tokenizer=str(tokenizer), renderer=RENDERER),
             "lanes": LanesConfig(init=16, run=64, eval=16),
         }
-        async with open_service(Config(**defaults | settings), pauses=HASTY) as opened, serving(*opened):
-            yield Running(opened.service, folder)
+        async with open_service(Config(**defaults | settings), pauses=HASTY) as opened, serving(*opened) as url:
+            yield Running(opened.service, folder, url)
 
     return started

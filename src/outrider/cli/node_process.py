@@ -79,23 +79,37 @@ class Starter:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._leaving = asyncio.Event()
+        self._service: ServiceEnd | None = None
+        self._leaving = False
 
-    async def tell(self, error: OutriderError | None = None) -> None:
-        """That work has begun, or why it never will."""
-        with suppress(Disconnected):
-            await self._pipe.send(encode(Ready(error=None if error is None else error.record())))
+    async def note_work(self, service: ServiceEnd) -> None:
+        """Work for that service has begun."""
+        self._service = service
+        if self._leaving:
+            service.leave()
+        await self._tell(Ready())
+
+    async def note_failure(self, error: OutriderError) -> None:
+        """No work will ever begin."""
+        await self._tell(Ready(error=error.record()))
 
     async def hear(self) -> None:
         """Returns when it hangs up."""
-        with suppress(Disconnected):
+        try:
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), Leave)
-                self._leaving.set()
+                self._leave()
+        except Disconnected:
+            self._leave()  # the service gives a process nothing that is about to end
 
-    async def pass_on(self, service: ServiceEnd) -> None:
-        await self._leaving.wait()
-        service.leave()
+    def _leave(self) -> None:
+        self._leaving = True
+        if self._service is not None:
+            self._service.leave()
+
+    async def _tell(self, ready: Ready) -> None:
+        with suppress(Disconnected):
+            await self._pipe.send(encode(ready))
 
 
 async def _join(join: Join, starter: Starter) -> None:
@@ -121,7 +135,7 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
             setup = await stack.enter_async_context(setup_here(told, join.own))
             await _work(setup, dialled.socket, starter)
     except OutriderError as error:
-        await starter.tell(error)
+        await starter.note_failure(error)
     except Disconnected as end:
         log.warning("the service is gone: %s", end)
 
@@ -171,13 +185,11 @@ async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], st
         await stack.enter_async_context(serving_gateway(node))
         shorten_pauses()
         async with asyncio.TaskGroup() as tasks:
-            work = [tasks.create_task(service.run(node, followers), name="node")]
+            running = tasks.create_task(service.run(node, followers), name="node")
             if starter is not None:
-                await starter.tell()
-                work.append(tasks.create_task(starter.pass_on(service), name="starter's word"))
+                await starter.note_work(service)
             await asyncio.wait([hung_up])
-            for task in work:
-                task.cancel()
+            running.cancel()
 
 
 if __name__ == "__main__":

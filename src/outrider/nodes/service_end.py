@@ -108,7 +108,10 @@ class ServiceEnd:
         self._reported: Report | None = None
         self._heard: float | None = None
         """When the service said something last; None before the node is ready."""
+        self._ending = False
+        """Whether no attempts are begun any more."""
         self._ended = False
+        """Whether the connection is gone."""
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncio.Task[Disconnected]]:
@@ -135,11 +138,14 @@ class ServiceEnd:
                 self._handle(message)
             self._link.send(Ready())
             images, looked = None, 0.0
-            while True:
-                if self._images is not None and (images is None or time.monotonic() - looked > IMAGES_SECONDS):
-                    images, looked = await asyncio.to_thread(self._images), time.monotonic()
-                self._report(node, pools, images)
-                await asyncio.sleep(REPORT_SECONDS)
+            try:
+                while True:
+                    if self._images is not None and (images is None or time.monotonic() - looked > IMAGES_SECONDS):
+                        images, looked = await asyncio.to_thread(self._images), time.monotonic()
+                    self._report(node, pools, images)
+                    await asyncio.sleep(REPORT_SECONDS)
+            finally:
+                self._ending = True
 
     def leave(self) -> None:
         """Take no new attempts. The service ends the connection when the present ones have ended."""
@@ -221,6 +227,8 @@ class ServiceEnd:
             case Generated():
                 if (parts := self._generations.get(message.generation)) is not None:
                     parts.put_nowait(message)
+            case Run() if self._ending:
+                pass  # the service is told by the end of the connection
             case Run():
                 task = attempts.create_task(self._run(node, message), name=f"session {message.session.id}")
                 self._attempts[message.attempt] = task

@@ -1,0 +1,306 @@
+"""Nodes on other machines: how they join, and what happens when their connections or they themselves go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.api import nodes as node_routes
+from outrider.config import Config, LanesConfig
+from outrider.errors import Conflict, Forbidden, NotFound, Unauthorized
+from outrider.lifecycle import StopReason
+from outrider.nodes import joined, remote_node
+from outrider.nodes.elsewhere import setup_elsewhere
+from outrider.nodes.joining import JoiningMachine
+from outrider.nodes.remote_node import _without_local
+from outrider.sessions.resources import ResourceAmount
+from outrider.spec import EngineSpec, TokenSpec
+from support.relay import CuttingProxy
+from support.stamping import StampingEngine
+
+from .conftest import Running, Starts
+from .test_processes import ends, node_processes, replies_of, result_of, served
+
+LENGTH = 4
+HEARD_OF_SECONDS = 8.0
+"""Twice what may pass between two heartbeats of a node."""
+CAPACITY = ResourceAmount(cpus=4.0, memory_mb=4096)
+
+
+class Machine:
+    """A machine that joins, whose processes are below this one."""
+
+    def __init__(self, name: str = "far") -> None:
+        self.name = name
+        self.joined = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.left = asyncio.Event()
+
+    @asynccontextmanager
+    async def at(self, url: str, tmp_path: Path, *, token: str | None = None, **config: Any) -> AsyncIterator[None]:
+        """It joins when the block begins, and is ended with it."""
+        lanes = LanesConfig(init=16, run=64, eval=16)
+        machine = JoiningMachine(
+            Config(**{"data": tmp_path / "node", "files": tmp_path, "lanes": lanes, "processes": 1} | config),
+            CAPACITY,
+            url=url,
+            token=token,
+            ca=None,
+            name=self.name,
+            joined=lambda _: self.joined.set(),
+        )
+
+        async def run() -> None:
+            await machine.run(lambda: self.stop.wait(), seconds=30)  # type: ignore[arg-type,return-value]
+            self.left.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(run())
+            async with asyncio.timeout(60):
+                await self.joined.wait()
+            try:
+                yield
+            finally:
+                running.cancel()
+
+
+async def known(running: Running, *names: str) -> None:
+    """Returns when these are the nodes."""
+    async with asyncio.timeout(60):
+        while {node.name for node in running.service.nodes().nodes if node.capacity} != set(names):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_machine_joins_and_runs_sessions(
+    start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_routes, "is_local", lambda _: False)
+    engine = StampingEngine(tokenizer, length=LENGTH)
+    kept: dict[str, Any] = {
+        "runtime": {"kind": "namespace", "prepare": [{"run": "printf kept > kept.txt; mkdir sub; ln -s /etc sub/out"}]},
+        "artifacts": ["kept.txt", "missing"],
+    }
+    async with start(processes=0) as running, served(engine) as url:
+        await running.service.add_engine(EngineSpec(kind="vllm", name="near", url=url))
+        submitted = await running.submit("ask", "ask", n=4, **kept)  # before there is any node
+        async with Machine().at(running.url, tmp_path, processes=2):
+            view = await running.done(submitted)
+            assert ends(view) == {StopReason.COMPLETED: 4}
+            assert {session.node for session in view.sessions} == {"far-0", "far-1"}
+            processes = {node.name: node.resources for node in running.service.nodes().nodes}
+            assert {(each.cpus, each.memory_mb) for each in processes.values()} == {(4.0, 4096)}
+        replies = [reply for sample in view.samples or () for reply in replies_of(sample, engine)]
+        assert [len(reply) for reply in replies] == [LENGTH + 1] * 8
+        for session in view.sessions:
+            listed = running.service.artifacts.listed(session.id)
+            assert [(each.path, each.size) for each in listed.artifacts] == [("/work/kept.txt", 4)]
+            assert [each.path for each in listed.left_out] == ["missing"]
+            assert running.service.artifacts.file(session.id, "/work/kept.txt").read_bytes() == b"kept"
+    assert node_processes() == set()
+
+
+async def test_engines_of_this_machine_are_reached_through_it(start: Starts, tokenizer: Path) -> None:
+    async with start(processes=0) as running, served(StampingEngine(tokenizer)) as url:
+        await running.service.add_engine(EngineSpec(kind="vllm", name="near", url=url))
+        (engine,) = running.service.pool.state().engines
+        assert engine.spec is not None
+        (elsewhere,) = _without_local(running.service.pool.state()).engines
+        assert (elsewhere.spec, elsewhere.url) == (None, url)
+
+
+def test_a_node_elsewhere_is_told_no_secret_and_gets_the_tokenizer(tokenizer: Path) -> None:
+    config = Config.model_validate(
+        {
+            "token": "hidden-token",
+            "store": "postgresql://user:hidden-password@host/name",
+            "engines": [{"kind": "vllm", "url": "http://127.0.0.1:1", "options": {"api_key": "hidden-key"}}],
+            "model": {"tokenizer": str(tokenizer)},
+            "frozen": [{"name": "judge", "engines": [{"kind": "vllm", "url": "http://127.0.0.1:1/hidden"}]}],
+        }
+    )
+    setup = setup_elsewhere(config, "far", CAPACITY)
+    assert b"hidden" not in setup.config
+    assert setup.folders[str(tokenizer)]["tokenizer.json"] == (tokenizer / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "says"),
+    [
+        ("wrong", Unauthorized, "401"),
+        (None, Unauthorized, "401"),
+        ("submit", Forbidden, "--role node"),
+        ("version", Conflict, "the service 0.0.0"),
+        ("name", NotFound, "404"),
+    ],
+)
+async def test_who_may_not_join_is_told_why(
+    start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str | None, error: Any, says: str
+) -> None:
+    async with start(processes=0, token="root") as running:
+        if token in ("submit", "version", "name"):
+            role: Any = "submit" if token == "submit" else "node"
+            given: str | None = (await running.service.tokens.create(TokenSpec(name="x", role=role))).text
+        else:
+            given = token
+        if token == "version":
+            monkeypatch.setattr(joined, "version", lambda _: "0.0.0")
+        url = f"{running.url}/elsewhere" if token == "name" else running.url
+        with pytest.raises(ExceptionGroup) as raised:
+            async with Machine().at(url, tmp_path, token=given):
+                pass
+        (found,) = raised.value.exceptions
+        assert isinstance(found, error)
+        assert says in f"{found} {found.hint}"  # type: ignore[attr-defined]
+
+
+async def test_a_node_may_do_nothing_but_join(start: Starts, tmp_path: Path) -> None:
+    async with start(processes=0, token="root") as running:
+        new = await running.service.tokens.create(TokenSpec(name="far", role="node"))
+        async with Machine().at(running.url, tmp_path, token=new.text):
+            await known(running, "far")
+
+
+async def test_a_machine_that_leaves_ends_its_sessions_first(start: Starts, tokenizer: Path, tmp_path: Path) -> None:
+    machine = Machine()
+    async with start(processes=0) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
+        async with machine.at(running.url, tmp_path):
+            begun = await running.submit("ask", "wait door", "ask", n=3)
+            await running.here("door")
+            machine.stop.set()
+            await known(running)
+            queued = await running.submit("ask", n=2)
+            running.open("door")
+            view = await running.done(begun)
+            assert ends(view) == {StopReason.COMPLETED: 3}
+            assert {session.attempt for session in view.sessions} == {1}
+            await machine.left.wait()
+            assert running.service.nodes().nodes == ()
+        async with Machine("other").at(running.url, tmp_path):
+            assert ends(await running.done(queued)) == {StopReason.COMPLETED: 2}
+    assert node_processes() == set()
+
+
+@pytest.mark.deep
+async def test_a_connection_that_breaks_again_and_again_costs_nothing(
+    start: Starts, tokenizer: Path, tmp_path: Path
+) -> None:
+    engine = StampingEngine(tokenizer, length=24)
+    async with start(processes=0) as running:
+        await running.service.pool.add_engine(engine)
+        proxy = CuttingProxy(running.url, cuts=12, most=60_000, seed=3)
+        async with proxy.open() as url, Machine().at(url, tmp_path):
+            while proxy.made < 12:
+                submitted = await running.submit("ask", "ask", "ask", n=24)
+                view = await running.done(submitted)
+                assert ends(view) == {StopReason.COMPLETED: 24}
+                assert {session.attempt for session in view.sessions} == {1}
+                replies = [reply for sample in view.samples or () for reply in replies_of(sample, engine)]
+                assert [len(reply) for reply in replies] == [25] * 72
+
+
+@pytest.mark.deep
+async def test_a_machine_that_is_not_heard_of_is_given_up_and_joins_again(
+    start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_node, "SILENCE_SECONDS", HEARD_OF_SECONDS)
+    engine = StampingEngine(tokenizer, length=LENGTH)
+    async with start(processes=0) as running:
+        await running.service.pool.add_engine(engine)
+        proxy = CuttingProxy(running.url)
+        async with proxy.open() as url, Machine().at(url, tmp_path), Machine("near").at(running.url, tmp_path):
+            await known(running, "far", "near")
+            submitted = await running.submit("ask", "wait door", "ask", n=12)
+            async with asyncio.timeout(60):
+                while len(engine.requests) < 12:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            proxy.closed = True
+            await proxy.cut()
+            await known(running, "near")
+            running.open("door")
+            view = await running.done(submitted)
+            assert ends(view) == {StopReason.COMPLETED: 12}
+            assert {session.node for session in view.sessions} == {"near"}
+            assert sorted(session.attempt for session in view.sessions) == [1] * 6 + [2] * 6
+            assert [result_of(session).turns for session in view.sessions] == [2] * 12
+            proxy.closed = False
+            await known(running, "far", "near")
+            again = await running.done(await running.submit("ask", n=8))
+            assert {session.node for session in again.sessions} == {"far", "near"}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_process_of_a_machine_that_dies_or_hangs_is_started_again(
+    start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(remote_node, "SILENCE_SECONDS", HEARD_OF_SECONDS)
+    async with start(processes=0) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
+        async with Machine().at(running.url, tmp_path, processes=2):
+            await known(running, "far-0", "far-1")
+            submitted = await running.submit("ask", "wait door", "ask", n=8)
+            await running.here("door")
+            killed = min(node_processes())
+            os.kill(killed, number)
+            if number == signal.SIGSTOP:
+                async with asyncio.timeout(60):
+                    while len(running.service.nodes().nodes) > 1:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                os.kill(killed, signal.SIGCONT)
+            else:
+                async with asyncio.timeout(60):
+                    while killed in node_processes():  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+            await known(running, "far-0", "far-1")
+            running.open("door")
+            view = await running.done(submitted)
+            assert ends(view) == {StopReason.COMPLETED: 8}
+            assert {session.attempt for session in view.sessions} == {1, 2}
+
+
+@pytest.mark.deep
+async def test_machines_stay_when_the_service_is_started_again(start: Starts, tokenizer: Path, tmp_path: Path) -> None:
+    async with start(processes=0) as running:
+        url = running.url
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
+        staying = Machine().at(url, tmp_path)
+        await staying.__aenter__()
+        submitted = await running.submit("ask", "wait door", "ask", n=4)
+        await running.here("door")
+    try:
+        running.open("door")
+        async with start(processes=0, port=int(url.rpartition(":")[2])) as running:
+            await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
+            view = await running.done(submitted)
+            assert ends(view) == {StopReason.COMPLETED: 4}
+            assert {(session.node, session.attempt) for session in view.sessions} == {("far", 2)}
+    finally:
+        await staying.__aexit__(None, None, None)
+    assert node_processes() == set()
+
+
+@pytest.mark.deep
+async def test_a_name_is_one_machine_s(start: Starts, tokenizer: Path, tmp_path: Path) -> None:
+    first, second = Machine(), Machine()
+    async with start(processes=2) as running:
+        await running.service.pool.add_engine(StampingEngine(tokenizer, length=LENGTH))
+        async with asyncio.TaskGroup() as tasks:
+            async with first.at(running.url, tmp_path):
+                waiting = second.at(running.url, tmp_path)
+                entering = tasks.create_task(waiting.__aenter__())
+                await asyncio.sleep(5)
+                assert not second.joined.is_set()
+                await known(running, "local-0", "local-1", "far")
+            await entering
+            await known(running, "local-0", "local-1", "far")
+            assert ends(await running.done(await running.submit("ask", n=12))) == {StopReason.COMPLETED: 12}
+            await waiting.__aexit__(None, None, None)
+    assert node_processes() == set()

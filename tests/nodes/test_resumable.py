@@ -1,0 +1,152 @@
+"""Frames over connections that break at any place."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.engines.relay.link import Disconnected
+from outrider.nodes import resumable
+from outrider.nodes.resumable import ResumableSocket
+
+
+class Wire:
+    """Both ends of a connection that breaks after so many messages; what is under way then is lost."""
+
+    def __init__(self, messages: int) -> None:
+        self._left = messages
+        self._ways: tuple[asyncio.Queue[bytes | None], ...] = (asyncio.Queue(), asyncio.Queue())
+        self.ends = (End(self, 0), End(self, 1))
+
+    def put(self, way: int, message: bytes) -> None:
+        if self._left == 0:
+            raise Disconnected(1006)
+        self._left -= 1
+        self._ways[way].put_nowait(message)
+        if self._left == 0:
+            for each in self._ways:
+                each.put_nowait(None)
+
+    async def get(self, way: int) -> bytes:
+        message = await self._ways[way].get()
+        if message is None:
+            self._ways[way].put_nowait(None)
+            raise Disconnected(1006)
+        return message
+
+
+class End:
+    """`Socket` of one side. A message arrives one step of the event loop later, or is lost with the connection."""
+
+    def __init__(self, wire: Wire, side: int) -> None:
+        self._wire = wire
+        self._side = side
+
+    async def send(self, frame: bytes) -> None:
+        await asyncio.sleep(0)
+        self._wire.put(self._side, frame)
+
+    async def receive(self) -> bytes:
+        return await self._wire.get(1 - self._side)
+
+    async def close(self, code: int, reason: str) -> None:
+        """Nothing to close."""
+
+
+async def connect(one: ResumableSocket, other: ResumableSocket, messages: int) -> None:
+    """A connection between them until it breaks."""
+    wire = Wire(messages)
+    received = one.take_over(), other.take_over()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(one.carry(wire.ends[0], received[1]))
+        tasks.create_task(other.carry(wire.ends[1], received[0]))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    frames=st.lists(st.binary(min_size=1, max_size=40), max_size=12),
+    back=st.lists(st.binary(min_size=1, max_size=40), max_size=12),
+    breaks=st.lists(st.integers(0, 12), max_size=12),
+    seed=st.integers(0, 99),
+)
+def test_every_frame_arrives_whole_once_and_in_order(
+    frames: list[bytes], back: list[bytes], breaks: list[int], seed: int
+) -> None:
+    async def run() -> None:
+        one, other = ResumableSocket(), ResumableSocket()
+        draw = random.Random(seed)
+
+        async def say(socket: ResumableSocket, said: list[bytes]) -> None:
+            for frame in said:
+                await socket.send(frame)
+                for _ in range(draw.randrange(6)):
+                    await asyncio.sleep(0)
+
+        async def hear(socket: ResumableSocket, count: int) -> list[bytes]:
+            return [await socket.receive() for _ in range(count)]
+
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            tasks.create_task(say(one, frames))
+            tasks.create_task(say(other, back))
+            heard = tasks.create_task(hear(other, len(frames))), tasks.create_task(hear(one, len(back)))
+            for messages in breaks:
+                breaking = tasks.create_task(connect(one, other, messages))
+                await asyncio.wait([breaking], timeout=0.002)
+                breaking.cancel()
+                await asyncio.wait([breaking])
+            last = tasks.create_task(connect(one, other, 1000))
+            await asyncio.wait(heard)
+            last.cancel()
+        assert [task.result() for task in heard] == [frames, back]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resumable, "PIECE", 7)
+        asyncio.run(run())
+
+
+async def test_what_arrived_is_forgotten() -> None:
+    one, other = ResumableSocket(), ResumableSocket()
+    async with asyncio.TaskGroup() as tasks:
+        wire = tasks.create_task(connect(one, other, 10_000))
+        for _ in range(50):
+            await one.send(b"x")
+            await other.receive()
+            await other.send(b"y")
+            await one.receive()
+        await one.send(b"last")
+        await other.receive()
+        wire.cancel()
+    assert len(one._unacknowledged) <= 2
+    assert len(other._unacknowledged) <= 1
+
+
+async def test_a_peer_that_lies_about_what_it_has_loses_only_its_own() -> None:
+    one, other = ResumableSocket(), ResumableSocket()
+    await one.send(b"a")
+    wire = Wire(100)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        carrying = tasks.create_task(one.carry(wire.ends[0], 10**9))
+        tasks.create_task(other.carry(wire.ends[1], 0))
+        assert await other.receive() == b"a"
+        await wire.ends[1].send(b"short")
+        assert (await carrying).code == 1007
+        other.take_over()
+
+
+async def test_an_end_is_told_when_all_that_came_before_was_read() -> None:
+    one, other = ResumableSocket(), ResumableSocket()
+    await one.send(b"a")
+    wire = Wire(100)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        carried = tasks.create_task(one.carry(wire.ends[0], 0)), tasks.create_task(other.carry(wire.ends[1], 0))
+        await asyncio.sleep(0.05)
+        other.end(Disconnected(4410, "gone"))
+        assert await other.receive() == b"a"
+        with pytest.raises(Disconnected, match="gone"):
+            await other.receive()
+        for task in carried:
+            task.cancel()
