@@ -57,8 +57,11 @@ class Machine:
             joined=lambda _: self.joined.set(),
         )
 
+        async def stop() -> None:
+            await self.stop.wait()
+
         async def run() -> None:
-            await machine.run(lambda: self.stop.wait(), seconds=30)  # type: ignore[arg-type,return-value]
+            await machine.run(stop, seconds=30)
             self.left.set()
 
         async with asyncio.TaskGroup() as tasks:
@@ -157,7 +160,7 @@ async def test_who_may_not_join_is_told_why(
                 pass
         (found,) = raised.value.exceptions
         assert isinstance(found, error)
-        assert says in f"{found} {found.hint}"  # type: ignore[attr-defined]
+        assert says in f"{found} {found.hint}"
 
 
 async def test_a_node_may_do_nothing_but_join(start: Starts, tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import platform
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 import typer
 
 from outrider.cli.event_loop import run_service
-from outrider.cli.long_running import StopSignals, start_log, with_processes
+from outrider.cli.long_running import StopSignals, start_log
 from outrider.cli.machine_options import (
     ConfigFile,
     EvalLane,
@@ -31,6 +32,12 @@ from outrider.client import DEFAULT_URL
 from outrider.config import Config, load_config
 from outrider.environment import environment
 from outrider.errors import InvalidField
+
+RAY = "Ray"
+
+Stop = Callable[[], Coroutine[Any, Any, None]]
+"""Returns at the first signal."""
+Work = Callable[[Stop], Coroutine[Any, Any, None]]
 
 
 def join(
@@ -56,6 +63,20 @@ def join(
     sandbox_memory_mb: SandboxMemory = None,
     warm: Warm = None,
     warm_memory_mb: WarmMemory = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Join with all machines of this Ray cluster: HOST:6379, or auto for the one here.",
+            rich_help_panel=RAY,
+        ),
+    ] = None,
+    ray_resource: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Only with those that have this custom resource of Ray's.", rich_help_panel=RAY
+        ),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Run sessions of a service on another machine, until Ctrl-C or SIGTERM.
@@ -73,6 +94,8 @@ def join(
         outrider nodes join https://rollouts.example:8700 --ca authority.pem
 
         OUTRIDER_TOKEN=... outrider nodes join http://10.0.0.7:8700 --processes 8 --run-lane 512
+
+        outrider nodes join http://10.0.0.7:8700 --ray auto --ray-resource rollouts
     """
     address = url or environment("OUTRIDER_URL")
     if address is None:
@@ -91,42 +114,71 @@ def join(
             "warm_memory_mb": warm_memory_mb,
         },
     }
-    settings = with_processes(load_config(flags, file=config))
-    token = token or environment("OUTRIDER_TOKEN")
+    settings = load_config(flags, file=config)
+    token, ca = token or environment("OUTRIDER_TOKEN"), ca or environment("OUTRIDER_CA")
     start_log(token, verbose=verbose)
-    name = name or platform.node() or "node"
-    run_service(_join(terminal_of(ctx), settings, address, name, token, ca or environment("OUTRIDER_CA")))
+    terminal = terminal_of(ctx)
+    if ray is not None:
+        work = _cluster(terminal, settings, address, ray, ray_resource, token, ca)
+    else:
+        work = _machine(terminal, settings, address, name or platform.node() or "node", token, ca)
+    run_service(_until_signal(terminal, settings.stop_seconds, work))
 
 
-async def _join(terminal: Terminal, config: Config, url: str, name: str, token: str | None, ca: str | None) -> None:
-    # Imported here because most commands do not need what nodes do.
-    from outrider.nodes.joining import JoiningMachine
-    from outrider.sessions.resources import ResourceAmount, machine_capacity
+# Both import what they need when they run, because most commands do not need it.
 
-    has, sandboxes = machine_capacity(), config.sandboxes
-    capacity = ResourceAmount(
-        cpus=has.cpus if sandboxes.cpus is None else sandboxes.cpus,
-        memory_mb=has.memory_mb if sandboxes.memory_mb is None else sandboxes.memory_mb,
-    )
-    machine = JoiningMachine(
-        config,
-        capacity,
-        url=url,
-        token=token,
-        ca=ca,
-        name=name,
-        joined=lambda node: terminal.out.print(f"node {node} has joined {url}"),
-    )
+
+def _machine(terminal: Terminal, config: Config, url: str, name: str, token: str | None, ca: str | None) -> Work:
+    """This machine joins."""
+
+    async def work(stop: Stop) -> None:
+        from outrider.nodes.joining import JoiningMachine
+        from outrider.sessions.resources import capacity_of, with_processes
+
+        machine = JoiningMachine(
+            with_processes(config),
+            capacity_of(config.sandboxes),
+            url=url,
+            token=token,
+            ca=ca,
+            name=name,
+            joined=lambda node: terminal.out.print(f"node {node} has joined {url}"),
+        )
+        await machine.run(stop, seconds=config.stop_seconds)
+
+    return work
+
+
+def _cluster(
+    terminal: Terminal, config: Config, url: str, ray: str, resource: str | None, token: str | None, ca: str | None
+) -> Work:
+    """All machines of a Ray cluster join."""
+
+    async def work(stop: Stop) -> None:
+        from outrider.nodes.ray_machines import Place, RayFleet
+
+        fleet = RayFleet(
+            # Without what is not set: the number of processes depends on the machine.
+            Place(url=url, token=token, ca=ca, config=config.model_dump_json(exclude_unset=True).encode()),
+            address=ray,
+            resource=resource,
+            stop_seconds=config.stop_seconds,
+            note=terminal.out.print,
+        )
+        await fleet.run(stop)
+
+    return work
+
+
+async def _until_signal(terminal: Terminal, seconds: float, work: Work) -> None:
     signals = StopSignals()
 
     async def stop() -> None:
         await signals.first()
-        terminal.note(
-            f"stopping: the sessions that run have {config.stop_seconds:g} s to end (Ctrl-C again interrupts them)"
-        )
+        terminal.note(f"stopping: the sessions that run have {seconds:g} s to end (Ctrl-C again interrupts them)")
 
     try:
-        await machine.run(stop, seconds=config.stop_seconds)
+        await work(stop)
     except asyncio.CancelledError:
         if not signals.came:
             raise

@@ -1,5 +1,4 @@
-"""What the commands have in common that run until a signal ends them: their log, what signals do, and how many
-processes run sessions.
+"""What the commands have in common that run until a signal ends them: their log, and what signals do.
 
 The only place that configures logging, but for the processes of nodes.
 """
@@ -10,21 +9,9 @@ import asyncio
 import logging
 import signal
 
-from outrider.config import Config
 from outrider.redaction import SHORTEST, redacted
 
-CORES_EACH = 4
-"""A process that runs sessions keeps one core busy; the sandboxes of its sessions need some, too."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def with_processes(settings: Config) -> Config:
-    """With as many processes as suit this machine, if they do not say."""
-    if "processes" in settings.model_fields_set:
-        return settings
-    from outrider.sessions.resources import machine_capacity
-
-    return settings.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
 
 
 def start_log(token: str | None, *, verbose: bool) -> None:
@@ -57,6 +44,8 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._stop)
 
     async def first(self) -> None:
+        for number in SIGNALS:  # again: Ray, when it starts, has put its own in their place
+            self._loop.add_signal_handler(number, self._stop)
         self._waiting = self._loop.create_future()
         await self._waiting
 

@@ -10,7 +10,7 @@ import typer
 
 from outrider.cli.engines import KIND, KIND_HELP, parse_engine
 from outrider.cli.event_loop import run_service, shorten_pauses
-from outrider.cli.long_running import StopSignals, start_log, with_processes
+from outrider.cli.long_running import StopSignals, start_log
 from outrider.cli.machine_options import (
     LANES,
     SANDBOXES,
@@ -197,6 +197,9 @@ def serve(
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
+    # Imported here because most commands do not need it.
+    from outrider.sessions.resources import with_processes
+
     settings = with_processes(settings)
     start_log(settings.token, verbose=verbose)
     run_service(_serve(terminal_of(ctx), settings))

@@ -34,7 +34,7 @@ from outrider.sessions.calls.body_limits import Intake
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
-from outrider.sessions.resources import NodeResources, ResourceAmount, machine_capacity
+from outrider.sessions.resources import NodeResources, capacity_of
 from outrider.spec import Limits
 from outrider.store.artifacts import ArtifactStore, KeepsArtifacts
 from outrider.store.sqlite import sqlite_store
@@ -105,13 +105,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
 
         known = None if kept is None else KnownPolicy(kept.version, kept.weights)
         models = await stack.enter_async_context(open_models(config, known=known, keep=keep))
-        machine, sandboxes = machine_capacity(), config.sandboxes
-        resources = NodeResources(
-            ResourceAmount(
-                cpus=machine.cpus if sandboxes.cpus is None else sandboxes.cpus,
-                memory_mb=machine.memory_mb if sandboxes.memory_mb is None else sandboxes.memory_mb,
-            )
-        )
+        resources = NodeResources(capacity_of(config.sandboxes))
         node: LocalNode | None = None
         parts = ServiceParts(store, artifacts, models.pools, resources)
         telling = await stack.enter_async_context(Telling(models.pools))

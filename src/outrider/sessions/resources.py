@@ -13,12 +13,15 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from outrider.config import Config, SandboxesConfig
 from outrider.errors import RuntimeUnavailable
 from outrider.runtimes.kernel.cgroups import UNIFIED, by_controller
 from outrider.schemas import ResourceStats
 from outrider.sessions.priority_semaphore import PrioritySemaphore, Quantities, Slot
 from outrider.spec import MEBIBYTE, Resources
 
+CORES_EACH = 4
+"""A process that runs sessions keeps one core busy; the sandboxes of its sessions need some, too."""
 MILLI = 1000
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -80,6 +83,22 @@ class NodeResources:
             served=self._taken.served,
             waited_seconds=self._taken.waited_seconds,
         )
+
+
+def capacity_of(settings: SandboxesConfig) -> ResourceAmount:
+    """What the sandboxes of this machine may set aside in all: as the settings say, else all that it has."""
+    machine = machine_capacity()
+    return ResourceAmount(
+        cpus=machine.cpus if settings.cpus is None else settings.cpus,
+        memory_mb=machine.memory_mb if settings.memory_mb is None else settings.memory_mb,
+    )
+
+
+def with_processes(config: Config) -> Config:
+    """The settings, with as many processes as suit this machine if they do not say."""
+    if "processes" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"processes": max(1, int(machine_capacity().cpus) // CORES_EACH)})
 
 
 def total_of(stats: ResourceStats) -> ResourceAmount:
