@@ -67,7 +67,7 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, age
 test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/bridges/trl $(ARGS)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest tests/relay $(ARGS)
-	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/bridges/verl $(ARGS)
+	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/bridges/verl tests/fleet $(ARGS)
 	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/bridges/skyrl tests/bridges/openrlhf $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -87,6 +88,7 @@ def kill_all(name: str) -> None:
 class Cluster:
     def __init__(self, names: list[str], folder: Path) -> None:
         self.names = names
+        self._started: list[subprocess.Popen[bytes]] = []
         self._folder = folder
         self._environment = os.environ | {
             "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}",
@@ -102,7 +104,7 @@ class Cluster:
         """On one of the machines."""
         log = self._folder / f"{number}-{len(list(self._folder.glob('*.log')))}.log"
         with log.open("wb") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[number], *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -110,12 +112,20 @@ class Cluster:
                 env=self._environment,
                 cwd=self._folder,
             )
+        self._started.append(process)
+        return process
 
-    def start_ray(self) -> None:
+    def end(self) -> None:
+        for name in self.names:
+            kill_all(name)
+        for process in self._started:
+            process.wait()
+
+    def start_ray(self, temporary: str) -> None:
         common = ["--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats"]
         for number in range(MACHINES):
             if number == 0:
-                place = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self._folder / 'ray'}"]
+                place = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={temporary}"]
             else:
                 place = [f"--address={NET}.1:6379"]
             started = self.run(number, *RAY, "start", f"--node-ip-address={NET}.{number + 1}", *place, *common)
@@ -170,10 +180,11 @@ async def test_a_link_is_cut_and_a_machine_dies_while_sessions_run(tmp_path: Pat
         "evaluator": {"kind": "callable", "path": GRADER},
         "runtime": {"kind": "memory"},
     }
-    with machines() as names:
+    # Not in pytest's folder, whose name is too long for Ray's sockets.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temporary, machines() as names:
         cluster = Cluster(names, tmp_path)
         try:
-            cluster.start_ray()
+            cluster.start_ray(temporary)
             async with joined(cluster, tmp_path) as client:
                 nodes = await until(client, lambda names: len(names) == MACHINES)
                 submitted = await client.submit({"task": task, "n": SESSIONS})
@@ -202,6 +213,8 @@ async def test_a_link_is_cut_and_a_machine_dies_while_sessions_run(tmp_path: Pat
         except BaseException:
             print(cluster.said())
             raise
+        finally:
+            cluster.end()
 
 
 async def done(client: AsyncClient, group: GroupView) -> GroupView:
