@@ -40,7 +40,7 @@ class RayMachine:
     """An actor: one machine, which joins under `name`."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
-        logging.basicConfig(level=level)
+        logging.getLogger().setLevel(level)  # which its processes are told
         found = msgspec.convert(place, Place)
         config = with_processes(Config.model_validate_json(found.config))
         self._seconds = config.stop_seconds
