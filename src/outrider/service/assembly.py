@@ -22,6 +22,7 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
 from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
+from outrider.runtimes.node_host import Host
 from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
@@ -122,6 +123,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             parts = ServiceParts(store, models.pools, resources)
             remote = (await stack.enter_async_context(NodeProcesses(config, parts))).nodes
             nodes = remote
+        host = node.host if node is not None else await stack.enter_async_context(Host(config.data))
         service = Service(
             config,
             store=store,
@@ -129,6 +131,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             backend=models.policy,
             frozen=[model.backend for model in models.frozen],
             nodes=nodes,
+            host=host,
             pauses=pauses,
         )
         for each in remote:

@@ -22,8 +22,9 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Forbidden, InvalidField, NotFound
 from outrider.lifecycle import GroupState
+from outrider.runtimes.node_host import Host
 from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
-from outrider.service.admission import check_group, check_resources, parse_group
+from outrider.service.admission import check_evaluator, check_group, check_resources, parse_group
 from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
@@ -50,8 +51,8 @@ REDELIVERED_AT_ONCE = 500
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
 
-    It is made by `service/assembly.py` of parts that are open already, and closes none of them. `pauses` are the waits
-    between a session's failed attempts.
+    It is made by `service/assembly.py` of parts that are open already, and closes none of them. `host` is what checks
+    of tasks share. `pauses` are the waits between a session's failed attempts.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Service:
         backend: ModelBackend,
         frozen: Sequence[ModelBackend] = (),
         nodes: Sequence[Node],
+        host: Host,
         pauses: Backoff = PAUSES,
     ) -> None:
         self.config = config
+        self._host = host
         self.store = store
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
@@ -159,7 +162,10 @@ class Service:
             )
         self._allow_lists.check(spec, caller)
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
-        await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
+        evaluator = await asyncio.to_thread(
+            check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow
+        )
+        await check_evaluator(evaluator, self._host)
         group_id = f"g-{self._ids.next()}"
         row = GroupRow(
             id=group_id,
