@@ -61,7 +61,7 @@ check: $(STAMPS)/dev ## formatting, lint and types
 
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), container engines that are there
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m real \
-		tests/real tests/bench tests/runtimes tests/rootfs tests/deploy $(ARGS)
+		tests/real tests/bench tests/evaluators tests/runtimes tests/rootfs tests/deploy $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own. The imports of verl warn of much that is not ours.
 test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
@@ -112,8 +112,8 @@ $(STAMPS)/dev: $(STAMPS)/demo
 	@touch $@
 
 $(STAMPS)/real: $(STAMPS)/dev
-	@echo "Installing transformers, which recomputes log-probabilities in tests/real"
-	@$(PIP) "transformers>=5.16"
+	@echo "Installing transformers, which recomputes log-probabilities in tests/real, and reasoning-gym"
+	@$(PIP) "transformers>=5.16" --editable ".[reasoning-gym]"
 	@touch $@
 
 $(TRL_VENV)/.stamps/train: pyproject.toml

@@ -21,6 +21,7 @@ from bench import (
     dialects,
     floods,
     gateway,
+    graders,
     history,
     memory,
     report,
@@ -47,6 +48,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "service": service.run,
     "scaling": scaling.run,
     "history": history.run,
+    "graders": graders.run,
     "sampling": sampling.run,
 }
 

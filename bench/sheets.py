@@ -343,6 +343,23 @@ def _scaling(found: Any) -> list[Sheet]:
     ]
 
 
+def _graders(found: Any) -> list[Sheet]:
+    rows = [
+        (kind, width, *(number(figures[name]) for name in ("p50_ms", "p95_ms", "per_second", "cpu_ms")))
+        for kind, by_width in found["kinds"].items()
+        for width, figures in by_width.items()
+    ]
+    return [
+        Sheet(
+            title="Graders: one verdict",
+            columns=("kind", "at once", "p50 ms", "p95 ms", "per s", "CPU ms"),
+            rows=rows,
+            note=f"{found['verdicts']} verdicts of each, on answers that differ. Processor time is per verdict, with "
+            "that of the processes that check answers.",
+        )
+    ]
+
+
 def _sampling(found: Any) -> list[Sheet]:
     return [
         Sheet(
@@ -392,5 +409,6 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "service": _service,
     "scaling": _scaling,
     "history": _history,
+    "graders": _graders,
     "sampling": _sampling,
 }

@@ -56,6 +56,8 @@ LAYERS = (
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SIDEWAYS = {
     ("runtimes", "rootfs"),
+    ("evaluators", "runtimes"),
+    ("datasets", "evaluators"),
     ("runtimes", "pythons"),
     ("harnesses", "pythons"),
     ("relay", "engines"),

@@ -1,9 +1,9 @@
 """Datasets of tasks: reads them from folders and files, and writes them as verl's Parquet files, with a cache.
 
-A dataset is Harbor task folders, JSON Lines or Parquet rows with a template, or a Hugging Face dataset saved to disk.
-It knows no trainer's code and downloads nothing. Invariants: the order of rows is that of the source, by name for
-folders; the key of the cache is the content of all that a row is made of, so that an edit is never missed; and a file
-appears complete or not at all.
+A dataset is Harbor task folders, JSON Lines or Parquet rows with a template, a Hugging Face dataset saved to disk, or
+what reasoning-gym generates. It knows no trainer's code and downloads nothing. Invariants: the order of rows is that of
+the source, by name for folders; the key of the cache is the content of all that a row is made of, so that an edit is
+never missed; and a file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from outrider.errors import InvalidField, TooLarge
+from outrider.evaluators.checks.reasoning_sets import can_be_scored, check_data_set
 
 FORMAT = 1
 """Part of the cache's key: raised when the same source gives other rows."""
@@ -46,6 +47,9 @@ LISTS = ("artifacts",)
 PREPARE_TESTS = """\
 mkdir -p /tests && printf %s {packed} | base64 -d | tar -xz -C /tests || exit 3
 """
+ANSWER_FORMAT = "Give your final answer, and nothing else, between <answer> and </answer>."
+SPARE_ENTRIES = 2
+"""How many entries of reasoning-gym are at hand for each that is asked for."""
 GRADE = """\
 rm -rf /logs/verifier && mkdir -p /logs/verifier || exit 3
 bash /tests/test.sh || true
@@ -107,6 +111,40 @@ def harbor_examples(
             )
     chosen = list(tasks if tasks is not None else folders)[:limit]
     return [Example(id=name, task=_harbor_task(folders[name], image)) for name in chosen]
+
+
+def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
+    """`size` entries of a data set of reasoning-gym, each graded by its own scorer. `config` is the data set's. The
+    entry's own answer is in `row`, and in the evaluator's options, where no agent sees it.
+
+    An entry that the evaluator would refuse is left out, and the next one taken: an integral that reasoning-gym itself
+    could not solve. Raises InvalidField for a data set that cannot be used, and where reasoning-gym is missing.
+    """
+    check_data_set(name, field="name")
+    try:
+        factory = importlib.import_module("reasoning_gym.factory")
+    except ImportError as error:
+        hint = "pip install 'outrider[reasoning-gym]'"
+        raise InvalidField("tasks of reasoning-gym need it", field="source", hint=hint) from error
+    try:
+        entries = factory.create_dataset(name, size=size * SPARE_ENTRIES, seed=seed, **config)
+    except (AssertionError, TypeError, ValueError) as error:  # as it says what is wrong with a name or a setting
+        raise InvalidField(f"reasoning-gym refuses {name!r}: {error}", field="name") from error
+    examples: list[Example] = []
+    for number in range(len(entries)):
+        if len(examples) == size:
+            break
+        entry = json.loads(json.dumps(entries[number]))
+        if not can_be_scored(name, entry):
+            continue
+        evaluator = {"kind": "reasoning-gym", "options": {"entry": entry}}
+        task = {
+            "instruction": f"{entry['question'].strip()}\n\n{ANSWER_FORMAT}",
+            "evaluator": evaluator,
+            "labels": {"reasoning_gym": name},
+        }
+        examples.append(Example(id=f"{name}-{seed}-{number}", task=task, row=entry))
+    return examples
 
 
 def template_examples(

@@ -41,8 +41,12 @@ BUILTINS: dict[str, dict[str, str]] = {
         "tools": "outrider.harnesses.tool_agent:ToolAgent",
     },
     "evaluator": {
+        "all": "outrider.evaluators.combined:AllEvaluator",
         "callable": "outrider.evaluators.function:CallableEvaluator",
         "command": "outrider.evaluators.command:CommandEvaluator",
+        "math": "outrider.evaluators.maths:MathEvaluator",
+        "reasoning-gym": "outrider.evaluators.reasoning:ReasoningGymEvaluator",
+        "weighted": "outrider.evaluators.combined:WeightedEvaluator",
     },
 }
 

@@ -20,6 +20,7 @@ from bench import (
     dialects,
     floods,
     gateway,
+    graders,
     history,
     memory,
     report,
@@ -140,6 +141,15 @@ async def test_tool_calls_are_answered_whichever_way_is_here(monkeypatch: pytest
 
     assert found["ways"]["process: bash"]["calls"] == found["ways"]["process: ipython"]["calls"] == 2
     check_shown("tools", found)
+
+
+@pytest.mark.deep
+async def test_graders_of_each_kind_that_is_here_are_timed() -> None:
+    found = await graders.measure(graders.Plan(8))
+
+    assert found["kinds"].keys() >= {"callable", "command", "weighted: two callables"}
+    assert all(figures["p50_ms"] > 0 for kind in found["kinds"].values() for figures in kind.values())
+    check_shown("graders", found)
 
 
 @pytest.mark.deep

@@ -18,6 +18,7 @@ RIGHT = {
     "count_words": "wc -w < harbour.txt > answer.txt",
     "mini_swe_agent": r"sed -i 's|return .*|n = len(ordered); return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2|' "
     "median.py",
+    "reservoir": "echo 24/7 > answer.txt",
     "pi": """echo 'tr A-Z a-z | sed -E "s/[^a-z0-9]+/-/g; s/^-|-$//g"' > slug.sh""",
 }
 AGENT = '[harness]\nagent = "tools"\noptions = {tools = ["bash"]}\n'
@@ -50,6 +51,8 @@ def test_an_example_is_a_task(name: str) -> None:
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("reward", [1.0, 0.0])
 async def test_its_evaluator_tells_right_from_wrong(cli: Cli, tmp_path: Path, name: str, reward: float) -> None:
+    if name == "reservoir":
+        pytest.importorskip("math_verify", reason="math-verify is not installed")
     command = json.dumps(RIGHT[name])[1:-1] if reward else "true"
     async with running_service(tmp_path=tmp_path, replies=[call(command), say("Done.")]) as (_, url):
         ran = await cli("run", with_built_in_agent(tmp_path, name), "--url", url, "--json")

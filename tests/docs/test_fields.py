@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import PurePath
@@ -28,6 +29,10 @@ from outrider.engines.relay.attached_worker import RelayOptions
 from outrider.engines.relay.messages import Close, ToService, ToWorker
 from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
+from outrider.evaluators.checks.reasoning_sets import EVALUATED, UNUSABLE
+from outrider.evaluators.maths import MathOptions
+from outrider.evaluators.nested import AllOptions, WeightedOptions
+from outrider.evaluators.reasoning import ReasoningOptions
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.harnesses.tool_agent import ToolOptions
@@ -257,6 +262,24 @@ def test_a_presets_page_has_its_options(name: str) -> None:
 def test_the_built_in_agents_page_has_its_options() -> None:
     (table,) = page("docs/harnesses/inprocess.md").tables("Option")
     assert written(table) == fields_of(ToolOptions)
+
+
+def test_evaluators_has_every_kind() -> None:
+    (table,) = page("docs/evaluators.md").tables("Kind")
+    assert {kind for cell in table.column("Kind") for kind in re.findall(r"`([^`]+)`", cell)} == set(names("evaluator"))
+
+
+def test_evaluators_have_their_options_and_what_they_refuse() -> None:
+    for name, options in (("math", MathOptions), ("reasoning-gym", ReasoningOptions)):
+        (table,) = page(f"docs/evaluators/{name}.md").tables("Option")
+        assert written(table) == struct_fields(options)
+    (table,) = page("docs/evaluators/combined.md").tables("Option")
+    assert written(table) == struct_fields(WeightedOptions) | struct_fields(AllOptions)
+    evaluated, refused = page("docs/evaluators/reasoning-gym.md").tables("Data set")
+    for listed_sets, known in ((evaluated, EVALUATED), (refused, UNUSABLE)):
+        assert {name for cell in listed_sets.column("Data set") for name in re.findall(r"`([^`]+)`", cell)} == set(
+            known
+        )
 
 
 def test_evaluators_has_everything_of_an_outcome() -> None:

@@ -1,7 +1,7 @@
-"""What the sandboxes of one node share: the zygote, a daemon's client, the folder of control groups.
+"""What the sandboxes and evaluators of one node share: the zygote, a daemon's client, the folder of control groups.
 
-It knows none of these parts, only when they begin and end. Invariant: a part is opened by the first sandbox that asks
-for it, and closed after the last sandbox has been stopped, in the reverse order of opening.
+It knows none of these parts, only when they begin and end. Invariant: a part is opened by the first who asks for it,
+and closed after the last sandbox has been stopped, in the reverse order of opening.
 """
 
 from __future__ import annotations

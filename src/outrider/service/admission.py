@@ -6,6 +6,7 @@ here, so a session can fail only because of something that happens later.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections import Counter
@@ -16,15 +17,24 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from outrider.errors import HarnessUnavailable, InvalidField, RequestError, RuntimeUnavailable
+from outrider.errors import (
+    EvaluatorError,
+    HarnessUnavailable,
+    InvalidField,
+    OutriderError,
+    RequestError,
+    RuntimeUnavailable,
+)
+from outrider.evaluators.base import ChecksSpec, Evaluator
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
 from outrider.harnesses.placeholders import filled_size
 from outrider.harnesses.venv import FIELD as VENV
 from outrider.harnesses.venv import read_venv, stray_links
-from outrider.plugins import resolve
+from outrider.plugins import plugin_code, resolve
 from outrider.runtimes.base import RuntimeKind
+from outrider.runtimes.node_host import Host
 from outrider.schemas import NodeStats
 from outrider.sessions.resources import required, total_of
 from outrider.spec import (
@@ -56,6 +66,8 @@ NO_FIELDS = STEP_KINDS | {"[key]"}
 """Location parts of pydantic that are not field names."""
 LIST_OF = "list["
 """Prefix of the location part that pydantic adds where one member of a union is a list."""
+CHECK_SECONDS = 120.0
+"""How long a submission may wait for its evaluator to be checked."""
 
 
 def parse_group(body: bytes) -> GroupSpec:
@@ -139,8 +151,9 @@ def check_resources(resources: Resources, nodes: Sequence[NodeStats]) -> None:
     )
 
 
-def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), here: bool = True) -> None:
-    """Check everything about a group that depends on this machine. Blocks on the file system.
+def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), here: bool = True) -> Evaluator:
+    """Check everything about a group that depends on this machine. Blocks on the file system. Returns the task's
+    evaluator, which `check_evaluator` is for.
 
     `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name. `here`:
     this machine runs sessions itself. What others can do, they say when a session starts there.
@@ -153,7 +166,7 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), her
     harness = make_harness(task.harness)
     if task.harness.agent is None:
         check_instruction(task.instruction)
-    make_evaluator(task.evaluator)
+    evaluator = make_evaluator(task.evaluator)
     if task.evaluator.carry == "all" and not getattr(runtime, "saves_layers", False):
         raise InvalidField(
             f"{task.runtime.kind!r} sandboxes cannot carry all that was written",
@@ -173,7 +186,7 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), her
             )
     _check_venv(task, runtime, allowed)
     if not here:
-        return
+        return evaluator
     runtime.check_spec(task.runtime)
     if not (can := runtime.available()).ok:
         raise RuntimeUnavailable(
@@ -183,6 +196,26 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), her
         )
     if not (can := harness.available()).ok:
         raise HarnessUnavailable(can.detail, field="task.harness", hint=can.hint)
+    return evaluator
+
+
+async def check_evaluator(evaluator: Evaluator, host: Host) -> None:
+    """What of an evaluator's spec takes longer to check, such as whether its gold answer can be read. Raises
+    InvalidField, and EvaluatorError where that cannot be found out."""
+    if not isinstance(evaluator, ChecksSpec):
+        return
+    try:
+        async with asyncio.timeout(CHECK_SECONDS):
+            with plugin_code():
+                await evaluator.check_spec(host)
+    except OutriderError:
+        raise
+    except TimeoutError as error:
+        message = f"the evaluator could not be checked within {CHECK_SECONDS:g} s"
+        raise EvaluatorError(message, field="task.evaluator", hint="submit the group again, later") from error
+    except Exception as error:  # a plugin may raise anything
+        message = f"the evaluator refuses its spec: {type(error).__name__}: {error}"
+        raise InvalidField(message, field="task.evaluator") from error
 
 
 def _check_paths(spec: RuntimeSpec, files: Path, allow: Sequence[Path]) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from outrider.config import Config
 from outrider.errors import InvalidField
+from outrider.evaluators.nested import nested_specs
 from outrider.service.principals import Principal
 from outrider.spec import GroupSpec
 
@@ -38,13 +39,11 @@ class AllowLists:
     def check(self, spec: GroupSpec, caller: Principal) -> None:
         """Raises InvalidField for what the group names and may not."""
         task = spec.task
-        for name, field in (
-            (task.runtime.kind, "task.runtime.kind"),
-            (task.harness.agent, "task.harness.agent"),
-            (task.evaluator.kind, "task.evaluator.kind"),
-            (task.evaluator.path, "task.evaluator.path"),
-        ):
-            self.check_python(name, field=field)
+        self.check_python(task.runtime.kind, field="task.runtime.kind")
+        self.check_python(task.harness.agent, field="task.harness.agent")
+        for evaluator, field in nested_specs(task.evaluator):
+            self.check_python(evaluator.kind, field=f"{field}.kind")
+            self.check_python(evaluator.path, field=f"{field}.path")
         sandboxes, kind, image = self._config.sandboxes, task.runtime.kind, task.runtime.image
         if not caller.may("admin") and kind not in sandboxes.runtimes:
             raise InvalidField(

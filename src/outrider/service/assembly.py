@@ -24,6 +24,7 @@ from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
 from outrider.nodes.telling import Telling
+from outrider.runtimes.node_host import Host
 from outrider.sandboxes.warm_pool import WarmLimits
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
@@ -121,6 +122,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             nodes = (await stack.enter_async_context(processes)).nodes
         joined = JoinedNodes(config, parts, telling, own={each.name for each in nodes})
         await stack.enter_async_context(joined)
+        host = node.host if node is not None else await stack.enter_async_context(Host(config.data))
         service = Service(
             config,
             store=store,
@@ -129,6 +131,7 @@ async def open_service(config: Config, *, pauses: Backoff = PAUSES) -> AsyncIter
             frozen=[model.backend for model in models.frozen],
             nodes=nodes,
             joined=joined,
+            host=host,
             pauses=pauses,
         )
         for each in telling.nodes:

@@ -23,8 +23,9 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.link import Socket
 from outrider.errors import Forbidden, InvalidField, NotFound
 from outrider.lifecycle import GroupState
+from outrider.runtimes.node_host import Host
 from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
-from outrider.service.admission import check_group, check_resources, parse_group
+from outrider.service.admission import check_evaluator, check_group, check_resources, parse_group
 from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
@@ -61,8 +62,8 @@ class ComingNodes(Protocol):
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
 
-    It is made by `service/assembly.py` of parts that are open already, and closes none of them. `pauses` are the waits
-    between a session's failed attempts.
+    It is made by `service/assembly.py` of parts that are open already, and closes none of them. `host` is what checks
+    of tasks share. `pauses` are the waits between a session's failed attempts.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class Service:
         frozen: Sequence[ModelBackend] = (),
         nodes: Sequence[Node],
         joined: ComingNodes,
+        host: Host,
         pauses: Backoff = PAUSES,
     ) -> None:
         self.config = config
+        self._host = host
         self.store = store
         self.artifacts = artifacts
         self.tokens = Tokens(store, config.token)
@@ -176,9 +179,10 @@ class Service:
         self._allow_lists.check(spec, caller)
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
         config = self.config
-        await asyncio.to_thread(
+        evaluator = await asyncio.to_thread(
             check_group, spec, files=config.files, allow=config.sandboxes.allow, here=config.processes > 0
         )
+        await check_evaluator(evaluator, self._host)
         group_id = f"g-{self._ids.next()}"
         row = GroupRow(
             id=group_id,

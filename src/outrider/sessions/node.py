@@ -114,6 +114,11 @@ class LocalNode:
         """The Unix socket on which the model gateway must listen; sandboxes without network use it."""
         return self._folder.path / "gateway.sock"
 
+    @property
+    def host(self) -> Host:
+        """What its sandboxes, and its evaluators, share."""
+        return self._services.sandboxes.host
+
     def gateway_at(self, url: str) -> AbstractContextManager[None]:
         """Sandboxes that are made within this block reach the model gateway at `url`; see `Sandboxes.gateway_at`."""
         return self._services.sandboxes.gateway_at(url)

@@ -358,6 +358,7 @@ class Rollout:
             transcript=said,
             turns=self.conversation.turns,
             calls=calls,
+            host=self._node.sandboxes.host,
         )
         grade = await grading.grade(
             sandbox, outcome, failure=ended.failure, model_replied=self.conversation.replies > 0

@@ -290,7 +290,11 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
     """Put the filter on this process, the tool server, and on all that it starts, for good. Raises OSError, and
     KeyError as `program` does."""
-    code = program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc)
+    install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
+
+
+def install(code: bytes) -> None:
+    """Put a filter on this process, and on all that it starts, for good. Raises OSError."""
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -1,0 +1,82 @@
+"""What a process that checks answers may do: calculate, and read the files of Python.
+
+No code of an answer is meant to run in it (`reasoning_sets.py` sees to that). This holds if some runs all the same:
+it cannot write a file, open a socket, start a program or send a signal. Invariant: once `confine_zygote` or
+`confine_check` has returned, nothing that the process does can undo it. It knows no library.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+
+from outrider.runtimes.guest.isolation import landlock, seccomp, syscalls
+from outrider.runtimes.guest.isolation.seccomp import ANY_BIT, EQUAL, LOAD, PASSED, REFUSED, SECOND, THIRD, refuse, step
+
+SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+OPENS = {"x86_64": {2: SECOND, 257: THIRD}, "aarch64": {56: THIRD}}
+"""`open` and `openat`, and where their flags are."""
+CALCULATION = {
+    "x86_64": (
+        *(0, 1, 3, 4, 5, 6, 8),  # read, write, close, stat, fstat, lstat, lseek
+        *(9, 10, 11, 12, 25, 28),  # mmap, mprotect, munmap, brk, mremap, madvise
+        *(14, 15, 17, 21, 24),  # rt_sigprocmask, rt_sigreturn, pread64, access, sched_yield
+        *(39, 60, 63, 89, 98, 99, 186),  # getpid, exit, uname, readlink, getrusage, sysinfo, gettid
+        *(202, 204, 217, 219, 228, 229, 231),  # futex, sched_getaffinity, getdents64, restart, clock_*, exit_group
+        *(262, 267, 269, 273, 318, 332, 334),  # newfstatat, readlinkat, faccessat, robust list, getrandom, statx, rseq
+    ),
+    "aarch64": (
+        *(63, 64, 57, 80, 62, 222, 226, 215, 214, 216, 233, 135, 139, 67, 124),
+        *(172, 93, 160, 165, 179, 178, 98, 123, 61, 128, 113, 114, 94, 79, 78, 48, 99, 278, 291, 293),
+    ),
+}
+"""The system calls of a calculation in Python that may still import modules; the second list has the same as the
+first, as far as that machine has them. All others are refused."""
+
+
+def confine_zygote() -> None:
+    """Keep this process, and all that it forks, to reading what Python is made of. Where the kernel has no Landlock, a
+    check can read other files too; it has nowhere to write them to."""
+    if landlock.version() > 0:
+        # Of sys.path only what something was loaded from: it may also have the folder that the service was started in.
+        loaded = {str(getattr(module, "__file__", None) or "") for module in tuple(sys.modules.values())}
+        folders = [path for path in sys.path if any(name.startswith(f"{path}/") for name in loaded)]
+        landlock.enter(["0", *(f"read={path}" for path in (*SYSTEM_FOLDERS, *folders))])
+    else:
+        syscalls.keep_capabilities(frozenset())
+        syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+
+
+def confine_check(seconds: float, memory: int) -> None:
+    """Keep this process, which does one check, to calculating: for `seconds` of processor time, in `memory` bytes of
+    address space. When the time is over, the kernel ends it with SIGPROF."""
+    whole = int(seconds) + 2  # the kernel's own limit counts whole seconds; it holds where SIGPROF is ignored
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, whole),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    seccomp.install(calculation(os.uname().machine))
+
+
+def calculation(machine: str) -> bytes:
+    """The filter of system calls of a check. Raises KeyError for a machine without a list."""
+    steps = [
+        step(LOAD, seccomp.AT_MACHINE),
+        step(EQUAL, seccomp.MACHINES[machine], 1, 0),
+        step(seccomp.RETURN, seccomp.KILL),
+        step(LOAD, seccomp.AT_NUMBER),
+    ]
+    for number, flags in OPENS[machine].items():
+        check = refuse(flags, WRITING, test=ANY_BIT)
+        steps += [step(EQUAL, number, 0, len(check) // seccomp.SIZE + 1), check, PASSED]
+    for number in CALCULATION[machine]:
+        steps += [step(EQUAL, number, 0, 1), PASSED]
+    return b"".join([*steps, REFUSED])

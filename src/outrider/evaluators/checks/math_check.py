@@ -1,0 +1,63 @@
+"""Compares an answer with gold answers by math-verify; runs in a process of its own (see `zygote.py`).
+
+It knows no reward. math-verify's own time limits are off: they need SIGALRM, and stop no C code; the process's do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from math_verify import parse, verify
+
+DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
+WARM = (
+    ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
+    ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
+    ("2\\sqrt{3}", "$\\boxed{\\sqrt{12}}$"),
+    ("50\\%", "The final answer is $0.5$. I hope it is correct."),
+    ("x^2+2x+1", "$\\boxed{(x+1)^2}$"),
+    ("[0,\\infty)", "$\\boxed{[0,\\infty)}$"),
+    ("\\frac{\\pi}{4}", "$\\boxed{\\arctan 1}$"),
+    ("1000", "The answer is 1,000"),
+    ("\\sin(2x)", "$\\boxed{2\\sin x\\cos x}$"),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "$\\boxed{\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}}$"),
+    ("x=3", "$\\boxed{3}$"),
+    ("x>3", "$\\boxed{(3,\\infty)}$"),
+    ("\\text{Monday}", "\\boxed{Monday}"),
+)
+"""What is done once before any fork: else each check would load and build the same again, for 0.1 s."""
+
+
+def warm_up() -> None:
+    for gold, answer in WARM:
+        _equal(_parsed(gold, whole=True), _parsed(answer, whole=False))
+
+
+def check(request: dict[str, Any]) -> dict[str, Any]:
+    """With `answer`: whether it equals one of `golds`, and what was found in it. Without: the first gold that is
+    `unusable`, and why. `whole`: the text is the answer and nothing else; otherwise it is looked for in the text."""
+    golds = [(gold, _parsed(gold, whole=True)) for gold in request["golds"]]
+    if "answer" not in request:
+        other = _parsed("1", whole=True)
+        for number, (_, parsed) in enumerate(golds):
+            if all(isinstance(part, str) for part in parsed):  # math-verify gives back what it cannot read
+                return {"unusable": number, "why": "does not parse"}
+            _equal(parsed, other)  # must end
+            if not _equal(parsed, parsed):
+                return {"unusable": number, "why": "does not equal itself"}
+        return {"unusable": None}
+    answer = _parsed(request["answer"], whole=request["whole"])
+    found = next((part for part in answer if isinstance(part, str)), None)
+    equal = next((gold for gold, parsed in golds if _equal(parsed, answer)), None)
+    return {"found": found, "equal": equal}
+
+
+def _parsed(text: str, *, whole: bool) -> list[Any]:
+    """What math-verify finds in the text. Of bare LaTeX it would take the last number alone: it is given a box."""
+    if whole and not any(mark in text for mark in DELIMITERS):
+        text = f"\\boxed{{{text}}}"
+    return list(parse(text, parsing_timeout=None))
+
+
+def _equal(gold: list[Any], answer: list[Any]) -> bool:
+    return bool(gold and answer and verify(gold, answer, timeout_seconds=None))

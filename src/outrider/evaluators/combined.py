@@ -1,0 +1,137 @@
+"""The evaluators that combine others: `weighted` adds up what its parts give, `all` asks every part to pass.
+
+They know no other kind. Invariants: the parts are evaluated one after another, in their order, all of them, on the same
+outcome and within the one time limit; and a part that fails to grade fails the whole.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.base import ChecksSpec, Evaluator, Outcome
+from outrider.evaluators.factory import make_evaluator
+from outrider.evaluators.nested import FIELD, AllOptions, WeightedOptions, part_spec
+from outrider.evaluators.options import read_options
+from outrider.evaluators.verdict import read_verdict
+from outrider.runtimes.node_host import Host
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+MAX_REASON = 2000
+"""Characters of each part's reason."""
+
+
+class Part(NamedTuple):
+    spec: EvaluatorSpec
+    evaluator: Evaluator
+
+
+class WeightedEvaluator:
+    """The reward is the sum of the parts' rewards, each times its weight. It is not divided by the sum of the weights:
+    a weight below 0 is a penalty. Rewards of turns are added up likewise."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        options = read_options(WeightedOptions, spec)
+        self._parts = _parts(spec)
+        self._weights = _by_part(options.weights, self._parts, "weights")
+
+    async def check_spec(self, host: Host) -> None:
+        await _check_specs(self._parts, host)
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        verdicts = await _verdicts(self._parts, outcome)
+        turns: dict[int, float] = {}
+        for name, verdict in verdicts.items():
+            for index, reward in verdict.turns.items():
+                turns[index] = turns.get(index, 0.0) + self._weights[name] * reward
+        reward = sum(self._weights[name] * verdict.reward for name, verdict in verdicts.items())
+        return _whole(reward, verdicts, turns)
+
+
+class AllEvaluator:
+    """Reward 1 where every part passes, else 0."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        options = read_options(AllOptions, spec)
+        self._parts = _parts(spec)
+        self._passed = _by_part(options.passed, self._parts, "passed")
+
+    async def check_spec(self, host: Host) -> None:
+        await _check_specs(self._parts, host)
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        verdicts = await _verdicts(self._parts, outcome)
+        if rewarding := next((name for name, verdict in verdicts.items() if verdict.turns), None):
+            raise EvaluatorError(f"part {rewarding!r} rewards turns, and kind 'all' has only one reward for all")
+        passed = all(verdict.reward >= self._passed[name] for name, verdict in verdicts.items())
+        return _whole(float(passed), verdicts, {})
+
+
+def _parts(whole: EvaluatorSpec) -> dict[str, Part]:
+    made = {}
+    for name, given in whole.options["parts"].items():
+        if not name or "/" in name:
+            raise InvalidField("the name of a part must not have a /", field=f"{FIELD}.options.parts.{name}")
+        spec = part_spec(given, whole, f"{FIELD}.options.parts.{name}")
+        try:
+            made[name] = Part(spec, make_evaluator(spec))
+        except InvalidField as error:
+            raise _of_part(name, error) from error
+    return made
+
+
+def _by_part(numbers: dict[str, float], parts: dict[str, Part], option: str) -> dict[str, float]:
+    """A number for each part, 1 where none is given."""
+    if unknown := numbers.keys() - parts.keys():
+        raise InvalidField(
+            f"there is no part {sorted(unknown)[0]!r}",
+            field=f"{FIELD}.options.{option}",
+            hint=f"parts: {', '.join(parts)}",
+        )
+    return dict.fromkeys(parts, 1.0) | numbers
+
+
+async def _check_specs(parts: dict[str, Part], host: Host) -> None:
+    for name, part in parts.items():
+        if isinstance(part.evaluator, ChecksSpec):
+            try:
+                await part.evaluator.check_spec(host)
+            except InvalidField as error:
+                raise _of_part(name, error) from error
+
+
+def _of_part(name: str, error: InvalidField) -> InvalidField:
+    """The error with the field where the part's own spec is."""
+    inner = (error.field or FIELD).removeprefix(FIELD)
+    return InvalidField(error.message, hint=error.hint, field=f"{FIELD}.options.parts.{name}{inner}")
+
+
+async def _verdicts(parts: dict[str, Part], outcome: Outcome) -> dict[str, Verdict]:
+    """Raises EvaluatorError naming the part that cannot grade, and what else a part raises."""
+    verdicts = {}
+    for name, part in parts.items():
+        # A function that grades reads its options from the outcome's task: it gets those of its part.
+        task = outcome.task.model_copy(update={"evaluator": part.spec})
+        try:
+            verdict = read_verdict(await part.evaluator.evaluate(replace(outcome, task=task)))
+        except (EvaluatorError, ValueError) as error:
+            message = f"part {name!r}: {error}"
+            if not isinstance(error, EvaluatorError):
+                raise EvaluatorError(message) from error
+            raise EvaluatorError(message, hint=error.hint, log_tail=error.log_tail, inside=error.inside) from error
+        if verdict.rows:
+            raise EvaluatorError(f"part {name!r} rewards rows, in place of a whole that other parts have a share in")
+        verdicts[name] = verdict
+    return verdicts
+
+
+def _whole(reward: float, verdicts: dict[str, Verdict], turns: dict[int, float]) -> Verdict:
+    """With the reward, the metrics and the reason of each part, under its name."""
+    metrics = {name: verdict.reward for name, verdict in verdicts.items()}
+    for name, verdict in verdicts.items():
+        metrics |= {f"{name}/{metric}": number for metric, number in verdict.metrics.items()}
+    reasons = [f"{name}: {verdict.reason[:MAX_REASON]}" for name, verdict in verdicts.items() if verdict.reason]
+    return Verdict(reward=reward, metrics=metrics, reason="\n".join(reasons) or None, turns=turns)

@@ -1,0 +1,88 @@
+"""The math evaluator: compares the agent's answer with gold answers, as mathematics, by math-verify.
+
+It runs none of it itself (see `checks/pool.py`). Invariant: an answer that cannot be checked in its time is worth 0,
+with a reason that says so; a machine that cannot check it is an EvaluatorError.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from outrider.errors import InvalidField
+from outrider.evaluators.answers import NoAnswer, last_words, marked_answer
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.checks.pool import Checks, Library, checks_of
+from outrider.evaluators.options import read_options
+from outrider.runtimes.node_host import Host
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+LIBRARY = Library(
+    distribution="math-verify",
+    package="math_verify",
+    extra="math",
+    checks="outrider.evaluators.checks.math_check",
+)
+CHECKS = partial(Checks, library=LIBRARY)
+Gold = Annotated[str, Meta(min_length=1, max_length=10_000)]
+
+
+class MathOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`gold`: the right answer, or all that are accepted. `answer_file`: where the agent was told to write its answer;
+    without it the last reply is looked at. `seconds` of processor time for a check."""
+
+    gold: Gold | Annotated[list[Gold], Meta(min_length=1, max_length=64)]
+    answer_file: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    seconds: Annotated[float, Meta(gt=0, le=60)] = 2.0
+
+    @property
+    def golds(self) -> list[str]:
+        return [self.gold] if isinstance(self.gold, str) else self.gold
+
+
+class MathEvaluator:
+    """Reward 1 where the answer equals a gold one, else 0."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._options = read_options(MathOptions, spec)
+        LIBRARY.require()
+
+    async def check_spec(self, host: Host) -> None:
+        """Raises InvalidField for a gold answer that math-verify cannot read, or not in time."""
+        golds = self._options.golds
+        checked = await (await checks_of(host, CHECKS)).check({"golds": golds}, seconds=self._options.seconds)
+        answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}
+        if (number := answer["unusable"]) is not None:
+            place = "" if isinstance(self._options.gold, str) or checked.answer is None else f".{number}"
+            raise InvalidField(
+                f"{golds[number][:200]!r} {answer['why']} ({LIBRARY})",
+                field=f"task.evaluator.options.gold{place}",
+                hint="write it as LaTeX, with or without dollar signs, or as a plain number",
+            )
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        file = self._options.answer_file
+        try:
+            said = await last_words(outcome, file)
+        except NoAnswer as none:
+            return Verdict(reward=0.0, metrics={"answered": 0.0}, reason=str(none))
+        answer = said if file is not None else marked_answer(said)
+        request = {
+            "golds": self._options.golds,
+            "answer": said if answer is None else answer,
+            "whole": answer is not None,
+        }
+        checked = await (await checks_of(outcome.host, CHECKS)).check(request, seconds=self._options.seconds)
+        metrics = {"answered": 1.0, "check_seconds": checked.seconds}
+        if checked.answer is None:
+            return Verdict(reward=0.0, metrics=metrics, reason=f"{checked.fault} ({LIBRARY})")
+        found, equal = checked.answer["found"], checked.answer["equal"]
+        if found is None:
+            return Verdict(reward=0.0, metrics=metrics | {"answered": 0.0}, reason=f"no answer found ({LIBRARY})")
+        judged = f"is not {' or '.join(self._options.golds)}" if equal is None else f"equals {equal}"
+        return Verdict(
+            reward=0.0 if equal is None else 1.0, metrics=metrics, reason=f"{found[:200]} {judged[:500]} ({LIBRARY})"
+        )

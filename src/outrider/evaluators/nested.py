@@ -1,0 +1,62 @@
+"""The specs of evaluators within the spec of one that combines them, as kinds `weighted` and `all` do.
+
+It makes no evaluator and imports nothing that a task names: what a task may name is decided before that. Invariant: a
+part has what `task.evaluator` has, but for the time limit and the carried files, which are the whole's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from pydantic import ValidationError
+
+from outrider.errors import InvalidField
+from outrider.evaluators.options import read_options
+from outrider.spec import EvaluatorSpec
+
+FIELD = "task.evaluator"
+Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
+Specs = Annotated[dict[str, dict[str, Any]], Meta(min_length=1, max_length=32)]
+
+
+class WeightedOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`parts`: evaluators by name, each as `task.evaluator` without `seconds` and `carry`. `weights`: of a part that is
+    not named it is 1."""
+
+    parts: Specs
+    weights: dict[str, Number] = {}
+
+
+class AllOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`parts` as of `weighted`. `passed`: the reward from which on a part passes; of one that is not named it is 1."""
+
+    parts: Specs
+    passed: dict[str, Number] = {}
+
+
+KINDS: dict[str, type[WeightedOptions] | type[AllOptions]] = {"weighted": WeightedOptions, "all": AllOptions}
+
+
+def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[EvaluatorSpec, str]]:
+    """The spec and all specs within it, each with the path of its field. Raises InvalidField for one that is none."""
+    yield spec, field
+    if spec.kind in KINDS:
+        for name, given in read_options(KINDS[spec.kind], spec).parts.items():
+            own = f"{field}.options.parts.{name}"
+            yield from nested_specs(part_spec(given, spec, own), own)
+
+
+def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
+    """The spec of a part, which has the whole's time limit. Raises InvalidField below `field`."""
+    for name in ("seconds", "carry"):
+        if name in given:
+            raise InvalidField("is the whole's, and no part has one of its own", field=f"{field}.{name}")
+    try:
+        return EvaluatorSpec.model_validate({**given, "seconds": whole.seconds})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        place = ".".join((field, *map(str, first["loc"])))
+        raise InvalidField(message[:1].lower() + message[1:], field=place) from error

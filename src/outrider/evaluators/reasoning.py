@@ -1,0 +1,82 @@
+"""The reasoning-gym evaluator: scores the agent's answer to an entry of reasoning-gym, by the scorer of its data set.
+
+It runs none of it itself (see `checks/pool.py`). Invariants: no answer is run as Python, though some scorers would do
+it; and a data set whose scorer pays for wrong answers is refused when the task is submitted.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from outrider.errors import InvalidField
+from outrider.evaluators.answers import NoAnswer, last_words, marked_answer
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.checks.pool import Checks, Library, checks_of
+from outrider.evaluators.checks.reasoning_sets import check_data_set
+from outrider.evaluators.options import read_options
+from outrider.runtimes.node_host import Host
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+LIBRARY = Library(
+    distribution="reasoning-gym",
+    package="reasoning_gym",
+    extra="reasoning-gym",
+    checks="outrider.evaluators.checks.reasoning_check",
+)
+CHECKS = partial(Checks, library=LIBRARY)
+
+
+class ReasoningOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`entry`: as reasoning-gym made it, with `question`, `answer` and `metadata`. `answer_file` and `seconds` as for
+    kind `math`."""
+
+    entry: dict[str, Any]
+    answer_file: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    seconds: Annotated[float, Meta(gt=0, le=60)] = 10.0
+
+
+class ReasoningGymEvaluator:
+    """The reward is the score, from 0 to 1."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._options = read_options(ReasoningOptions, spec)
+        entry, metadata = self._options.entry, self._options.entry.get("metadata")
+        name = metadata.get("source_dataset") if isinstance(metadata, dict) else None
+        if not isinstance(name, str):
+            raise InvalidField(
+                "does not say which data set it is of", field="task.evaluator.options.entry.metadata.source_dataset"
+            )
+        check_data_set(name, field="task.evaluator.options.entry.metadata.source_dataset")
+        if not isinstance(entry.get("answer"), str):
+            raise InvalidField("must be the entry's own answer, a text", field="task.evaluator.options.entry.answer")
+        LIBRARY.require()
+
+    async def check_spec(self, host: Host) -> None:
+        """Raises InvalidField for an entry whose own answer does not score 1."""
+        request = {"entry": self._options.entry}
+        checked = await (await checks_of(host, CHECKS)).check(request, seconds=self._options.seconds)
+        why = checked.fault if checked.answer is None else checked.answer["unusable"]
+        if why is not None:
+            raise InvalidField(f"cannot be scored: {why} ({LIBRARY})", field="task.evaluator.options.entry")
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        file = self._options.answer_file
+        try:
+            said = await last_words(outcome, file)
+        except NoAnswer as none:
+            return Verdict(reward=0.0, metrics={"answered": 0.0}, reason=str(none))
+        answer = said if file is not None else marked_answer(said)
+        request = {"entry": self._options.entry, "answer": said if answer is None else answer}
+        checked = await (await checks_of(outcome.host, CHECKS)).check(request, seconds=self._options.seconds)
+        metrics = {"answered": 1.0, "check_seconds": checked.seconds}
+        result = checked.answer or {"refused": checked.fault}
+        if "refused" in result:
+            return Verdict(reward=0.0, metrics=metrics, reason=f"{result['refused']} ({LIBRARY})")
+        score = result["score"]
+        return Verdict(
+            reward=score, metrics=metrics | {"solved": float(score == 1)}, reason=f"it scores {score:g} ({LIBRARY})"
+        )

@@ -1,0 +1,198 @@
+"""The processes that check answers: confined, killed in time, one for each check, and none left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.checks.confinement import calculation
+from outrider.evaluators.checks.pool import Checked, Checks, Library
+from outrider.runtimes.guest.isolation import landlock
+from outrider.runtimes.guest.isolation.seccomp import MACHINES
+from outrider.runtimes.kernel.process_marks import marked
+from outrider.runtimes.node_host import Host
+
+HOSTILE = Library(distribution="pytest", package="pytest", extra="none", checks="evaluators.hostile_checks")
+PART = partial(Checks, library=HOSTILE)
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    folder = tmp_path / f"node-{os.getpid()}-{time.monotonic_ns()}"
+    folder.mkdir()
+    async with Host(folder) as made:
+        yield made
+    assert processes(made) == set()
+
+
+def processes(host: Host) -> set[int]:
+    """The zygote, and the checks that run."""
+    return marked(f"{host.folder.name}/")
+
+
+async def until(host: Host, number: int) -> set[int]:
+    """Waits until there are so many processes."""
+    while len(found := processes(host)) != number:  # noqa: ASYNC110  # nothing tells of a process's end
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def act(host: Host, name: str, *, seconds: float = 5.0, **more: Any) -> Checked:
+    return await (await host.part(PART)).check({"act": name, **more}, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "write",
+        "append",
+        "remove",
+        "folder",
+        "connect",
+        "unix",
+        "program",
+        "fork",
+        "kill",
+        "timer",
+        "ignore",
+    ],
+)
+async def test_a_check_can_do_nothing_but_calculate(host: Host, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "victim"
+    file.write_text("safe")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = await act(host, name, path=str(file), port=port)
+    assert done.answer == {"said": "refused"}
+    assert file.read_text() == "safe"
+    assert (await act(host, "nothing")).answer == {"said": "nothing"}
+
+
+async def test_a_check_cannot_read_what_is_not_pythons(host: Host, tmp_path: Path) -> None:
+    if landlock.version() == 0:
+        pytest.skip("this kernel has no Landlock: a check can read files")
+    file = tmp_path / "secret"
+    file.write_text("secret")
+    assert (await act(host, "read", path=str(file))).answer == {"said": "refused"}
+
+
+async def test_a_check_that_hangs_is_ended_by_its_own_time_alone(host: Host) -> None:
+    spinning = await act(host, "spin", seconds=0.4)
+    assert spinning.answer is None
+    assert spinning.fault == "too long to check: more than 0.4 s"
+    assert len(processes(host)) == 1
+
+
+async def test_time_in_which_the_machine_does_other_things_is_not_held_against_an_answer(host: Host) -> None:
+    await act(host, "nothing")
+    working = asyncio.ensure_future(act(host, "work", seconds=0.2))
+    check = max(await until(host, 2))
+    os.kill(check, signal.SIGSTOP)
+    await asyncio.sleep(0.5)
+    os.kill(check, signal.SIGCONT)
+    assert (await working).answer == {"said": "worked"}
+
+
+async def test_a_check_that_crashes_is_told_from_one_that_was_killed(host: Host) -> None:
+    crashed = await act(host, "crash")
+    assert crashed.answer is None
+    assert crashed.fault.startswith("it makes pytest crash")
+    slow = asyncio.ensure_future(act(host, "spin", seconds=60))
+    os.kill(max(await until(host, 2)), signal.SIGKILL)  # as the kernel does when memory is short
+    with pytest.raises(EvaluatorError, match="killed by signal 9"):
+        await slow
+
+
+@pytest.mark.parametrize("name", ["exit", "raise", "memory", "talk"])
+async def test_a_check_without_a_result_is_an_error(host: Host, name: str) -> None:
+    with pytest.raises(EvaluatorError):
+        await act(host, name)
+    assert (await act(host, "nothing")).answer == {"said": "nothing"}
+
+
+async def test_no_check_reaches_another(host: Host) -> None:
+    await act(host, "nothing")
+    forging = asyncio.gather(*(act(host, "forge") for _ in range(8)), return_exceptions=True)
+    honest = await asyncio.gather(*(act(host, "nothing") for _ in range(8)))
+    assert [done.answer for done in honest] == [{"said": "nothing"}] * 8
+    assert all(isinstance(done, EvaluatorError) for done in await forging)  # two results are none
+
+
+async def test_a_check_whose_caller_is_cancelled_is_killed(host: Host) -> None:
+    await act(host, "nothing")
+    waiting = asyncio.ensure_future(act(host, "spin", seconds=60))
+    await until(host, 2)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await until(host, 1)
+
+
+async def test_another_process_takes_the_place_of_one_that_died(host: Host) -> None:
+    await act(host, "nothing")
+    waiting = asyncio.ensure_future(act(host, "spin", seconds=60))
+    before = await until(host, 2)
+    os.kill(min(before), signal.SIGKILL)
+    with pytest.raises(EvaluatorError, match="the process that checks answers failed"):
+        await waiting
+    assert (await act(host, "nothing")).answer == {"said": "nothing"}
+    assert not before & processes(host)
+
+
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from evaluators.test_checks import PART
+from outrider.runtimes.node_host import Host
+
+async def main():
+    async with Host(Path(sys.argv[1])) as host:
+        checks = await host.part(PART)
+        await checks.check({"act": "nothing"}, seconds=5)
+        print("ready", flush=True)
+        await checks.check({"act": "spin"}, seconds=60)
+
+asyncio.run(main())
+"""
+
+
+async def test_nothing_outlives_a_service_that_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / f"node-{os.getpid()}-{time.monotonic_ns()}"
+    folder.mkdir()
+    env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    holder = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOLDER, folder, env=env, stdout=asyncio.subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert await holder.stdout.readline() == b"ready\n"
+    while len(marked(f"{folder.name}/")) < 2:  # noqa: ASYNC110  # nothing tells of it
+        await asyncio.sleep(0.01)
+    holder.kill()
+    await holder.wait()
+    while marked(f"{folder.name}/"):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_a_library_that_cannot_be_imported_is_an_error_with_its_traceback(host: Host) -> None:
+    missing = Library(distribution="x", package="no_such_package", extra="x", checks="evaluators.no_such_checks")
+    with pytest.raises(EvaluatorError) as caught:
+        await (await host.part(partial(Checks, library=missing))).check({}, seconds=1)
+    assert "no_such_checks" in str(caught.value.log_tail)
+    with pytest.raises(InvalidField, match="needs x"):
+        missing.require()
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_there_is_a_filter_for_each_machine(machine: str) -> None:
+    assert len(calculation(machine)) % 8 == 0

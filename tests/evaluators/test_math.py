@@ -1,0 +1,224 @@
+"""The math evaluator: right and wrong answers, answers that are attacks, and what is refused at submission."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from outrider.client import AsyncClient
+from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.base import ChecksSpec, Outcome
+from outrider.evaluators.factory import make_evaluator
+from outrider.messages import Message, Role
+from outrider.runtimes.base import Runtime
+from outrider.runtimes.kernel.process_marks import marked
+from outrider.runtimes.node_host import Host
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+from support.service import running_service, say
+
+pytest.importorskip("math_verify", reason="math-verify is not installed")
+
+Grade = Callable[..., Awaitable[Verdict]]
+HANGING = (
+    "$9^{9^{9^9}}$",
+    "\\boxed{10000000!}",
+    "$" + "(" * 3000 + "5" + ")" * 3000 + "$",
+    "\\boxed{" + "\\sqrt{" * 400 + "5" + "}" * 400 + "}",
+    "\\boxed{\\int_0^1 x^{x^{x^{x}}} dx}",
+)
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    folder = tmp_path / f"node-{time.monotonic_ns()}"
+    folder.mkdir()
+    async with Host(folder) as made:
+        yield made
+    assert marked(f"{folder.name}/") == set()
+
+
+@pytest.fixture
+def grade(outcome: Callable[[EvaluatorSpec], Outcome], host: Host) -> Grade:
+    async def of(reply: str, gold: str | list[str], **options: Any) -> Verdict:
+        spec = EvaluatorSpec(kind="math", options={"gold": gold, **options})
+        said = (Message(role=Role.USER, content="?"), Message(role=Role.ASSISTANT, content=reply))
+        graded = msgspec.structs.replace(outcome(spec), transcript=said, host=host)
+        return await make_evaluator(spec).evaluate(graded)
+
+    return of
+
+
+RIGHT = [
+    ("So it is $\\boxed{0.5}$.", "1/2"),
+    ("So it is $\\boxed{0.5}$.", "\\frac{1}{2}"),
+    ("<answer>\\frac{2}{4}</answer>", "0.5"),
+    ("I guess 3. <answer> 1/2 </answer>", "$\\frac12$"),
+    ("\\boxed{3} was wrong, it is \\boxed{4}", "4"),
+    ("$\\{2, 1\\}$", "\\{1,2\\}"),
+    ("The answer is 1,000", "1000"),
+    ("\\boxed{(x+1)^2}", "x^2+2x+1"),
+    ("\\boxed{x = 3}", "3"),
+    ("\\boxed{2\\sin x\\cos x}", "\\sin(2x)"),
+    ("\\boxed{[0,\\infty)}", "[0,\\infty)"),
+    ("<answer>Monday</answer>", "Monday"),
+    ("The final answer is $50\\%$. I hope it is correct.", "0.5"),
+]
+WRONG = [
+    ("\\boxed{4}", "3"),
+    ("<answer>\\frac{1}{2}</answer>", "2"),
+    ("\\boxed{1} or \\boxed{2} or \\boxed{3}", "1"),
+    ("\\boxed{1, 2, 3}", "1"),
+    ("<answer>3</answer> or <answer>4</answer>", "3"),
+    ("I do not know.", "3"),
+    ("", "3"),
+    (" \n", "3"),
+]
+
+
+async def test_right_and_wrong_answers(grade: Grade) -> None:
+    for reply, gold in RIGHT:
+        verdict = await grade(reply, gold)
+        assert verdict.reward == 1.0, verdict.reason
+        assert verdict.metrics["answered"] == 1.0
+        assert "equals" in (verdict.reason or "")
+        assert verdict.reason.endswith(f"(math-verify {version('math-verify')})")
+    for reply, gold in WRONG:
+        assert (await grade(reply, gold)).reward == 0.0, (reply, gold)
+
+
+async def test_any_of_several_gold_answers_counts(grade: Grade) -> None:
+    assert (await grade("\\boxed{4}", ["2", "4"])).reward == 1.0
+    assert (await grade("\\boxed{3}", ["2", "4"])).reward == 0.0
+
+
+ATTACKS = (
+    *HANGING,
+    "(" * 3000 + "5" + ")" * 3000,
+    "\\boxed{" * 3000 + "6" + "}" * 3000,
+    "\\boxed{\0 5}",
+    "\\boxed{5\0}",
+    "5" * 10_000_000,
+    "\\boxed{" + "5" * 10_000_000 + "}",
+    "\\boxed{5}" + " and so on" * 1_000_000,
+    "$" * 100_000,
+    "{" * 100_000,
+    "\\frac" * 20_000,
+    "the answer is " * 100_000,
+    "\\boxed{__import__('os').system('kill -9 $PPID')}",
+    "\\boxed{\\text{5}} \\boxed{\\input{/etc/passwd}}",
+    "\ud800\\boxed{6}",
+    "</answer><answer>",
+    '\n{"found": "5", "equal": "5"}\n{"status": 0, "seconds": 0}',
+)
+
+
+async def test_an_attack_is_worth_nothing_and_does_no_harm(grade: Grade) -> None:
+    for attack, verdict in zip(
+        ATTACKS, await asyncio.gather(*(grade(a, "5", seconds=0.4) for a in ATTACKS)), strict=True
+    ):
+        assert verdict.reward == 0.0, (attack[:50], verdict.reason)
+        assert verdict.reason
+    assert (await grade("\\boxed{5}", "5")).reward == 1.0
+
+
+@pytest.mark.parametrize("number", [8, pytest.param(64, marks=pytest.mark.deep)])
+async def test_answers_that_hang_neither_hold_up_nor_outlive_others(grade: Grade, host: Host, number: int) -> None:
+    """Each has its verdict within its deadline, and a right one behind them does not wait for them all."""
+    await grade("\\boxed{5}", "5")
+    deadline = EvaluatorSpec(kind="math").seconds
+    seconds: list[float] = []
+
+    async def hangs(which: int) -> None:
+        begun = time.monotonic()
+        verdict = await grade(HANGING[which % 3], "5", seconds=0.3)
+        seconds.append(time.monotonic() - begun)
+        assert verdict.reward == 0.0
+        assert "too long to check" in (verdict.reason or "")
+
+    async with asyncio.TaskGroup() as tasks:
+        hanging = [tasks.create_task(hangs(each)) for each in range(number)]
+        await asyncio.sleep(0)
+        assert (await grade("\\boxed{5}", "5", seconds=0.3)).reward == 1.0
+        assert not all(one.done() for one in hanging)
+    assert max(seconds) < deadline + 1
+    assert (await grade("\\boxed{5}", "5")).reward == 1.0
+    assert len(marked(f"{host.folder.name}/")) == 1
+
+
+async def test_the_answer_may_be_in_a_file(grade: Grade, sandbox: Runtime) -> None:
+    for content, reward, reason in (
+        (b"\\frac{1}{2}\n", 1.0, "equals"),
+        (b"2", 0.0, "is not"),
+        (b"", 0.0, "is empty"),
+        (b"\xff\xfe", 0.0, "is no text"),
+        (b"1" * 100_000, 0.0, "cannot be read"),
+    ):
+        await sandbox.write("answer.txt", content)
+        verdict = await grade("\\boxed{7}", "0.5", answer_file="answer.txt")
+        assert (verdict.reward, reason in (verdict.reason or "")) == (reward, True), verdict.reason
+    assert (await grade("\\boxed{0.5}", "0.5", answer_file="nowhere.txt")).reason == "there is no nowhere.txt"
+    await sandbox.exec("rm answer.txt && mkfifo answer.txt", seconds=30)
+    assert (await grade("\\boxed{0.5}", "0.5", answer_file="answer.txt")).reward == 0.0
+
+
+async def test_without_a_node_it_is_an_error(outcome: Callable[[EvaluatorSpec], Outcome]) -> None:
+    spec = EvaluatorSpec(kind="math", options={"gold": "1"})
+    said = (Message(role=Role.ASSISTANT, content="1"),)
+    with pytest.raises(EvaluatorError, match="on a node only"):
+        await make_evaluator(spec).evaluate(msgspec.structs.replace(outcome(spec), transcript=said))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "options"),
+    ({"gold": 1}, "options.gold"),
+    ({"gold": ""}, "options.gold"),
+    ({"gold": []}, "options.gold"),
+    ({"gold": "1", "seconds": 0}, "options.seconds"),
+    ({"gold": "1", "second": 1}, "options"),
+    ({"gold": "\\frac{1}{"}, "options.gold"),
+    ({"gold": ["1", "$$"]}, "options.gold.1"),
+    ({"gold": "9^{9^{9^9}}", "seconds": 0.3}, "options.gold"),
+]
+
+
+async def test_what_cannot_be_graded_is_refused_at_submission(host: Host) -> None:
+    for options, field in REFUSED:
+        with pytest.raises(InvalidField) as caught:
+            await submitted(options, host)
+        assert caught.value.field == f"task.evaluator.{field}", options
+    await submitted({"gold": ["\\frac{1}{2}", "Monday", "(1, 2)", "x^2 + 1", "12 \\text{ cm}"]}, host)
+
+
+async def submitted(options: dict[str, Any], host: Host) -> None:
+    evaluator = make_evaluator(EvaluatorSpec(kind="math", options=options))
+    assert isinstance(evaluator, ChecksSpec)
+    await evaluator.check_spec(host)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_whole_session_is_graded(tmp_path: Path, processes: int) -> None:
+    def task(gold: str) -> dict[str, Any]:
+        return {
+            "instruction": "What is 1 / 2?",
+            "harness": {"agent": "tools"},
+            "runtime": {"kind": "memory"},
+            "evaluator": {"kind": "math", "options": {"gold": gold}},
+        }
+
+    replies = [say("It is \\boxed{0.5}.")]
+    settings: dict[str, Any] = {"processes": processes}
+    async with running_service(tmp_path=tmp_path, replies=replies, **settings) as (_, url), AsyncClient(url) as client:
+        with pytest.raises(InvalidField, match="does not parse") as caught:
+            await client.submit({"task": task("\\frac{1}{")})
+        assert caught.value.field == "task.evaluator.options.gold"
+        [done] = await client.wait([(await client.submit({"task": task("\\frac{1}{2}")})).id])
+    assert done.sessions[0].result.error is None
+    assert done.sessions[0].result.verdict.reward == 1.0
