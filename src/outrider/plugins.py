@@ -43,6 +43,8 @@ BUILTINS: dict[str, dict[str, str]] = {
     "evaluator": {
         "callable": "outrider.evaluators.function:CallableEvaluator",
         "command": "outrider.evaluators.command:CommandEvaluator",
+        "http": "outrider.evaluators.http:HttpEvaluator",
+        "judge": "outrider.evaluators.judge.evaluator:JudgeEvaluator",
     },
 }
 

@@ -23,11 +23,13 @@ from outrider.api.nodes import node_routes
 from outrider.api.policy import policy_routes
 from outrider.api.tokens import token_routes
 from outrider.cli.main import commands
-from outrider.config import Config, FrozenConfig
+from outrider.config import Config, FrozenConfig, GraderConfig
 from outrider.engines.relay.attached_worker import RelayOptions
 from outrider.engines.relay.messages import Close, ToService, ToWorker
 from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
+from outrider.evaluators.http import HttpOptions
+from outrider.evaluators.judge.questions import JudgeOptions
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.presets import load_preset, preset_names
 from outrider.harnesses.tool_agent import ToolOptions
@@ -257,6 +259,24 @@ def test_a_presets_page_has_its_options(name: str) -> None:
 def test_the_built_in_agents_page_has_its_options() -> None:
     (table,) = page("docs/harnesses/inprocess.md").tables("Option")
     assert written(table) == fields_of(ToolOptions)
+
+
+def test_each_evaluators_page_has_its_options() -> None:
+    kinds: dict[str, type[BaseModel]] = {"judge": JudgeOptions, "http": HttpOptions}
+    for kind, options in kinds.items():
+        (table,) = page(f"docs/evaluators/{kind}.md").tables("Option")
+        assert written(table) == fields_of(options), kind
+
+
+def test_the_graders_page_has_their_fields() -> None:
+    (table,) = page("docs/evaluators/http.md").tables("Field")
+    assert written(table) == fields_of(GraderConfig, lists=False)
+
+
+def test_evaluators_has_every_kind() -> None:
+    (kinds,) = page("docs/evaluators.md").tables("Kind")
+    listed_kinds = {cell.split("`")[1] for cell in kinds.column("Kind")}
+    assert listed_kinds - {"package.module:Class"} >= {"judge", "http", "command", "callable"}
 
 
 def test_evaluators_has_everything_of_an_outcome() -> None:

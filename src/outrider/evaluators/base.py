@@ -6,10 +6,12 @@ reward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
+from outrider.errors import EvaluatorError
 from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
@@ -18,9 +20,33 @@ from outrider.spec import TaskSpec
 from outrider.trajectory import ModelCall, Verdict
 
 
+class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frozen model replied, and how many tokens went in and came out."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class AskFrozen(Protocol):
+    """Calls a frozen model of the service by its name, once, apart from whatever the agent has asked it. Raises what a
+    model call raises: EngineError, ContextOverflow, RequestError."""
+
+    async def __call__(
+        self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
+    ) -> FrozenReply: ...
+
+
+async def no_model(model: str, *_: object, **__: object) -> FrozenReply:
+    raise EvaluatorError(f"there is no frozen model {model!r} here")
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is graded. `transcript` is the main branch as messages, with the last reply; `turns` the number of model
-    calls, and `calls` these, in the order in which they ended."""
+    calls, and `calls` these, in the order in which they ended.
+
+    `ask_frozen` calls a frozen model.
+    """
 
     task: TaskSpec
     runtime: Runtime
@@ -29,6 +55,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transcript: tuple[Message, ...]
     turns: int
     calls: tuple[ModelCall, ...] = ()
+    ask_frozen: AskFrozen = no_model
 
 
 class Evaluator(Protocol):

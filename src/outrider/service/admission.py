@@ -17,6 +17,7 @@ import orjson
 from pydantic import ValidationError
 
 from outrider.errors import HarnessUnavailable, InvalidField, RequestError, RuntimeUnavailable
+from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
@@ -139,10 +140,13 @@ def check_resources(resources: Resources, nodes: Sequence[NodeStats]) -> None:
     )
 
 
-def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> None:
+def check_group(
+    spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), endpoints: Endpoints | None = None
+) -> None:
     """Check everything about a group that depends on this machine. Blocks on the file system.
 
-    `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name.
+    `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name, and
+    `endpoints` the graders outside.
     Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
@@ -152,7 +156,7 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = ()) -> 
     harness = make_harness(task.harness)
     if task.harness.agent is None:
         check_instruction(task.instruction)
-    make_evaluator(task.evaluator)
+    make_evaluator(task.evaluator, endpoints)
     if task.evaluator.carry == "all" and not getattr(runtime, "saves_layers", False):
         raise InvalidField(
             f"{task.runtime.kind!r} sandboxes cannot carry all that was written",

@@ -21,6 +21,7 @@ from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Forbidden, InvalidField, NotFound
+from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
 from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
 from outrider.service.admission import check_group, check_resources, parse_group
@@ -71,6 +72,7 @@ class Service:
         self.tokens = Tokens(store, config.token)
         self.audit = AuditLog(config.data)
         self._allow_lists = AllowLists(config)
+        self._endpoints = Endpoints(config.graders, [model.name for model in config.frozen])
         self.pool = pool = backend.pool
         """The policy's engines."""
         self._frozen = {model.model: model.pool for model in frozen}
@@ -159,7 +161,10 @@ class Service:
             )
         self._allow_lists.check(spec, caller)
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
-        await asyncio.to_thread(check_group, spec, files=self.config.files, allow=self.config.sandboxes.allow)
+        config = self.config
+        await asyncio.to_thread(
+            check_group, spec, files=config.files, allow=config.sandboxes.allow, endpoints=self._endpoints
+        )
         group_id = f"g-{self._ids.next()}"
         row = GroupRow(
             id=group_id,

@@ -1,0 +1,42 @@
+"""Reads the options of an evaluator kind when a task is submitted, and finds what the agent said in an outcome.
+
+It knows no kind. Invariant: an option that is misspelt or of a wrong type is an InvalidField that names it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from outrider.errors import InvalidField
+from outrider.evaluators.base import Outcome
+from outrider.messages import Role
+from outrider.spec import EvaluatorSpec, Spec
+
+S = TypeVar("S", bound=Spec)
+
+
+def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
+    """`task.evaluator.options` as a `kind`. Raises InvalidField, also for what evaluators with options do not take."""
+    for name in ("run", "path"):
+        if getattr(spec, name) is not None:
+            raise InvalidField(f"evaluator kind {spec.kind!r} does not take it", field=f"task.evaluator.{name}")
+    try:
+        return kind.model_validate(spec.options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(("task.evaluator.options", *map(str, first["loc"])))
+        raise InvalidField(
+            first["msg"].removeprefix("Value error, "),
+            field=field,
+            hint=f"the options of kind {spec.kind!r} are {', '.join(kind.model_fields)}",
+        ) from error
+
+
+def last_reply(outcome: Outcome) -> str:
+    """The agent's final words: those that its harness names, else the model's last reply. "" where there are none."""
+    if outcome.harness.answer is not None:
+        return outcome.harness.answer
+    said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
+    return next(said, "")
