@@ -42,6 +42,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     },
     "evaluator": {
         "callable": "outrider.evaluators.function:CallableEvaluator",
+        "code": "outrider.evaluators.code.evaluator:CodeEvaluator",
         "command": "outrider.evaluators.command:CommandEvaluator",
         "http": "outrider.evaluators.http:HttpEvaluator",
         "judge": "outrider.evaluators.judge.evaluator:JudgeEvaluator",

@@ -17,12 +17,22 @@ from outrider.config import GraderConfig
 from outrider.doctor import diagnose
 from support.service import call, running_service, say
 
+ROMAN = """\
+def to_roman(number):
+    if not 0 < number < 4000: raise ValueError(number)
+    values, numeral = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1), ""
+    for value, letters in zip(values, "M CM D CD C XC L XL X IX V IV I".split()):
+        numeral += number // value * letters
+        number %= value
+    return numeral
+"""
 EXPLAINED = "It divides by its second argument, which is 0. Check that first."
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RIGHT = {
     "count_words": "wc -w < harbour.txt > answer.txt",
     "mini_swe_agent": r"sed -i 's|return .*|n = len(ordered); return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2|' "
     "median.py",
+    "roman_numerals": f"cat > solution.py <<'END'\n{ROMAN}END\n",
     "explain_a_failure": "bash share.sh 7 0",
     "graded_outside": "grep -c v harbour.txt",
     "pi": """echo 'tr A-Z a-z | sed -E "s/[^a-z0-9]+/-/g; s/^-|-$//g"' > slug.sh""",

@@ -28,6 +28,7 @@ from outrider.engines.relay.attached_worker import RelayOptions
 from outrider.engines.relay.messages import Close, ToService, ToWorker
 from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
+from outrider.evaluators.code.cases import CodeOptions
 from outrider.evaluators.http import HttpOptions
 from outrider.evaluators.judge.questions import JudgeOptions
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
@@ -262,7 +263,7 @@ def test_the_built_in_agents_page_has_its_options() -> None:
 
 
 def test_each_evaluators_page_has_its_options() -> None:
-    kinds: dict[str, type[BaseModel]] = {"judge": JudgeOptions, "http": HttpOptions}
+    kinds: dict[str, type[BaseModel]] = {"code": CodeOptions, "judge": JudgeOptions, "http": HttpOptions}
     for kind, options in kinds.items():
         (table,) = page(f"docs/evaluators/{kind}.md").tables("Option")
         assert written(table) == fields_of(options), kind
@@ -276,7 +277,7 @@ def test_the_graders_page_has_their_fields() -> None:
 def test_evaluators_has_every_kind() -> None:
     (kinds,) = page("docs/evaluators.md").tables("Kind")
     listed_kinds = {cell.split("`")[1] for cell in kinds.column("Kind")}
-    assert listed_kinds - {"package.module:Class"} >= {"judge", "http", "command", "callable"}
+    assert listed_kinds - {"package.module:Class"} >= {"code", "judge", "http", "command", "callable"}
 
 
 def test_evaluators_has_everything_of_an_outcome() -> None:

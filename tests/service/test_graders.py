@@ -1,4 +1,4 @@
-"""What evaluators reach beyond the agent's sandbox: frozen models, and graders outside."""
+"""What evaluators reach beyond the agent's sandbox: another sandbox, frozen models, and graders outside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.config import Config, FrozenConfig, GraderConfig, load_config
+from outrider.config import Config, FrozenConfig, GraderConfig, SandboxesConfig, load_config
 from outrider.errors import Boundary, InvalidField
 from outrider.evaluators.base import Outcome
 from outrider.messages import Message, Role
@@ -22,6 +22,17 @@ HERE = "service.test_graders"
 JUDGED = "It is fine.<|im_end|>"
 
 
+async def looks_beside(outcome: Outcome) -> Any:
+    """A second sandbox, while the first one stands: prepared like it, without what the agent did."""
+    await outcome.runtime.read("agents")
+    async with outcome.beside() as other:
+        listing = await other.exec("ls", seconds=5)
+        await other.write("mark", b"x")
+    async with outcome.beside() as another:
+        assert "mark" not in (await another.exec("ls", seconds=5)).stdout.decode()
+    return {"reward": 1.0, "reason": listing.stdout.decode()}
+
+
 async def asks(outcome: Outcome) -> Any:
     said = [Message(role=Role.USER, content="Is it fine?")]
     replies = [await outcome.ask_frozen("judge", said, max_tokens=20, temperature=0.0, seed=seed) for seed in (None, 3)]
@@ -32,6 +43,24 @@ async def asks(outcome: Outcome) -> Any:
 def judge() -> FrozenConfig:
     options = {"replies": [JUDGED], "context_tokens": 8192}
     return FrozenConfig(name="judge", turns=1, engines=(EngineSpec(kind="scripted", name="judge-0", options=options),))
+
+
+async def test_a_second_sandbox_is_untouched_and_sets_nothing_aside(world: MakeWorld) -> None:
+    """Not even where the session has set aside all that the node has."""
+    resources = {"cpus": 1.0, "memory_mb": 64}
+    async with world(sandboxes=SandboxesConfig(cpus=1.0, memory_mb=64)) as w:
+        session = await w.run(
+            "ask",
+            "run echo x > agents",
+            runtime={"prepare": [{"write": "x", "to": "given"}], "resources": resources},
+            evaluator={"kind": "callable", "path": f"{HERE}:looks_beside"},
+        )
+        verdict = result_of(session).verdict
+        assert verdict is not None, result_of(session).error
+        assert verdict.reason is not None
+        assert verdict.reason.split() == ["given"]
+        assert {name.removeprefix(session.id) for name, _ in w.stage.ledger.started} == {"", "-g0", "-g1"}
+        w.assert_quiet()
 
 
 async def test_an_evaluator_asks_a_frozen_model(world: MakeWorld) -> None:
@@ -95,6 +124,6 @@ def test_settings_that_cannot_work_are_named(graders: Any, message: str, tmp_pat
         load_config({"graders": graders})
 
 
-@pytest.mark.parametrize("kind", ["judge", "http"])
+@pytest.mark.parametrize("kind", ["code", "judge", "http"])
 def test_built_in_kinds_may_be_named_without_listing(kind: str) -> None:
     AllowLists(Config()).check_python(kind, field="task.evaluator.kind")

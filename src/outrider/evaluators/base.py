@@ -6,7 +6,8 @@ reward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
@@ -41,11 +42,17 @@ async def no_model(model: str, *_: object, **__: object) -> FrozenReply:
     raise EvaluatorError(f"there is no frozen model {model!r} here")
 
 
+def no_sandbox() -> AbstractAsyncContextManager[Runtime]:
+    raise EvaluatorError("there is no second sandbox here")
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is graded. `transcript` is the main branch as messages, with the last reply; `turns` the number of model
     calls, and `calls` these, in the order in which they ended.
 
-    `ask_frozen` calls a frozen model.
+    `beside()` is another sandbox of the task's runtime for as long as its block runs, prepared as the agent's was: no
+    agent has touched it, and nothing that runs in `runtime` can reach it. It sets no resources aside. Raises
+    RuntimeFailure. `ask_frozen` calls a frozen model.
     """
 
     task: TaskSpec
@@ -55,6 +62,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transcript: tuple[Message, ...]
     turns: int
     calls: tuple[ModelCall, ...] = ()
+    beside: Callable[[], AbstractAsyncContextManager[Runtime]] = no_sandbox
     ask_frozen: AskFrozen = no_model
 
 
