@@ -38,7 +38,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 def spec(**options: Any) -> EvaluatorSpec:
-    return EvaluatorSpec(kind="code", options={"case_seconds": 10, **options}, seconds=60)
+    return EvaluatorSpec(kind="code", options=options, seconds=60)
 
 
 def fenced(program: str) -> str:
@@ -188,6 +188,21 @@ async def test_a_share_of_an_attack_is_what_it_answers(bench: Bench) -> None:
         options = TEXTS | {"case_seconds": 1.5}
         assert (await bench.grade(spec(reward="share", **options), fenced(program))).reward == 0.0
         await bench.renew()
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "reason"),
+    [
+        (f"{SUM}raise SystemExit(3)\n", {}, "ended with exit code 3"),
+        (f"{SUM}1 / 0\n", {}, "ZeroDivisionError"),
+        (SUM, {"output_bytes": 1}, "printed more than 1 bytes"),
+        (f"{SUM}import sys, time\nsys.stdout.flush()\ntime.sleep(60)\n", {"case_seconds": 1}, "did not end within 1 s"),
+    ],
+)
+async def test_the_right_output_is_not_enough(bench: Bench, program: str, options: Any, reason: str) -> None:
+    graded = await bench.grade(spec(inputs=["5 6"], outputs=["11"], **options), fenced(program))
+    assert graded.reward == 0.0
+    assert reason in str(graded.reason)
 
 
 class Breaks:
