@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from outrider.client import AsyncClient
 from outrider.config import Config, FrozenConfig, GraderConfig, SandboxesConfig, load_config
 from outrider.errors import Boundary, InvalidField
 from outrider.evaluators.base import Outcome
 from outrider.messages import Message, Role
 from outrider.nodes.processes import setup_of
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.allow_lists import AllowLists
 from outrider.spec import EngineSpec
+from support.service import call, running_service, say
 
 from .conftest import MakeWorld
 from .world import result_of
@@ -61,6 +64,29 @@ async def test_a_second_sandbox_is_untouched_and_sets_nothing_aside(world: MakeW
         assert verdict.reason.split() == ["given"]
         assert {name.removeprefix(session.id) for name, _ in w.stage.ledger.started} == {"", "-g0", "-g1"}
         w.assert_quiet()
+
+
+@pytest.mark.parametrize(("does", "reason", "reward"), [("rm py", "agent_excess", 0.0), ("true", "completed", 1.0)])
+async def test_an_agent_that_removes_the_interpreter_earns_nothing(
+    tmp_path: Path, does: str, reason: str, reward: float
+) -> None:
+    """That no program can be tried is its own doing, and no failure of the infrastructure."""
+    if not (can := NamespaceRuntime.available()).ok:
+        pytest.skip(can.detail)
+    task = {
+        "instruction": "x",
+        "harness": {"agent": "tools", "options": {"tools": ["bash"]}},
+        "runtime": {"kind": "namespace", "prepare": [{"run": 'ln -s "$(command -v python3)" py'}]},
+        "evaluator": {"kind": "code", "options": {"python": "/work/py", "inputs": ["1 2"], "outputs": ["3"]}},
+    }
+    replies = [call(does), say("```python\nprint(3)\n```")]
+    async with running_service(tmp_path=tmp_path, replies=replies) as (_, url), AsyncClient(url) as client:
+        submitted = await client.submit({"task": task})
+        [done] = await client.wait([submitted.id])
+    result = done.sessions[0].result
+    assert result is not None
+    assert result.verdict is not None, result.error
+    assert (result.stop_reason.value, result.verdict.reward) == (reason, reward)
 
 
 async def test_an_evaluator_asks_a_frozen_model(world: MakeWorld) -> None:
