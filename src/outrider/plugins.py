@@ -43,7 +43,10 @@ BUILTINS: dict[str, dict[str, str]] = {
     "evaluator": {
         "all": "outrider.evaluators.combined:AllEvaluator",
         "callable": "outrider.evaluators.function:CallableEvaluator",
+        "code": "outrider.evaluators.code.evaluator:CodeEvaluator",
         "command": "outrider.evaluators.command:CommandEvaluator",
+        "http": "outrider.evaluators.http:HttpEvaluator",
+        "judge": "outrider.evaluators.judge.evaluator:JudgeEvaluator",
         "math": "outrider.evaluators.maths:MathEvaluator",
         "reasoning-gym": "outrider.evaluators.reasoning:ReasoningGymEvaluator",
         "weighted": "outrider.evaluators.combined:WeightedEvaluator",

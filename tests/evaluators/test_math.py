@@ -177,12 +177,12 @@ async def test_without_a_node_it_is_an_error(outcome: Callable[[EvaluatorSpec], 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, "options"),
+    ({}, "options.gold"),
     ({"gold": 1}, "options.gold"),
-    ({"gold": ""}, "options.gold"),
+    ({"gold": ""}, "options.gold.0"),
     ({"gold": []}, "options.gold"),
     ({"gold": "1", "seconds": 0}, "options.seconds"),
-    ({"gold": "1", "second": 1}, "options"),
+    ({"gold": "1", "second": 1}, "options.second"),
     ({"gold": "\\frac{1}{"}, "options.gold"),
     ({"gold": ["1", "$$"]}, "options.gold.1"),
     ({"gold": "9^{9^{9^9}}", "seconds": 0.3}, "options.gold"),

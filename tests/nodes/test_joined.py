@@ -94,8 +94,9 @@ async def test_a_machine_joins_and_runs_sessions(
         await running.service.add_engine(EngineSpec(kind="vllm", name="near", url=url))
         submitted = await running.submit("ask", "ask", n=4, **kept)  # before there is any node
         async with Machine().at(running.url, tmp_path, processes=2):
-            view = await running.done(submitted)
-            assert ends(view) == {StopReason.COMPLETED: 4}
+            assert ends(await running.done(submitted)) == {StopReason.COMPLETED: 4}
+            await known(running, "far-0", "far-1")
+            view = await running.done(await running.submit("ask", "ask", n=4, **kept))
             assert {session.node for session in view.sessions} == {"far-0", "far-1"}
             processes = {node.name: node.resources for node in running.service.nodes().nodes}
             assert {(each.cpus, each.memory_mb) for each in processes.values()} == {(4.0, 4096)}

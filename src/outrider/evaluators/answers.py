@@ -18,6 +18,14 @@ class NoAnswer(Exception):
     """There is none; the message says why. It is the agent's doing: reward 0."""
 
 
+def last_reply(outcome: Outcome) -> str:
+    """The agent's final words: those that its harness names, else the model's last reply. "" where there are none."""
+    if outcome.harness.answer is not None:
+        return outcome.harness.answer
+    said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
+    return next(said, "")
+
+
 async def last_words(outcome: Outcome, file: str | None) -> str:
     """The end of the last reply that has a text, or the content of the file, without blanks around it. Raises NoAnswer,
     and RuntimeFailure where the sandbox is broken."""

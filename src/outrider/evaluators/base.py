@@ -6,10 +6,13 @@ reward.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from outrider.errors import EvaluatorError
 from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
@@ -19,9 +22,40 @@ from outrider.spec import TaskSpec
 from outrider.trajectory import ModelCall, Verdict
 
 
+class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a frozen model replied, and how many tokens went in and came out."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class AskFrozen(Protocol):
+    """Calls a frozen model of the service by its name, once, apart from whatever the agent has asked it. Raises what a
+    model call raises: EngineError, ContextOverflow, RequestError."""
+
+    async def __call__(
+        self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
+    ) -> FrozenReply: ...
+
+
+async def no_model(model: str, *_: object, **__: object) -> FrozenReply:
+    raise EvaluatorError(f"there is no frozen model {model!r} here")
+
+
+def no_sandbox() -> AbstractAsyncContextManager[Runtime]:
+    raise EvaluatorError("there is no second sandbox here")
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is graded. `transcript` is the main branch as messages, with the last reply; `turns` the number of model
-    calls, and `calls` these, in the order in which they ended. `host` is the node's: evaluators share its parts."""
+    calls, and `calls` these, in the order in which they ended.
+
+    `beside()` is another sandbox of the task's runtime for as long as its block runs, prepared as the agent's was: no
+    agent has touched it, and nothing that runs in `runtime` can reach it. It sets no resources aside. Raises
+    RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the node's: evaluators
+    share its parts.
+    """
 
     task: TaskSpec
     runtime: Runtime
@@ -30,6 +64,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transcript: tuple[Message, ...]
     turns: int
     calls: tuple[ModelCall, ...] = ()
+    beside: Callable[[], AbstractAsyncContextManager[Runtime]] = no_sandbox
+    ask_frozen: AskFrozen = no_model
     host: Host | None = None
 
 

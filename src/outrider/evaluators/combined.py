@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec, Evaluator, Outcome
+from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.evaluators.nested import FIELD, AllOptions, WeightedOptions, part_spec
 from outrider.evaluators.options import read_options
@@ -33,9 +34,11 @@ class WeightedEvaluator:
     """The reward is the sum of the parts' rewards, each times its weight. It is not divided by the sum of the weights:
     a weight below 0 is a penalty. Rewards of turns are added up likewise."""
 
-    def __init__(self, spec: EvaluatorSpec) -> None:
+    takes_endpoints = True
+
+    def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
         options = read_options(WeightedOptions, spec)
-        self._parts = _parts(spec)
+        self._parts = _parts(spec, endpoints)
         self._weights = _by_part(options.weights, self._parts, "weights")
 
     async def check_spec(self, host: Host) -> None:
@@ -54,9 +57,11 @@ class WeightedEvaluator:
 class AllEvaluator:
     """Reward 1 where every part passes, else 0."""
 
-    def __init__(self, spec: EvaluatorSpec) -> None:
+    takes_endpoints = True
+
+    def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
         options = read_options(AllOptions, spec)
-        self._parts = _parts(spec)
+        self._parts = _parts(spec, endpoints)
         self._passed = _by_part(options.passed, self._parts, "passed")
 
     async def check_spec(self, host: Host) -> None:
@@ -70,14 +75,14 @@ class AllEvaluator:
         return _whole(float(passed), verdicts, {})
 
 
-def _parts(whole: EvaluatorSpec) -> dict[str, Part]:
+def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
     made = {}
     for name, given in whole.options["parts"].items():
         if not name or "/" in name:
             raise InvalidField("the name of a part must not have a /", field=f"{FIELD}.options.parts.{name}")
         spec = part_spec(given, whole, f"{FIELD}.options.parts.{name}")
         try:
-            made[name] = Part(spec, make_evaluator(spec))
+            made[name] = Part(spec, make_evaluator(spec, endpoints))
         except InvalidField as error:
             raise _of_part(name, error) from error
     return made

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from outrider.errors import InvalidField
 from outrider.evaluators.base import Evaluator
+from outrider.evaluators.endpoints import Endpoints
 from outrider.plugins import resolve
 from outrider.spec import EvaluatorSpec
 
 
-def make_evaluator(spec: EvaluatorSpec) -> Evaluator:
-    """The evaluator that a task asks for: the class of its kind, constructed with the spec. Raises InvalidField."""
+def make_evaluator(spec: EvaluatorSpec, endpoints: Endpoints | None = None) -> Evaluator:
+    """The evaluator that a task asks for: the class of its kind, constructed with the spec, and with the `endpoints` if
+    it has an attribute `takes_endpoints` that is true. Raises InvalidField."""
     kind = resolve("evaluator", spec.kind, field="task.evaluator.kind")
     if not callable(getattr(kind, "evaluate", None)):
         raise InvalidField(f"{spec.kind!r} is not an evaluator class", field="task.evaluator.kind")
     try:
-        evaluator: Evaluator = kind(spec)
+        more = (endpoints or Endpoints(),) if getattr(kind, "takes_endpoints", False) else ()
+        evaluator: Evaluator = kind(spec, *more)
     except InvalidField:
         raise
     except Exception as error:  # the user's code may raise anything

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from pydantic import BeforeValidator, Field
 
 from outrider.errors import InvalidField
 from outrider.evaluators.answers import NoAnswer, last_words, marked_answer
@@ -17,7 +17,7 @@ from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.pool import Checks, Library, checks_of
 from outrider.evaluators.options import read_options
 from outrider.runtimes.node_host import Host
-from outrider.spec import EvaluatorSpec
+from outrider.spec import EvaluatorSpec, SandboxPath, Spec
 from outrider.trajectory import Verdict
 
 LIBRARY = Library(
@@ -27,20 +27,20 @@ LIBRARY = Library(
     checks="outrider.evaluators.checks.math_check",
 )
 CHECKS = partial(Checks, library=LIBRARY)
-Gold = Annotated[str, Meta(min_length=1, max_length=10_000)]
+Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 
-class MathOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MathOptions(Spec):
     """`gold`: the right answer, or all that are accepted. `answer_file`: where the agent was told to write its answer;
     without it the last reply is looked at. `seconds` of processor time for a check."""
 
-    gold: Gold | Annotated[list[Gold], Meta(min_length=1, max_length=64)]
-    answer_file: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
-    seconds: Annotated[float, Meta(gt=0, le=60)] = 2.0
-
-    @property
-    def golds(self) -> list[str]:
-        return [self.gold] if isinstance(self.gold, str) else self.gold
+    gold: Annotated[
+        tuple[Gold, ...],
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        Field(strict=False, min_length=1, max_length=64),
+    ]
+    answer_file: SandboxPath | None = None
+    seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
 
 
 class MathEvaluator:
@@ -52,11 +52,11 @@ class MathEvaluator:
 
     async def check_spec(self, host: Host) -> None:
         """Raises InvalidField for a gold answer that math-verify cannot read, or not in time."""
-        golds = self._options.golds
+        golds = self._options.gold
         checked = await (await checks_of(host, CHECKS)).check({"golds": golds}, seconds=self._options.seconds)
         answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}
         if (number := answer["unusable"]) is not None:
-            place = "" if isinstance(self._options.gold, str) or checked.answer is None else f".{number}"
+            place = "" if len(golds) == 1 or checked.answer is None else f".{number}"
             raise InvalidField(
                 f"{golds[number][:200]!r} {answer['why']} ({LIBRARY})",
                 field=f"task.evaluator.options.gold{place}",
@@ -71,7 +71,7 @@ class MathEvaluator:
             return Verdict(reward=0.0, metrics={"answered": 0.0}, reason=str(none))
         answer = said if file is not None else marked_answer(said)
         request = {
-            "golds": self._options.golds,
+            "golds": self._options.gold,
             "answer": said if answer is None else answer,
             "whole": answer is not None,
         }
@@ -82,7 +82,7 @@ class MathEvaluator:
         found, equal = checked.answer["found"], checked.answer["equal"]
         if found is None:
             return Verdict(reward=0.0, metrics=metrics | {"answered": 0.0}, reason=f"no answer found ({LIBRARY})")
-        judged = f"is not {' or '.join(self._options.golds)}" if equal is None else f"equals {equal}"
+        judged = f"is not {' or '.join(self._options.gold)}" if equal is None else f"equals {equal}"
         return Verdict(
             reward=0.0 if equal is None else 1.0, metrics=metrics, reason=f"{found[:200]} {judged[:500]} ({LIBRARY})"
         )

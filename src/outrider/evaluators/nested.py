@@ -9,31 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from outrider.errors import InvalidField
 from outrider.evaluators.options import read_options
-from outrider.spec import EvaluatorSpec
+from outrider.spec import EvaluatorSpec, Spec
 
 FIELD = "task.evaluator"
-Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
-Specs = Annotated[dict[str, dict[str, Any]], Meta(min_length=1, max_length=32)]
+Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 
 
-class WeightedOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WeightedOptions(Spec):
     """`parts`: evaluators by name, each as `task.evaluator` without `seconds` and `carry`. `weights`: of a part that is
     not named it is 1."""
 
     parts: Specs
-    weights: dict[str, Number] = {}
+    weights: dict[str, Number] = Field(default_factory=dict)
 
 
-class AllOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AllOptions(Spec):
     """`parts` as of `weighted`. `passed`: the reward from which on a part passes; of one that is not named it is 1."""
 
     parts: Specs
-    passed: dict[str, Number] = {}
+    passed: dict[str, Number] = Field(default_factory=dict)
 
 
 KINDS: dict[str, type[WeightedOptions] | type[AllOptions]] = {"weighted": WeightedOptions, "all": AllOptions}

@@ -1,38 +1,32 @@
-"""Reads the options of an evaluator when it is constructed.
+"""Reads the options of an evaluator kind when a task is submitted.
 
-It knows no evaluator. Invariant: what is misspelt, or given to a kind that does not take it, is an InvalidField that
-names it.
+It knows no kind. Invariant: an option that is misspelt or of a wrong type is an InvalidField that names it.
 """
 
 from __future__ import annotations
 
-import re
 from typing import TypeVar
 
-import msgspec
+from pydantic import ValidationError
 
 from outrider.errors import InvalidField
-from outrider.spec import EvaluatorSpec
+from outrider.spec import EvaluatorSpec, Spec
 
-T = TypeVar("T", bound=msgspec.Struct)
-
-WHERE = re.compile(r" - at `\$\.?(.*)`$")
-"""How msgspec ends a message: with the place of what is wrong."""
+S = TypeVar("S", bound=Spec)
 
 
-def read_options(kind: type[T], spec: EvaluatorSpec) -> T:
-    """The options as a `kind`, of a spec that has nothing else. Raises InvalidField."""
+def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
+    """`task.evaluator.options` as a `kind`. Raises InvalidField, also for what evaluators with options do not take."""
     for name in ("run", "path"):
         if getattr(spec, name) is not None:
             raise InvalidField(f"evaluator kind {spec.kind!r} does not take it", field=f"task.evaluator.{name}")
     try:
-        return msgspec.convert(spec.options, kind, strict=True)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        place = WHERE.search(message)
-        field = f".{place[1]}" if place and place[1] else ""
+        return kind.model_validate(spec.options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(("task.evaluator.options", *map(str, first["loc"])))
         raise InvalidField(
-            message[:1].lower() + WHERE.sub("", message[1:]),
-            field=f"task.evaluator.options{field}",
-            hint=f"known options: {', '.join(kind.__struct_fields__)}",
+            first["msg"].removeprefix("Value error, "),
+            field=field,
+            hint=f"the options of kind {spec.kind!r} are {', '.join(kind.model_fields)}",
         ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from pydantic import Field
 
 from outrider.errors import InvalidField
 from outrider.evaluators.answers import NoAnswer, last_words, marked_answer
@@ -18,7 +18,7 @@ from outrider.evaluators.checks.pool import Checks, Library, checks_of
 from outrider.evaluators.checks.reasoning_sets import check_data_set
 from outrider.evaluators.options import read_options
 from outrider.runtimes.node_host import Host
-from outrider.spec import EvaluatorSpec
+from outrider.spec import EvaluatorSpec, SandboxPath, Spec
 from outrider.trajectory import Verdict
 
 LIBRARY = Library(
@@ -30,13 +30,13 @@ LIBRARY = Library(
 CHECKS = partial(Checks, library=LIBRARY)
 
 
-class ReasoningOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReasoningOptions(Spec):
     """`entry`: as reasoning-gym made it, with `question`, `answer` and `metadata`. `answer_file` and `seconds` as for
     kind `math`."""
 
     entry: dict[str, Any]
-    answer_file: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
-    seconds: Annotated[float, Meta(gt=0, le=60)] = 10.0
+    answer_file: SandboxPath | None = None
+    seconds: Annotated[float, Field(gt=0, le=60)] = 10.0
 
 
 class ReasoningGymEvaluator:

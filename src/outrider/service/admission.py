@@ -26,6 +26,7 @@ from outrider.errors import (
     RuntimeUnavailable,
 )
 from outrider.evaluators.base import ChecksSpec, Evaluator
+from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.command import check_instruction
 from outrider.harnesses.factory import make_harness
@@ -151,12 +152,20 @@ def check_resources(resources: Resources, nodes: Sequence[NodeStats]) -> None:
     )
 
 
-def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), here: bool = True) -> Evaluator:
+def check_group(
+    spec: GroupSpec,
+    *,
+    files: Path,
+    allow: Sequence[Path] = (),
+    endpoints: Endpoints | None = None,
+    here: bool = True,
+) -> Evaluator:
     """Check everything about a group that depends on this machine. Blocks on the file system. Returns the task's
     evaluator, which `check_evaluator` is for.
 
-    `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name. `here`:
-    this machine runs sessions itself. What others can do, they say when a session starts there.
+    `files` is the folder that uploads come from; `allow` are the host's files and folders that a task may name, and
+    `endpoints` the graders outside. `here`: this machine runs sessions itself. What others can do, they say when a
+    session starts there.
     Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
@@ -166,7 +175,7 @@ def check_group(spec: GroupSpec, *, files: Path, allow: Sequence[Path] = (), her
     harness = make_harness(task.harness)
     if task.harness.agent is None:
         check_instruction(task.instruction)
-    evaluator = make_evaluator(task.evaluator)
+    evaluator = make_evaluator(task.evaluator, endpoints)
     if task.evaluator.carry == "all" and not getattr(runtime, "saves_layers", False):
         raise InvalidField(
             f"{task.runtime.kind!r} sandboxes cannot carry all that was written",

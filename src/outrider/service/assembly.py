@@ -20,6 +20,7 @@ from outrider.engines.pool.followed_policy import FollowedPolicy, Leader
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
+from outrider.evaluators.endpoints import Endpoints
 from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
@@ -224,6 +225,7 @@ def local_node(
         resources=resources,
         files=config.files,
         warm=WarmLimits(each=sandboxes.warm, memory_mb=sandboxes.warm_memory_mb),
+        endpoints=Endpoints(config.graders, [model.name for model in config.frozen]),
         service_silence=service_silence,
     )
 

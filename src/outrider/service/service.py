@@ -22,6 +22,7 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.link import Socket
 from outrider.errors import Forbidden, InvalidField, NotFound
+from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
 from outrider.runtimes.node_host import Host
 from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
@@ -86,6 +87,7 @@ class Service:
         self.tokens = Tokens(store, config.token)
         self.audit = AuditLog(config.data)
         self._allow_lists = AllowLists(config)
+        self._endpoints = Endpoints(config.graders, [model.name for model in config.frozen])
         self.pool = pool = backend.pool
         """The policy's engines."""
         self._frozen = {model.model: model.pool for model in frozen}
@@ -180,7 +182,12 @@ class Service:
         check_resources(spec.task.runtime.resources, self._scheduler.stats())
         config = self.config
         evaluator = await asyncio.to_thread(
-            check_group, spec, files=config.files, allow=config.sandboxes.allow, here=config.processes > 0
+            check_group,
+            spec,
+            files=config.files,
+            allow=config.sandboxes.allow,
+            endpoints=self._endpoints,
+            here=config.processes > 0,
         )
         await check_evaluator(evaluator, self._host)
         group_id = f"g-{self._ids.next()}"

@@ -4,8 +4,9 @@ An outcome is graded in the agent's own sandbox, or in a new one that no agent h
 that the task carries, and may start while the agent still runs; or it starts from everything that the agent wrote.
 This module knows no lane of the session's own and no tokens. Invariants: with carried files, the evaluator begins
 after the agent's sandbox has stopped; every sandbox begun here is stopped; two sandboxes of a session are alive at once
-only while the resources of both are set aside; and an agent is blamed only if the runtime says that the failure came
-from inside the sandbox, its model had replied by then, and what failed works in a sandbox that no agent has touched.
+only while the resources of both are set aside, or the second asks for none; and an agent is blamed only if the runtime
+says that the failure came from inside the sandbox, its model had replied by then, and what failed works in a sandbox
+that no agent has touched.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from outrider.sessions.clock import Stopwatch
 from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
+from outrider.spec import RuntimeSpec
 from outrider.trajectory import Verdict
 
 log = logging.getLogger("outrider.session")
@@ -236,8 +238,19 @@ class Grading:
         finally:
             await shielded(sandbox.close)
 
-    def _start(self, layer: Path | None = None) -> GraderSandbox:
-        session, runtime = self._attempt.session, self._task.runtime
+    @asynccontextmanager
+    async def _beside(self) -> AsyncIterator[Runtime]:
+        """See `Outcome.beside`. Like any sandbox that asks for no resources it sets none aside, and waits for none."""
+        runtime = self._task.runtime
+        none = runtime.resources.model_copy(update={"cpus": None, "memory_mb": None})
+        sandbox = self._start(runtime=runtime.model_copy(update={"resources": none}))
+        try:
+            yield await sandbox.ready()
+        finally:
+            await shielded(sandbox.close)
+
+    def _start(self, layer: Path | None = None, runtime: RuntimeSpec | None = None) -> GraderSandbox:
+        session, runtime = self._attempt.session, runtime or self._task.runtime
         name = f"{session.id}-g{next(self._numbers)}"
 
         def make() -> Sandbox:
@@ -259,7 +272,7 @@ class Grading:
         try:
             async with asyncio.timeout(seconds):
                 with plugin_code():
-                    verdict = await self._evaluator.evaluate(outcome)
+                    verdict = await self._evaluator.evaluate(msgspec.structs.replace(outcome, beside=self._beside))
         except TimeoutError as error:
             raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
         except OutriderError:

@@ -126,23 +126,36 @@ class InProcessClient:
         model: str | None = None,
     ) -> Message:
         conversation = self._models.named(model)
-        request = ModelRequest(
-            model=conversation.backend.model,
-            messages=ParsedMessages(tuple(messages)),
-            tools=tuple(tools),
-            tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
-            sampling=AskedSampling(max_tokens=max_tokens, stop=tuple(stop)),
-        )
         try:
-            async with aclosing(conversation.call(request, dialect="inprocess")) as batches:
-                async for steps in batches:
-                    if isinstance(steps[-1], Completion):
-                        return steps[-1].reply
+            completion = await completed(conversation, messages, tools=tools, max_tokens=max_tokens, stop=stop)
         except (LimitReached, ContextOverflow) as error:
             if conversation is self._models.policy:
                 raise
             raise ModelRefused(error.message, hint=error.hint) from error
-        raise EngineUnavailable("the model call ended without a reply")
+        return completion.reply
+
+
+async def completed(
+    conversation: Conversation,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[ToolSpec] = (),
+    max_tokens: int | None = None,
+    stop: Sequence[str] = (),
+) -> Completion:
+    """One call of a conversation, to its end. Raises as `Conversation.call`."""
+    request = ModelRequest(
+        model=conversation.backend.model,
+        messages=ParsedMessages(tuple(messages)),
+        tools=tuple(tools),
+        tools_raw=msgspec.json.encode(list(tools)) if tools else b"",
+        sampling=AskedSampling(max_tokens=max_tokens, stop=tuple(stop)),
+    )
+    async with aclosing(conversation.call(request, dialect="inprocess")) as batches:
+        async for steps in batches:
+            if isinstance(steps[-1], Completion):
+                return steps[-1]
+    raise EngineUnavailable("the model call ended without a reply")
 
 
 _ANY = Capacity(None, images=True)

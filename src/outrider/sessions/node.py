@@ -19,6 +19,7 @@ from typing import Self
 from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.watchdog import Watchdog
 from outrider.errors import OutriderError, record_of
+from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
 from outrider.rootfs.store import has_image
@@ -57,6 +58,7 @@ class LocalNode:
         resources: NodeResources,
         files: Path,
         warm: WarmLimits | None = None,
+        endpoints: Endpoints | None = None,
         service_silence: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.name = self.machine = name
@@ -68,6 +70,7 @@ class LocalNode:
         self._resources = resources
         self._files = files
         self._warm_limits = warm or WarmLimits()
+        self._endpoints = endpoints or Endpoints()
         self._service_silence = service_silence
         self._held = AsyncExitStack()
         self._background = asyncio.TaskGroup()
@@ -99,6 +102,7 @@ class LocalNode:
                 sandboxes=sandboxes,
                 warm_pool=warm_pool,
                 watchdog=watchdog,
+                endpoints=self._endpoints,
                 service_silence=self._service_silence,
             )
             self._held = held.pop_all()

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import count
 
 import msgspec
 
 from outrider.concurrency.watchdog import Watchdog, Witness
 from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, record_of, storable
-from outrider.evaluators.base import Outcome
+from outrider.evaluators.base import FrozenReply, Outcome
+from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ModelRefused, ProgramExit
 from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
+from outrider.messages import Message
 from outrider.plugins import plugin_code
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import WarmPool
@@ -36,10 +39,10 @@ from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.grading import Grading, mark_inside_failures
 from outrider.sessions.lanes import Lanes
-from outrider.sessions.models import InProcessClient, SessionModels
+from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.transcript import transcript
-from outrider.spec import Sampling
+from outrider.spec import Limits, Sampling
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
@@ -65,6 +68,7 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     sandboxes: Sandboxes
     warm_pool: WarmPool
     watchdog: Watchdog
+    endpoints: Endpoints
     service_silence: Callable[[], float] = lambda: 0.0
     """For how long the service, if it is another process, has stood still until now."""
 
@@ -105,6 +109,7 @@ class Rollout:
         self._stopwatch = Stopwatch()
         self._at_limit = Cutoff()
         self._artifact_bytes = 0
+        self._gradings = count()
         self.conversation = Conversation(
             node.model,
             session_key=attempt.name,
@@ -154,7 +159,7 @@ class Rollout:
         mounts = await asyncio.to_thread(harness.mounts)  # some harnesses build the folder that they mount first
         grading = Grading(
             self._attempt,
-            make_evaluator(self._task.evaluator),
+            make_evaluator(self._task.evaluator, self._node.endpoints),
             sandboxes=self._node.sandboxes,
             lanes=lanes,
             resources=self._node.resources,
@@ -358,6 +363,7 @@ class Rollout:
             transcript=said,
             turns=self.conversation.turns,
             calls=calls,
+            ask_frozen=self._ask_frozen,
             host=self._node.sandboxes.host,
         )
         grade = await grading.grade(
@@ -368,6 +374,32 @@ class Rollout:
             reason=StopReason.AGENT_EXCESS if grade.excess else ended.reason,
             verdict=grade.verdict,
             harness_exit=HarnessExit(code=code, log_tail=log_tail) if code else None,
+        )
+
+    async def _ask_frozen(
+        self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
+    ) -> FrozenReply:
+        """See `evaluators.base.AskFrozen`. Each call is a conversation of its own, and is stored nowhere."""
+        [frozen] = [one for one in self._node.frozen if one.backend.model == model]
+
+        async def forget(turn: Turn) -> None:
+            """The verdict has what is kept of it."""
+
+        conversation = Conversation(
+            frozen.backend,
+            session_key=f"{self._attempt.name}-{model}-grading-{next(self._gradings)}",
+            limits=Limits(turns=1, response_tokens=max_tokens),
+            sampling=Sampling(temperature=temperature, seed=seed),
+            history="recorded",
+            record=forget,
+            frozen=model,
+        )
+        try:
+            said = await completed(conversation, messages, max_tokens=max_tokens)
+        finally:
+            await conversation.close()
+        return FrozenReply(
+            text=said.reply.content, prompt_tokens=said.prompt_tokens, completion_tokens=said.completion_tokens
         )
 
     async def _enter(self, state: SessionState) -> None:

@@ -1,0 +1,109 @@
+"""The cases of a `code` task: what a program is given, and what it must answer. Pure.
+
+It knows no sandbox. Invariant: expected values never leave the service, and are compared there as text or as values of
+built-in types.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from pydantic import Field, model_validator
+
+from outrider.errors import InvalidField
+from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
+
+
+class CodeOptions(Spec):
+    """Options of the kind. Either `inputs` and `outputs`, as many of one as of the other, or `test` with `entry_point`.
+
+    file: the program, as a path in the sandbox; None for the last fenced block of code in the agent's final words.
+    inputs, outputs: of each case what the program reads and must print; with `fn_name` the arguments of that function
+        and its result, as lists and values, or as text with a JSON value a line.
+    prompt, entry_point, test: a row of HumanEval; `test` defines `check(candidate)`.
+    reward: `all` is 1 where every case passes and stops at the first that does not; `share` is the share that passes.
+    case_seconds, total_seconds: time limits of one run of the program, and of all of them with the check; None is three
+        quarters of `task.evaluator.seconds`. output_bytes: of one run.
+    python: the interpreter in the sandbox.
+    """
+
+    file: SandboxPath | None = None
+    inputs: Annotated[tuple[Any, ...], Field(strict=False, max_length=10_000)] = ()
+    outputs: Annotated[tuple[Any, ...], Field(strict=False, max_length=10_000)] = ()
+    fn_name: Name | None = None
+    prompt: Text = ""
+    entry_point: Name | None = None
+    test: Text | None = None
+    reward: Literal["all", "share"] = "all"
+    case_seconds: Seconds = 10
+    total_seconds: Seconds | None = None
+    output_bytes: Annotated[int, Field(ge=1, le=8 << 20)] = 1 << 20
+    python: Name = "python3"
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.test is None) != (self.entry_point is None):
+            raise ValueError("'test' and 'entry_point' belong together")
+        if (self.test is None) == (not self.inputs):
+            raise ValueError("give either 'inputs' and 'outputs', or 'test' and 'entry_point'")
+        if len(self.inputs) != len(self.outputs):
+            raise ValueError(f"there are {len(self.inputs)} inputs and {len(self.outputs)} outputs")
+        return self
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One case. `given` is the text of the standard input, or the list of a function's arguments. `accepted` are the
+    answers that pass: texts as `lines` has them, or values."""
+
+    given: Any
+    accepted: tuple[Any, ...]
+
+
+def lines(text: str) -> list[str]:
+    """The lines of an output without the blanks at their ends, and without empty lines at the end."""
+    found = [line.rstrip() for line in text.split("\n")]
+    while found and not found[-1]:
+        found.pop()
+    return found
+
+
+def plain(value: Any) -> Any:
+    """The value with lists for tuples, which JSON does not have."""
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return value
+
+
+def cases_of(options: CodeOptions) -> list[Case]:
+    """The cases of a task without a test. Raises InvalidField for what is no case, and for cases that a program passes
+    that does nothing."""
+    cases = []
+    # APPS and TACO have the result of a function in a list of its own, though not in every row: where each is such a
+    # list, the value in it passes, too.
+    wrapped = all(isinstance(output, list) and len(output) == 1 for output in options.outputs)
+    for number, (given, output) in enumerate(zip(options.inputs, options.outputs, strict=True)):
+        field = f"task.evaluator.options.inputs.{number}"
+        if options.fn_name is None:
+            texts = ["\n".join(map(str, one)) if isinstance(one, list) else one for one in (given, output)]
+            if not all(isinstance(text, str) for text in texts):
+                raise InvalidField("input and output must be texts, or lists of lines", field=field)
+            cases.append(Case(texts[0], (lines(texts[1]),)))
+        elif isinstance(given, str):  # as LiveCodeBench has them
+            try:
+                cases.append(Case([json.loads(line) for line in lines(given)], (json.loads(output),)))
+            except (TypeError, ValueError) as error:
+                raise InvalidField(f"is not a JSON value a line: {error}", field=field) from error
+        elif isinstance(given, list):
+            cases.append(Case(given, (output, output[0]) if wrapped else (output,)))
+        else:
+            raise InvalidField("must be the list of the function's arguments", field=field)
+    if options.fn_name is None and not any(case.accepted[0] for case in cases):
+        raise InvalidField(
+            "every expected output is empty: a program that does nothing would pass",
+            field="task.evaluator.options.outputs",
+        )
+    return cases

@@ -1,0 +1,249 @@
+"""The code evaluator: runs a candidate program in the evaluation's sandbox, and compares what it answers out here.
+
+The sandbox is the candidate's: whatever is in it, the interpreter too, may be its own work. So inputs go in, outputs
+come out, and nothing that is in there knows what is right. A hidden `check(candidate)` is Python of the task's author:
+it runs in a second sandbox that no candidate has touched, and the candidate's calls cross through the service as values
+of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; what a candidate does,
+time and output included, costs it the case; and what keeps a candidate from being tried is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
+from outrider.evaluators.answers import last_reply
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.code.cases import CodeOptions, cases_of, lines, plain
+from outrider.evaluators.code.guest import MARK, decode, encode
+from outrider.evaluators.options import read_options
+from outrider.runtimes.base import ExecResult, NoShell, Runtime, Shell, ShellResult, TellsCause
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+FENCED = re.compile(r"^ {0,3}```[^\n`]*\n(.*?)^ {0,3}```", re.DOTALL | re.MULTILINE)
+READY = "ready"
+PROBE_SECONDS = 30.0
+QUOTED = 200
+"""Characters of a wrong answer in a verdict's reason."""
+
+
+class WrongAnswer(Exception):
+    """The candidate has failed a case, or its check. The text says how, for the verdict's reason."""
+
+
+class CodeEvaluator:
+    """See `CodeOptions`. The verdict's metrics are `passed` and `cases`; a check counts as one case, and `calls` is how
+    often it called the candidate."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._options = options = read_options(CodeOptions, spec)
+        self._cases = [] if options.test is not None else cases_of(options)
+        self._seconds = options.total_seconds or spec.seconds * 0.75
+        if self._seconds >= spec.seconds:  # else a slow candidate would be an error, and no reward
+            raise InvalidField(
+                f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
+                field="task.evaluator.options.total_seconds",
+            )
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        program = self._options.file
+        if program is None:
+            found: list[str] = FENCED.findall(last_reply(outcome))
+            if not found or not found[-1].strip():
+                return self._verdict(0, "there is no block of code in the last reply")
+            program = f"{outcome.runtime.scratch}/outrider-code-{secrets.token_hex(8)}.py"
+            await outcome.runtime.write(program, found[-1].encode("utf-8", "replace"))
+        await probe(outcome.runtime, self._options.python)
+        candidate = Candidate(outcome, program, self._options, self._seconds)
+        if self._options.test is not None:
+            return await self._checked(candidate, outcome)
+        passed, reason = 0, None
+        for number, case in enumerate(self._cases):
+            try:
+                if self._options.fn_name is None:
+                    answer: Any = await candidate.printed(case.given)
+                else:
+                    answer = await candidate.called(self._options.fn_name, case.given)
+                if not any(answer == right for right in case.accepted):
+                    raise WrongAnswer(f"wrong answer: {answer!r:.{QUOTED}}")
+            except (WrongAnswer, RecursionError) as error:  # the latter from comparing a value that is nested deeply
+                reason = reason or f"case {number} of {len(self._cases)}: {error}"
+                if self._options.reward == "all" or candidate.broke_sandbox:
+                    break
+            else:
+                passed += 1
+        return self._verdict(passed, reason)
+
+    async def _checked(self, candidate: Candidate, outcome: Outcome) -> Verdict:
+        """The verdict of the task's hidden check, which runs in a sandbox of its own."""
+        options, calls = self._options, 0
+        async with outcome.beside() as trusted:
+            try:
+                shell = await trusted.open_shell("python")
+            except NoShell as error:
+                raise EvaluatorError(f"the check cannot run: {error.message}", hint=error.hint) from error
+            about = (options.prompt, options.entry_point, options.test)
+            words = ", ".join(map(repr, about))
+            try:
+                said = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
+                while call := said.get("call"):
+                    calls += 1
+                    assert options.entry_point is not None
+                    answer = await candidate.asked(options.entry_point, call, prompt=options.prompt)
+                    said = await stepped(shell, f"checker.step({json.dumps(answer)!r})", candidate.left)
+            except WrongAnswer as error:
+                said = {"failed": f"call {calls}: {error}"}
+            except TimeoutError as error:
+                if not calls:
+                    raise EvaluatorError("the check did not call the candidate in time") from error
+                said = {"failed": "the check did not end in time with this candidate"}
+        if "broken" in said or said == {"passed": 0}:
+            raise EvaluatorError(
+                f"the check does not work: {said.get('broken', 'it passed without a call of the candidate')}",
+                hint="`test` must define check(candidate), and call the candidate",
+            )
+        verdict = self._verdict(int("passed" in said), said.get("failed"))
+        verdict.metrics["calls"] = float(calls)
+        return verdict
+
+    def _verdict(self, passed: int, reason: str | None) -> Verdict:
+        cases = len(self._cases) or 1
+        reward = passed / cases if self._options.reward == "share" else float(passed == cases)
+        return Verdict(reward=reward, metrics={"passed": float(passed), "cases": float(cases)}, reason=reason)
+
+
+class Candidate:
+    """A program in the outcome's sandbox, each run of it a process of its own. `seconds` are for all runs together.
+
+    Its methods raise WrongAnswer for what the candidate did, and RuntimeFailure or EvaluatorError for what it did not.
+    """
+
+    def __init__(self, outcome: Outcome, program: str, options: CodeOptions, seconds: float) -> None:
+        self._outcome = outcome
+        self._runtime = outcome.runtime
+        self._program = program
+        self._options = options
+        self._clock: Callable[[], float] = asyncio.get_running_loop().time
+        self._deadline = self._clock() + seconds
+        self.broke_sandbox = False
+
+    @property
+    def left(self) -> float:
+        """Seconds until the time for all runs is over."""
+        return self._deadline - self._clock()
+
+    async def printed(self, text: str) -> list[str]:
+        """The lines that the program prints when it is given this text."""
+        done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
+        # Beside the event loop, here and below: a candidate chooses how much there is to read.
+        return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
+
+    async def called(self, name: str, args: list[Any]) -> Any:
+        """The value that a function of the program returns, with lists for tuples."""
+        answer = await self.asked(name, {"args": encode(args), "kwargs": encode({})})
+        if "raised" in answer:
+            raise WrongAnswer(": ".join(answer["raised"])[:QUOTED])
+        return await asyncio.to_thread(lambda: plain(decode(answer["value"])))
+
+    async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
+        """What came of a call, as `guest.run_call` says it: `value`, which `decode` can read, or `raised`."""
+        request = {"file": self._program, "prompt": prompt, "name": name, **call}
+        # -I: a candidate's file with the name of one of Python's modules is not what the guest's program imports.
+        command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
+        done = await self._ran(command, json.dumps(request).encode())
+        try:
+            return await asyncio.to_thread(told, done.stdout)
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as error:  # the candidate has written to where only the guest does
+            raise WrongAnswer("the program gave no answer to the call") from error
+
+    async def _ran(self, command: list[str], given: bytes) -> ExecResult:
+        if self.left <= 0:
+            raise WrongAnswer("no time is left")
+        seconds = min(self._options.case_seconds, self.left)
+        try:
+            done = await self._runtime.exec(command, stdin=given, seconds=seconds)
+        except RuntimeFailure as error:
+            # A sandbox that works until a candidate runs in it was broken by the candidate, if the runtime says so and
+            # another one works at the same time.
+            inside = error.inside or (isinstance(self._runtime, TellsCause) and await self._runtime.broken_inside())
+            if not inside:
+                raise
+            async with self._outcome.beside() as other:
+                await probe(other, self._options.python)
+            self.broke_sandbox = True
+            raise WrongAnswer(f"the program broke its sandbox: {error.message}") from error
+        if done.timed_out:
+            raise WrongAnswer(f"the program did not end within {seconds:.3g} s")
+        if done.exit_code != 0:
+            raise WrongAnswer(f"the program ended with exit code {done.exit_code}: {done.log_tail(limit=QUOTED)}")
+        if len(done.stdout) > self._options.output_bytes:
+            raise WrongAnswer(f"the program printed more than {self._options.output_bytes} bytes")
+        return done
+
+
+def told(answer: bytes) -> dict[str, Any]:
+    """What `guest.run_call` has written. Raises ValueError, TypeError or RecursionError for anything else."""
+    match json.loads(answer):
+        case {"value": coded, **others} if not others:
+            decode(coded)
+            return {"value": coded}
+        case {"raised": [str(kind), str(message)], **others} if not others:
+            return {"raised": [kind, message]}
+    raise ValueError("neither a value nor an exception")
+
+
+async def probe(runtime: Runtime, python: str) -> None:
+    """Raise EvaluatorError where a sandbox has no Python that works, and RuntimeFailure where it does not work at all.
+
+    It says nothing of what an agent has made of that Python, only that the sandbox can be used.
+    """
+    tail, late = "", False
+    try:
+        done = await runtime.exec(
+            [python, "-I", "-S", "-c", f"import sys; sys.stdout.write({READY!r})"], seconds=PROBE_SECONDS
+        )
+        if done.exit_code == 0 and done.stdout == READY.encode():
+            return
+        tail, late = done.log_tail(), done.timed_out
+    except RuntimeFailure as error:  # such as one without any program of that name
+        await runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises where the whole sandbox is broken
+        tail = error.message
+    raise EvaluatorError(
+        f"{python!r} does not run in the sandbox, and the evaluator 'code' needs it",
+        hint="use an image that has python3, or name its interpreter: task.evaluator.options.python",
+        log_tail=tail or None,
+        inside=not late,  # a host that is too slow may be the cause
+    )
+
+
+async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
+    """What the Checker says next. Raises TimeoutError, and EvaluatorError where it says nothing."""
+    if seconds <= 0:
+        raise TimeoutError
+    done: ShellResult = await shell.run(text, seconds=seconds)
+    if done.timed_out:
+        raise TimeoutError
+    said = [line for line in done.output.split("\n") if line.startswith(MARK)]
+    try:
+        step: dict[str, Any] = json.loads(said[-1].removeprefix(MARK))
+    except (IndexError, ValueError) as error:
+        raise EvaluatorError("the check says nothing that can be read", log_tail=done.output[-4096:]) from error
+    return step
+
+
+@cache
+def guest() -> str:
+    """The text of guest.py."""
+    return Path(__file__).with_name("guest.py").read_text("utf-8")

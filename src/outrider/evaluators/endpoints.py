@@ -1,0 +1,151 @@
+"""The graders outside that the operator has named, and how they are called.
+
+A task names one and gives no address: so no task can have the service call another place, or with another key. Keys are
+in variables of the service's environment, which the settings name. It knows no contract. Invariants: a call that fails
+raises, and its error shows no key; a redirect is not followed; and an answer is at most MAX_ANSWER bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from outrider.concurrency.backoff import Backoff
+from outrider.config import GraderConfig
+from outrider.environment import environment
+from outrider.errors import EvaluatorError, InvalidField
+from outrider.redaction import redacted
+
+MAX_ANSWER = 4 << 20
+TRIES = 4
+PAUSES = Backoff(first=0.5, longest=10.0)
+TRANSIENT = frozenset({502, 503, 504})
+"""Statuses of a grader that is away, or of what stands in front of it."""
+CACHED = 4096
+"""Replies of judges that a process remembers."""
+
+
+class Endpoints:
+    """Of one process: the graders of the settings by name, the names of the `frozen` models, and what judges have
+    replied. `pauses` are the waits between the tries of one call."""
+
+    def __init__(
+        self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: Backoff = PAUSES
+    ) -> None:
+        self._graders = {grader.name: grader for grader in graders}
+        self._frozen = frozenset(frozen)
+        self._pauses = pauses
+        self._secret = secrets.token_bytes(32)
+        self._cache: OrderedDict[bytes, Any] = OrderedDict()
+
+    def grader(self, name: str, *, field: str) -> GraderConfig:
+        """The grader of that name. Raises InvalidField, with the names that there are."""
+        if name not in self._graders:
+            known = ", ".join(sorted(self._graders)) or "none"
+            raise InvalidField(
+                f"there is no grader {name!r}", field=field, hint=f"the operator's setting graders has: {known}"
+            )
+        return self._graders[name]
+
+    def check_frozen(self, name: str, *, field: str) -> None:
+        """Raises InvalidField for a frozen model that is not there."""
+        if name not in self._frozen:
+            known = ", ".join(sorted(self._frozen)) or "none"
+            raise InvalidField(
+                f"there is no frozen model {name!r}", field=field, hint=f"the operator's setting frozen has: {known}"
+            )
+
+    def mark(self, *texts: str) -> str:
+        """A word that whoever wrote the texts cannot know, the same for the same texts as long as this lives."""
+        return hmac.new(self._secret, json.dumps(texts).encode(), hashlib.sha256).hexdigest()[:12]
+
+    def remembered(self, key: bytes) -> Any:
+        """What was remembered under that key; None where nothing is."""
+        if key in self._cache:
+            self._cache.move_to_end(key)
+        return self._cache.get(key)
+
+    def remember(self, key: bytes, value: Any) -> None:
+        self._cache[key] = value
+        while len(self._cache) > CACHED:
+            self._cache.popitem(last=False)
+
+    async def post(
+        self,
+        grader: GraderConfig,
+        path: str,
+        body: bytes,
+        *,
+        seconds: float,
+        headers: Mapping[str, str] = {},
+        transient: frozenset[int] = TRANSIENT,
+    ) -> dict[str, Any]:
+        """The JSON object that a grader answers. Raises EvaluatorError.
+
+        A call that cannot be made, does not end in `seconds` or is answered with a `transient` status is made TRIES
+        times in all. Every other status but 2xx ends it at once.
+        """
+        key = variable(grader.key_variable, grader.name)
+        sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
+        if key is not None:
+            sent["Authorization"] = f"Bearer {key}"
+        failure = ""
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(self._pauses.wait(attempt - 1))
+            try:
+                # Without cookies: what one evaluation is told is nothing to another. Certificates are verified.
+                async with (
+                    aiohttp.ClientSession(
+                        timeout=aiohttp.ClientTimeout(total=seconds), cookie_jar=aiohttp.DummyCookieJar()
+                    ) as http,
+                    http.post(grader.url.rstrip("/") + path, data=body, headers=sent, allow_redirects=False) as reply,
+                ):
+                    content = bytearray()
+                    async for part in reply.content.iter_chunked(1 << 16):
+                        content += part
+                        if len(content) > MAX_ANSWER:
+                            raise EvaluatorError(f"grader {grader.name!r} answered more than {MAX_ANSWER} bytes")
+            except TimeoutError:
+                failure = f"did not answer within {seconds:g} s"
+            except (aiohttp.ClientError, OSError) as error:  # its text may name the address, which is the operator's
+                failure = f"cannot be reached: {type(error).__name__}"
+            else:
+                if 200 <= reply.status < 300:
+                    return json_object(grader.name, bytes(content))
+                failure = f"answered {reply.status}"
+                if reply.status not in transient:
+                    raise EvaluatorError(
+                        f"grader {grader.name!r} {failure}",
+                        hint="a redirect is not followed: give its address" if reply.status // 100 == 3 else None,
+                        log_tail=redacted(content[:2000].decode("utf-8", "replace"), [key] if key else ()),
+                    )
+        raise EvaluatorError(f"grader {grader.name!r} {failure}, {TRIES} times", hint="see whether it runs")
+
+
+def variable(name: str | None, grader: str) -> str | None:
+    """The variable that a grader's settings name. Raises EvaluatorError where it is not set."""
+    if name is None:
+        return None
+    if not (value := environment(name)):
+        raise EvaluatorError(f"the variable {name} of grader {grader!r} is not set in the service's environment")
+    return value
+
+
+def json_object(name: str, content: bytes) -> dict[str, Any]:
+    """The object in an answer. Raises EvaluatorError."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise EvaluatorError(f"grader {name!r} answered something that is not JSON") from error
+    if not isinstance(found, dict):
+        raise EvaluatorError(f"grader {name!r} answered JSON that is no object")
+    return found

@@ -1,0 +1,149 @@
+"""The HTTP evaluator: a service of the operator's grades, by a contract of our own or by NeMo Gym's `POST /verify`.
+
+It knows no sandbox: what is graded is the conversation. Invariants: only a finite reward in an answer with a status of
+2xx is a grade; and what is sent again is the same, under the same id.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+from pydantic import Field
+
+from outrider.callbacks import signed_headers
+from outrider.errors import EvaluatorError
+from outrider.evaluators.answers import last_reply
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.endpoints import Endpoints, variable
+from outrider.evaluators.options import read_options
+from outrider.evaluators.verdict import read_verdict
+from outrider.messages import Message, Role, with_images
+from outrider.spec import EvaluatorSpec, Name, Seconds, Spec
+from outrider.trajectory import Verdict
+
+CONTRACT = 1
+"""The version of our own contract."""
+
+
+class HttpOptions(Spec):
+    """Options of the kind. `grader`: a name of the setting `graders`.
+
+    contract: what is sent and answered. data: the task's own, sent as `options`; for NeMo Gym the row, with which the
+    body begins. call_seconds: time limit of one call.
+    """
+
+    grader: Name
+    contract: Literal["outrider", "nemo_gym"] = "outrider"
+    data: Annotated[dict[str, Any], Field(default_factory=dict)]
+    call_seconds: Seconds = 60
+
+
+class HttpEvaluator:
+    """See `HttpOptions`. The answer's reward, metrics and reason are the verdict's."""
+
+    takes_endpoints = True
+
+    def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
+        self._options = read_options(HttpOptions, spec)
+        self._endpoints = endpoints
+        self._grader = endpoints.grader(self._options.grader, field="task.evaluator.options.grader")
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        options, grader, nemo_gym = self._options, self._grader, self._options.contract == "nemo_gym"
+        number = f"eval-{secrets.token_hex(16)}"
+        said = [with_images(message, lambda image: replace(image, data=b"")) for message in outcome.transcript]
+        if nemo_gym:
+            body = verify_request(options.data, said, number)
+        else:
+            body = {
+                "contract": CONTRACT,
+                "id": number,
+                "instruction": outcome.task.instruction,
+                "options": options.data,
+                "labels": outcome.task.labels,
+                "stop_reason": outcome.stop_reason.value,
+                "answer": last_reply(outcome),
+                "transcript": said,
+                "metrics": {"turns": outcome.turns, "exit_code": outcome.harness.exit_code},
+            }
+        encoded = msgspec.json.encode(body)
+        secret = variable(grader.secret_variable, grader.name)
+        headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
+        answer = await self._endpoints.post(
+            grader, "/verify" if nemo_gym else "", encoded, seconds=options.call_seconds, headers=headers
+        )
+        try:
+            return verified(answer) if nemo_gym else graded(answer)
+        except ValueError as error:
+            raise EvaluatorError(f"grader {grader.name!r} answered no verdict: {error}") from error
+
+
+def graded(answer: dict[str, Any]) -> Verdict:
+    """The verdict in an answer of our contract, whose `version` is the grader's own. Raises ValueError."""
+    fields = dict(answer)
+    version = fields.pop("version", None)
+    verdict = read_verdict(fields)
+    if version is None:
+        return verdict
+    return replace(verdict, reason=f"[version {version}] {verdict.reason or ''}".rstrip())
+
+
+def verified(answer: dict[str, Any]) -> Verdict:
+    """The verdict in NeMo Gym's answer: its `reward`, and every other number as a metric. Raises ValueError."""
+    if "reward" not in answer:
+        raise ValueError("the answer has no reward")
+    numbers = {
+        name: value
+        for name, value in answer.items()
+        if name != "reward" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return read_verdict({"reward": answer["reward"], "metrics": numbers})
+
+
+def verify_request(row: dict[str, Any], said: Sequence[Message], number: str) -> dict[str, Any]:
+    """The body of `POST /verify`: the row, the request as `responses_create_params` unless the row has it, and what
+    came of it as `response`, an object of OpenAI's Responses API."""
+    first = next((at for at, message in enumerate(said) if message.role is Role.ASSISTANT), len(said))
+    asked = [{"role": message.role.value, "content": message.content} for message in said[:first]]
+    output: list[dict[str, Any]] = []
+    for message in said[first:]:
+        where = f"{number}-{len(output)}"
+        if message.role is Role.TOOL:
+            output.append(
+                {
+                    "type": "function_call_output",
+                    "id": where,
+                    "call_id": message.tool_call_id or "",
+                    "output": message.content,
+                    "status": "completed",
+                }
+            )
+            continue
+        if message.role is not Role.ASSISTANT:
+            output.append({"type": "message", "id": where, "role": message.role.value, "content": message.content})
+            continue
+        if message.content or not message.tool_calls:
+            text = {"type": "output_text", "text": message.content, "annotations": []}
+            output.append(
+                {"type": "message", "id": where, "role": "assistant", "status": "completed", "content": [text]}
+            )
+        for call in message.tool_calls:
+            about = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+            output.append({"type": "function_call", "id": f"{where}-{call.id}", **about})
+    response = {
+        "id": number,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "completed",
+        "model": "policy",
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+    return {"responses_create_params": {"input": asked}, **row, "response": response}

@@ -1,0 +1,169 @@
+"""The judge: a language model grades what the agent said, by a reference, by criteria, or against another answer.
+
+The model is one that the operator has named: an OpenAI-compatible endpoint of the setting `graders`, or a frozen model
+of the service. Invariants: a judge that is away, or that names no grade, is an error, never a grade; and every call is
+in the verdict, with its tokens in the metrics and its text in the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+import msgspec
+
+from outrider.config import GraderConfig
+from outrider.errors import EvaluatorError, OutriderError
+from outrider.evaluators.answers import last_reply
+from outrider.evaluators.base import FrozenReply, Outcome
+from outrider.evaluators.endpoints import TRANSIENT, Endpoints
+from outrider.evaluators.judge.questions import JudgeOptions, Question, combined, questions_of
+from outrider.evaluators.options import read_options
+from outrider.messages import Message, Role
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+BUSY = TRANSIENT | {429, 500}
+"""Statuses with which a model's server asks for another try: it has too much to do, or a worker of it has died."""
+QUOTED = 2000
+"""Characters of each reply in a verdict's reason."""
+
+
+class JudgeEvaluator:
+    """See `JudgeOptions`. Besides its calls and tokens, the verdict's metrics have the score of each criterion."""
+
+    takes_endpoints = True
+
+    def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
+        self._options = options = read_options(JudgeOptions, spec)
+        self._endpoints = endpoints
+        self._grader = None
+        if options.grader is not None:
+            self._grader = endpoints.grader(options.grader, field="task.evaluator.options.grader")
+        elif options.frozen is not None:
+            endpoints.check_frozen(options.frozen, field="task.evaluator.options.frozen")
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        options = self._options
+        judge = Judge(options, self._grader, self._endpoints, outcome)
+        instruction, answer = outcome.task.instruction, last_reply(outcome)
+        if not answer.strip():
+            return Verdict(reward=0.0, metrics=judge.metrics(), reason="the answer is empty")
+        if len(answer) > options.answer_chars:
+            reason = f"the answer has {len(answer)} characters, and the judge reads {options.answer_chars}"
+            return Verdict(reward=0.0, metrics=judge.metrics(), reason=reason)
+        mark = self._endpoints.mark(instruction, answer, options.model_dump_json())
+        votes: dict[str, list[float]] = {}
+        for vote in range(options.votes):
+            for question in questions_of(options, mark, instruction, answer):
+                for name, score in (await judge.vote(question, vote)).items():
+                    votes.setdefault(name, []).append(score)
+        undecided = 0.5 if options.by == "pairwise" else 0.0
+        scores = {name: combined(given, options.combine, undecided) for name, given in votes.items()}
+        weights = {one.name: one.weight for one in options.criteria} or {"grade": 1.0}
+        best = sum(weight for weight in weights.values() if weight > 0)
+        reward = sum(weights[name] * score for name, score in scores.items()) / best
+        criteria = {f"criterion.{one.name}": scores[one.name] for one in options.criteria}
+        return Verdict(
+            reward=min(max(reward, 0.0), 1.0), metrics=judge.metrics() | criteria, reason="\n\n".join(judge.said)
+        )
+
+
+class Judge:
+    """The model that judges, and its calls for one verdict: what it `said`, and the `metrics` of them."""
+
+    def __init__(
+        self, options: JudgeOptions, grader: GraderConfig | None, endpoints: Endpoints, outcome: Outcome
+    ) -> None:
+        self._options = options
+        self._grader = grader
+        self._endpoints = endpoints
+        self._outcome = outcome
+        self._counts = {"calls": 0, "cached": 0, "prompt_tokens": 0, "completion_tokens": 0}
+        self.said: list[str] = []
+
+    def metrics(self) -> dict[str, float]:
+        return {f"judge_{name}": float(count) for name, count in self._counts.items()}
+
+    async def vote(self, question: Question, number: int) -> dict[str, float]:
+        """The scores of one vote. Raises EvaluatorError where the judge is away, or does not give its grades."""
+        options, messages = self._options, question.messages
+        # At temperature 0 an engine would give each vote the same reply. One vote needs no seed, which not all servers
+        # take.
+        seed = number if options.votes > 1 else None
+        asked = (options.frozen, self._grader, options.temperature, options.max_tokens, seed, messages)
+        key = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
+        if (known := self._endpoints.remembered(key)) is not None and (scores := question.read(known.text)):
+            self._counts["cached"] += 1
+            self.said.append(f"[judge, remembered] {known.text[-QUOTED:]}")
+            return scores
+        for _ in range(options.tries):
+            reply = await self.ask(messages, seed)
+            self._counts["calls"] += 1
+            self._counts["prompt_tokens"] += reply.prompt_tokens
+            self._counts["completion_tokens"] += reply.completion_tokens
+            self.said.append(f"[judge] {reply.text[-QUOTED:]}")
+            if scores := question.read(reply.text):
+                self._endpoints.remember(key, reply)
+                return scores
+            said = Message(role=Role.ASSISTANT, content=reply.text)
+            messages = (*question.messages, said, Message(role=Role.USER, content=question.again))
+        raise EvaluatorError(
+            f"the judge gave no grade in {options.tries} replies",
+            hint="see its replies: another model or template may do better, or more max_tokens",
+            log_tail="\n\n".join(self.said)[-4096:],
+        )
+
+    async def ask(self, messages: tuple[Message, ...], seed: int | None) -> FrozenReply:
+        """One reply. Raises EvaluatorError."""
+        options, grader = self._options, self._grader
+        if grader is None:
+            assert options.frozen is not None
+            try:
+                return await self._outcome.ask_frozen(
+                    options.frozen,
+                    messages,
+                    max_tokens=options.max_tokens,
+                    temperature=options.temperature,
+                    seed=seed,
+                )
+            except OutriderError as error:  # an engine's would cost the agent's work: the session would run again
+                raise EvaluatorError(f"the judge {options.frozen!r} failed: {error.message}") from error
+        body: dict[str, Any] = {
+            "model": grader.model or grader.name,
+            "messages": [{"role": message.role.value, "content": message.content} for message in messages],
+            "temperature": options.temperature,
+            "max_tokens": options.max_tokens,
+        } | ({} if seed is None else {"seed": seed})
+        answer = await self._endpoints.post(
+            grader, "/chat/completions", msgspec.json.encode(body), seconds=options.call_seconds, transient=BUSY
+        )
+        try:
+            answered = msgspec.convert(answer, ChatAnswer)
+        except msgspec.ValidationError as error:
+            raise EvaluatorError(f"judge {grader.name!r} answered with no chat completion: {error}") from error
+        return FrozenReply(
+            text=answered.choices[0].message.content or "",
+            prompt_tokens=answered.usage.prompt_tokens,
+            completion_tokens=answered.usage.completion_tokens,
+        )
+
+
+class ChatMessage(msgspec.Struct):
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    message: ChatMessage
+
+
+class ChatUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class ChatAnswer(msgspec.Struct):
+    """What a judge needs of the reply to `POST /v1/chat/completions`."""
+
+    choices: Annotated[list[ChatChoice], msgspec.Meta(min_length=1)]
+    usage: ChatUsage = msgspec.field(default_factory=ChatUsage)

@@ -1,0 +1,73 @@
+"""A bench for evaluators: real sandboxes, an agent's final words, and the spec's evaluator on them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.factory import make_evaluator
+from outrider.harnesses.base import HarnessOutcome
+from outrider.lifecycle import StopReason
+from outrider.messages import Message, Role
+from outrider.runtimes.base import Runtime
+from outrider.runtimes.node_host import Host
+from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
+from outrider.trajectory import Verdict
+from runtimes.world import World
+
+PIDS = 96
+"""Processes of a sandbox: few, so that a fork bomb is a small one."""
+
+
+class Bench:
+    """`sandbox` is the evaluation's. `fields` are those of every other sandbox, too."""
+
+    def __init__(self, world: World, sandbox: Runtime, fields: dict[str, Any]) -> None:
+        self._world = world
+        self.sandbox = sandbox
+        self._fields = fields
+        self.others = 0
+
+    @asynccontextmanager
+    async def _beside(self) -> AsyncIterator[Runtime]:
+        self.others += 1
+        other = await self._world.start("namespace", **self._fields)
+        try:
+            yield other
+        finally:
+            await other.stop()
+
+    async def renew(self) -> None:
+        """Another sandbox for the next evaluation."""
+        await self.sandbox.stop()
+        self.sandbox = await self._world.start("namespace", **self._fields)
+
+    async def grade(self, spec: EvaluatorSpec, said: str = "") -> Verdict:
+        reply = Message(role=Role.ASSISTANT, content=said)
+        outcome = Outcome(
+            task=TaskSpec(instruction="x", harness=HarnessSpec(command=["true"]), evaluator=spec),
+            runtime=self.sandbox,
+            stop_reason=StopReason.COMPLETED,
+            harness=HarnessOutcome(),
+            transcript=(Message(role=Role.USER, content="x"), reply) if said else (),
+            turns=1,
+            beside=self._beside,
+        )
+        return await make_evaluator(spec).evaluate(outcome)
+
+
+@asynccontextmanager
+async def a_bench(**fields: Any) -> AsyncIterator[Bench]:
+    fields.setdefault("resources", {"pids": PIDS, "memory_mb": 512})
+    with tempfile.TemporaryDirectory(prefix="or-") as name:
+        async with Host(Path(name)) as host:
+            world = World(host)
+            try:
+                yield Bench(world, await world.start("namespace", **fields), fields)
+            finally:
+                for runtime in world.made:
+                    await runtime.stop()

@@ -1,0 +1,105 @@
+"""A grader outside: it answers POSTs as a test says, and remembers what it was sent."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+
+from outrider.concurrency.backoff import Backoff
+from outrider.config import GraderConfig
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.endpoints import Endpoints
+from outrider.evaluators.factory import make_evaluator
+from outrider.harnesses.base import HarnessOutcome
+from outrider.http_server import Receive, Scope, Send
+from outrider.lifecycle import StopReason
+from outrider.messages import Message, Role
+from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
+from outrider.testing.engine_servers.app import serving
+from outrider.trajectory import Verdict
+
+CUT = "cut"
+"""An answer that breaks off."""
+
+
+class Grader:
+    """`answer` makes an answer of a request's body: an object, bytes, a status, a status with headers, or CUT."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
+        self.answer = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.raw: list[bytes] = []
+        self.paths: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+        self.endpoints = Endpoints()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        self.paths.append(scope["path"])
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.raw.append(body)
+        self.bodies.append(orjson.loads(body or b"{}"))
+        given = self.answer(self.bodies[-1])
+        given = await given if inspect.isawaitable(given) else given
+        status, headers = 200, {}
+        if isinstance(given, tuple):
+            status, headers, given = *given, {}
+        elif isinstance(given, int):
+            status, given = given, {"error": "canned"}
+        content = given if isinstance(given, bytes) else orjson.dumps(given)
+        if given == CUT:  # a promised length that is not kept makes the server break the connection off
+            headers, content = {"content-length": "1000"}, b"{"
+        lines = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": lines})
+        await send({"type": "http.response.body", "body": content})
+
+    async def grade(
+        self, kind: str, said: str = "", *, instruction: str = "What is 6 times 7?", **options: Any
+    ) -> Verdict:
+        spec = EvaluatorSpec(kind=kind, options={"grader": "one", **options})
+        return await make_evaluator(spec, self.endpoints).evaluate(an_outcome(spec, said, instruction))
+
+
+def an_outcome(spec: EvaluatorSpec, said: str, instruction: str = "x", **fields: Any) -> Outcome:
+    """What an agent left that did nothing but speak."""
+    replied = (Message(role=Role.ASSISTANT, content=said),) if said else ()
+    defaults: dict[str, Any] = {
+        "task": TaskSpec(instruction=instruction, harness=HarnessSpec(command=["true"]), evaluator=spec),
+        "runtime": None,
+        "stop_reason": StopReason.COMPLETED,
+        "harness": HarnessOutcome(),
+        "transcript": (Message(role=Role.USER, content=instruction), *replied),
+        "turns": len(replied),
+    }
+    return Outcome(**defaults | fields)
+
+
+@asynccontextmanager
+async def a_grader(answer: Callable[[dict[str, Any]], Any], **settings: Any) -> AsyncIterator[Grader]:
+    grader = Grader(answer)
+    async with serving(grader) as url:
+        grader.url = url
+        config = GraderConfig(name="one", url=url, **settings)
+        grader.endpoints = Endpoints([config], pauses=Backoff(first=0.001, longest=0.002))
+        yield grader
+
+
+def in_turn(*answers: Any) -> Callable[[dict[str, Any]], Any]:
+    """The answers in order, the last one again and again. One that can be called makes the answer of the body."""
+    left = list(answers)
+
+    def answer(body: dict[str, Any]) -> Any:
+        given = left.pop(0) if len(left) > 1 else left[0]
+        return given(body) if callable(given) else given
+
+    return answer

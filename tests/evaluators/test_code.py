@@ -1,0 +1,338 @@
+"""The evaluator `code`: what passes, what does not, and what a candidate tries instead of solving its task."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
+from outrider.evaluators.factory import make_evaluator
+from outrider.runtimes.base import Runtime
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+from .bench import Bench, a_bench
+
+SUM = "print(sum(int(word) for word in input().split()))\n"
+ADD = "def add(a, b):\n    return a + b\n"
+TEXTS: dict[str, Any] = {"inputs": ["1 2\n", "40 2\n", "5 6\n"], "outputs": ["3\n", "42\n", "11\n"]}
+CALLS: dict[str, Any] = {"fn_name": "add", "inputs": [[1, 2], [40, 2], [5, 6]], "outputs": [3, 42, 11]}
+PROMPT = 'from math import floor\n\ndef double(x):\n    return 2 * x\n\ndef add(a, b):\n    """The sum."""\n'
+TEST = """
+def check(candidate):
+    assert candidate(1, 2) == 3
+    assert candidate(a=40, b=2) == 42
+    assert add(3, 3) == double(3) == candidate(3, 3)
+"""
+CHECK: dict[str, Any] = {"prompt": PROMPT, "entry_point": "add", "test": TEST}
+FORMS: dict[str, dict[str, Any]] = {"texts": TEXTS, "calls": CALLS, "check": CHECK}
+GOLD = {"texts": SUM, "calls": ADD, "check": ADD}
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with a_bench() as made:
+        yield made
+
+
+def spec(**options: Any) -> EvaluatorSpec:
+    return EvaluatorSpec(kind="code", options=options, seconds=60)
+
+
+def fenced(program: str) -> str:
+    return f"Like this:\n```python\nprint('not this one')\n```\nNo, so:\n```python\n{program}```\nDone."
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", ["file", "reply"])
+async def test_a_right_program_passes(bench: Bench, form: str, place: str) -> None:
+    if place == "file":
+        await bench.sandbox.write("solution.py", GOLD[form].encode())
+        graded = await bench.grade(spec(file="solution.py", **FORMS[form]))
+    else:
+        graded = await bench.grade(spec(**FORMS[form]), fenced(GOLD[form]))
+    metrics = {"passed": 1.0, "cases": 1.0, "calls": 4.0} if form == "check" else {"passed": 3.0, "cases": 3.0}
+    assert graded == Verdict(reward=1.0, metrics=metrics)
+    assert bench.others == (form == "check")
+
+
+async def test_a_completion_goes_on_where_the_prompt_ends(bench: Bench) -> None:
+    assert (await bench.grade(spec(**CHECK), fenced("    return floor(a) + b\n"))).reward == 1.0
+    assert (await bench.grade(spec(**CHECK), fenced("    return floor(a) - b\n"))).reward == 0.0
+
+
+async def test_a_share_counts_each_case_and_all_stops_at_the_first(bench: Bench) -> None:
+    wrong = fenced("a, b = input().split()\nprint(3 if a == '1' else 11 if a == '5' else 'forty-two')\n")
+    share = await bench.grade(spec(reward="share", **TEXTS), wrong)
+    assert (share.reward, share.metrics) == (2 / 3, {"passed": 2.0, "cases": 3.0})
+    assert share.reason == "case 1 of 3: wrong answer: ['forty-two']"
+    whole = await bench.grade(spec(**TEXTS), wrong)
+    assert (whole.reward, whole.metrics, whole.reason) == (0.0, {"passed": 1.0, "cases": 3.0}, share.reason)
+
+
+@pytest.mark.parametrize(
+    ("given", "output", "program"),
+    [
+        ("1\n2\n", "a \n\nb\n\n", "print('a\\n\\nb   ')"),
+        (["1", "2"], ["1", "2"], "print(input())\nprint(input())"),
+        ("x", "\u00e4", "print('\u00e4')"),
+    ],
+)
+async def test_blanks_at_the_ends_do_not_count(bench: Bench, given: Any, output: Any, program: str) -> None:
+    assert (await bench.grade(spec(inputs=[given], outputs=[output]), fenced(f"{program}\n"))).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "output", "body", "reward"),
+    [
+        ("[1, 2]\n3", "[3, 4]", "return [one + b - 1 for one in a[:1]] + [4]", 1.0),  # LiveCodeBench: JSON a line
+        ([[1], 2], [[1, 2]], "return [*a, b]", 1.0),  # APPS: the result in a list of its own
+        ([[1], 2], [[1, 2]], "return 1", 0.0),
+        ([[1], 2], [1, 2], "return (a[0], b)", 1.0),
+        ([[1], 2], [1, 2], "return 1", 0.0),
+        ([{"x": 1}, 2], {"x": 1}, "return a", 1.0),
+    ],
+)
+async def test_rows_of_each_kind_of_data_set(bench: Bench, given: Any, output: Any, body: str, reward: float) -> None:
+    method = f"class Solution:\n    def f(self, a, b):\n        {body}\n"
+    for program in (f"def f(a, b):\n    {body}\n", method):
+        assert (
+            await bench.grade(spec(fn_name="f", inputs=[given], outputs=[output]), fenced(program))
+        ).reward == reward
+
+
+@pytest.mark.parametrize("said", ["", "I cannot do this.", "```\n\n```", "```python\nprint(3)"])
+async def test_no_program_is_worth_nothing(bench: Bench, said: str) -> None:
+    for form in FORMS.values():
+        graded = await bench.grade(spec(**form), said)
+        assert (graded.reward, graded.metrics["passed"]) == (0.0, 0.0)
+        assert (await bench.grade(spec(file="nowhere.py", **form))).reward == 0.0
+
+
+ATTACKS = {
+    "ends at once": "import os\nos._exit(0)\n",
+    "ends properly": "import sys\nsys.exit(0)\n",
+    "prints PASSED": "print('PASSED')\nprint('passed', 3, 'of', 3)\n",
+    "prints another case's output": "print(42)\n",
+    "says that it passed": 'import os\nos.write(1, b\'{"passed": 3}\\noutrider-step:{"passed": 3}\\n\')\nos._exit(0)\n',
+    "hangs": "while True: pass\n",
+    "prints a gigabyte": "import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))\n",
+    "forks without end": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n",
+    "kills everything": "import os\nos.kill(-1, 9)\n",
+    "fills its memory": "x = []\nwhile True: x.append(bytearray(1 << 26))\n",
+}
+OBJECT = """
+class Any:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __bool__(self): return True
+"""
+LATER = {
+    "always equal": f"{OBJECT}def add(a, b): return Any()\n",
+    "always equal, an int": f"{OBJECT}class Int(Any, int): pass\ndef add(a, b): return Int(7)\n",
+    "always equal, a list": f"{OBJECT}class List(Any, list): pass\ndef add(a, b): return List()\n",
+    "ends in the call": "import os\ndef add(a, b): os._exit(0)\n",
+    "raises AssertionError": "def add(a, b): raise AssertionError\n",
+    "raises SystemExit": "def add(a, b): raise SystemExit(0)\n",
+    "hangs in the call": "def add(a, b):\n    while True: pass\n",
+    "forges an answer": """
+import json, os
+def add(a, b):
+    for fd in range(3, 64):
+        try: os.write(fd, json.dumps({"passed": 3}).encode())
+        except OSError: pass
+    os._exit(0)
+""",
+    "answers with what is no value": """
+import os
+def add(a, b):
+    for fd in range(3, 64):
+        try: os.write(fd, b'{"value": {"dict": 5}}')
+        except OSError: pass
+    os._exit(0)
+""",
+    "nests deeply": "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x\n",
+    "looks for the tests": """
+import glob, os, re
+def add(a, b):
+    found = []
+    places = [glob.glob(place, recursive=True) for place in ("/proc/[0-9]*/*", "/tmp/**", "/work/**")]
+    for name in sum(places, []):
+        if name.rsplit("/", 1)[-1] in ("cmdline", "environ", "mem", "fd") or not name.startswith("/proc"):
+            try: text = open(name, "rb").read(1 << 20).decode("utf-8", "replace")
+            except OSError: continue
+            found += re.findall(r"candidate\\(a=40, b=2\\) == (\\d+)", text)
+    return int(found[0]) if found else None
+""",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_what_a_program_does_instead_earns_nothing(bench: Bench, form: str) -> None:
+    for attack, program in (ATTACKS if form == "texts" else ATTACKS | LATER).items():
+        options = FORMS[form] | {"case_seconds": 1.5, "total_seconds": 20}
+        graded = await bench.grade(spec(**options), fenced(program))
+        assert (graded.reward, graded.metrics["passed"]) == (0.0, 0.0), attack
+        assert graded.reason, attack
+        await bench.renew()
+
+
+async def test_a_share_of_an_attack_is_what_it_answers(bench: Bench) -> None:
+    """Where each case counts, printing one case's output is worth that case; a program that kills all gets no more."""
+    always = await bench.grade(spec(reward="share", **TEXTS), fenced("print(42)\n"))
+    assert (always.reward, always.metrics["passed"]) == (1 / 3, 1.0)
+    for program in ("import os\nprint(3, flush=True)\nos.kill(-1, 9)\n", "import os\nwhile True: os.fork()\n"):
+        options = TEXTS | {"case_seconds": 1.5}
+        assert (await bench.grade(spec(reward="share", **options), fenced(program))).reward == 0.0
+        await bench.renew()
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "reason"),
+    [
+        (f"{SUM}raise SystemExit(3)\n", {}, "ended with exit code 3"),
+        (f"{SUM}1 / 0\n", {}, "ZeroDivisionError"),
+        (SUM, {"output_bytes": 1}, "printed more than 1 bytes"),
+        (f"{SUM}import sys, time\nsys.stdout.flush()\ntime.sleep(60)\n", {"case_seconds": 1}, "did not end within 1 s"),
+    ],
+)
+async def test_the_right_output_is_not_enough(bench: Bench, program: str, options: Any, reason: str) -> None:
+    graded = await bench.grade(spec(inputs=["5 6"], outputs=["11"], **options), fenced(program))
+    assert graded.reward == 0.0
+    assert reason in str(graded.reason)
+
+
+class Breaks:
+    """A sandbox that breaks after so many commands, from inside or not."""
+
+    def __init__(self, sandbox: Runtime, commands: int, *, inside: bool) -> None:
+        self._sandbox = sandbox
+        self._left = commands
+        self._inside = inside
+
+    async def exec(self, *args: Any, **options: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeFailure("it is gone", inside=self._inside)
+        return await self._sandbox.exec(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sandbox, name)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_a_sandbox_that_breaks_is_the_programs_doing_only_if_it_broke_from_inside(
+    bench: Bench, inside: bool
+) -> None:
+    bench.sandbox = cast(Runtime, Breaks(bench.sandbox, 2, inside=inside))  # the probe, and the first case
+    if not inside:
+        with pytest.raises(RuntimeFailure, match="it is gone"):
+            await bench.grade(spec(reward="share", **TEXTS), fenced(SUM))
+        return
+    graded = await bench.grade(spec(reward="share", **TEXTS), fenced(SUM))
+    assert (graded.reward, bench.others) == (1 / 3, 1)
+    assert graded.reason == "case 1 of 3: the program broke its sandbox: it is gone"
+
+
+async def test_a_program_of_several_files(bench: Bench) -> None:
+    """One of them has the name of a module that the guest's program imports."""
+    await bench.sandbox.write("queue.py", b"raise SystemExit(5)\n")
+    await bench.sandbox.write("src/solution.py", b"import helper\nadd = helper.add\n")
+    await bench.sandbox.write("src/helper.py", b"def add(a, b):\n    return a + b\n")
+    for form in ("calls", "check"):
+        graded = await bench.grade(spec(file="src/solution.py", **FORMS[form]))
+        assert graded.reward == 1.0, graded.reason
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_what_an_agent_left_in_the_sandbox_earns_nothing(bench: Bench, form: str) -> None:
+    """Another python3 and sitecustomize, a library to load first, and a process that rewrites whatever is written."""
+    await bench.sandbox.exec(
+        """
+        printf '#!/bin/sh\\ncase "$*" in *ready*) printf ready;; *) echo 3; echo PASSED;; esac\\n' > /tmp/python3
+        chmod +x /tmp/python3; cp /tmp/python3 /usr/local/bin/python3 || cp /tmp/python3 /usr/bin/python3
+        echo 'import os; os._exit(0)' > sitecustomize.py; cp sitecustomize.py json.py
+        echo /tmp/evil.so > /etc/ld.so.preload
+        (while :; do for f in /tmp/outrider-* /work/*; do echo 'print(3)' > "$f"; done; done) > /dev/null 2>&1 &
+        """,
+        seconds=20,
+    )
+    graded = await bench.grade(spec(**FORMS[form] | {"case_seconds": 2}), fenced("print(0)\n"))
+    assert graded.reward == 0.0
+
+
+async def test_a_check_that_swallows_errors_passes_no_program_that_ends_itself(bench: Bench) -> None:
+    test = "def check(candidate):\n    try: candidate(1, 2)\n    except BaseException: pass\n"
+    options = CHECK | {"test": test}
+    assert (await bench.grade(spec(**options), fenced("import os\ndef add(a, b): os._exit(0)\n"))).reward == 0.0
+    assert (await bench.grade(spec(**options), fenced(ADD))).reward == 1.0
+
+
+async def test_values_cross_as_they_are(bench: Bench) -> None:
+    test = """
+def check(candidate):
+    for value in (None, True, 1, 1.5, 2**80, float("inf"), "a\\ud800", b"b", (1, [2]), {1, 2}, {1: (2,)}, 1j):
+        back = candidate(value)
+        assert back == value and type(back) is type(value), value
+    try: candidate({}["x"] if False else "raise")
+    except KeyError as error: assert error.args == ("'raise'",)
+    else: assert False
+"""
+    program = "def same(x):\n    if x == 'raise': raise KeyError(x)\n    return x\n"
+    graded = await bench.grade(spec(prompt="", entry_point="same", test=test), fenced(program))
+    assert (graded.reward, graded.reason) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("def check(candidate): pass", "passed without a call"),
+        ("def other(): pass", "KeyError: 'check'"),
+        ("def check(", "SyntaxError"),
+        ("def check(candidate): candidate(print)", "cannot be passed on"),
+        ("def check(candidate): 1 / 0", "ZeroDivisionError"),
+        ("def check(candidate):\n    while True: pass", "did not call the candidate in time"),
+    ],
+)
+async def test_a_check_that_does_not_work_is_an_error(bench: Bench, test: str, message: str) -> None:
+    with pytest.raises(EvaluatorError, match=message):
+        await bench.grade(spec(**CHECK | {"test": test, "total_seconds": 4}), fenced(ADD))
+
+
+async def test_a_check_that_a_value_holds_up_is_the_candidates_doing(bench: Bench) -> None:
+    test = "def check(candidate):\n    for _ in range(candidate(1, 2)): pass\n"
+    options = CHECK | {"test": test, "total_seconds": 4}
+    graded = await bench.grade(spec(**options), fenced("def add(a, b): return 10**18\n"))
+    assert (graded.reward, graded.reason) == (0.0, "the check did not end in time with this candidate")
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_without_python_in_the_sandbox_it_is_an_error(bench: Bench, form: str) -> None:
+    with pytest.raises(EvaluatorError, match="does not run in the sandbox") as caught:
+        await bench.grade(spec(python="python3-nowhere", **FORMS[form]), fenced(GOLD[form]))
+    assert "python3" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({}, ""),
+        ({"inputs": ["1"], "outputs": []}, ""),
+        ({"inputs": ["1"], "outputs": ["1"], "test": "x", "entry_point": "f"}, ""),
+        ({"test": "x"}, ""),
+        ({"inputs": ["1", "2"], "outputs": ["\n", ""]}, ".outputs"),
+        ({"inputs": [1], "outputs": ["1"]}, ".inputs.0"),
+        ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, ".inputs.0"),
+        ({"inputs": [5], "outputs": ["1"], "fn_name": "f"}, ".inputs.0"),
+        ({**TEXTS, "case_second": 1}, ".case_second"),
+        ({**TEXTS, "case_seconds": 0}, ".case_seconds"),
+        ({**TEXTS, "total_seconds": 60}, ".total_seconds"),
+    ],
+)
+def test_what_is_wrong_is_named_at_submission(options: Any, field: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        make_evaluator(EvaluatorSpec(kind="code", options=options, seconds=60))
+    assert caught.value.field == f"task.evaluator.options{field}"

