@@ -113,7 +113,9 @@ $(STAMPS)/dev: $(STAMPS)/demo
 
 $(STAMPS)/real: $(STAMPS)/dev
 	@echo "Installing transformers, which recomputes log-probabilities in tests/real, and reasoning-gym"
-	@$(PIP) "transformers>=5.16" --editable ".[reasoning-gym]"
+	@$(PIP) "transformers>=5.16"
+	@$(PIP) --editable ".[reasoning-gym]" || \
+		echo "reasoning-gym cannot be installed here (see above; pycosat may need a C compiler): its tests are skipped"
 	@touch $@
 
 $(TRL_VENV)/.stamps/train: pyproject.toml

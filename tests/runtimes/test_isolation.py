@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -234,3 +235,11 @@ async def test_wrong_rootfs_is_told_early(world: World, folder: Path) -> None:
 
 def test_available_says_how_limits_are_kept() -> None:
     assert "limits by" in NamespaceRuntime.available().detail
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can cover a part of /proc")
+def test_a_masked_proc_is_seen_before_any_sandbox_fails() -> None:
+    probe = "from outrider.runtimes.namespace.runtime import probe_user_namespaces; probe_user_namespaces()"
+    mask = f"mount -t tmpfs none /proc/sys && exec {sys.executable} -c '{probe}'"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", mask], capture_output=True, text=True, check=False)
+    assert "no /proc can be mounted" in done.stderr

@@ -47,10 +47,15 @@ LAYER_OVERHEAD = 2
 PYTHONS = tuple(f"{folder}/python3" for folder in ("usr/local/bin", "usr/bin", "bin"))
 UNSHARE_ALL = """
 import ctypes, os, sys
-if ctypes.CDLL(None, use_errno=True).unshare(0x7e020000):
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x7e020000):
     sys.exit(os.strerror(ctypes.get_errno()))
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+if libc.mount(None, b"/", None, 0x44000, None) or libc.mount(b"proc", b"/proc", b"proc", 0, None):
+    sys.exit("no /proc can be mounted in them (" + os.strerror(ctypes.get_errno()) + ")")
 """
-"""All the namespaces of a sandbox at once."""
+"""All the namespaces of a sandbox at once, and its /proc: a container whose own /proc is masked allows none."""
 DEATH_SECONDS = 0.5
 """How long a killed first process may take to die before the others of its namespace are killed one by one."""
 
@@ -194,9 +199,9 @@ def probe_user_namespaces() -> None:
         raise RuntimeUnavailable(f"cannot see whether user namespaces work: {error}") from error
     if done.returncode != 0:
         raise RuntimeUnavailable(
-            f"user namespaces are off here: {done.stderr.strip() or f'exit code {done.returncode}'}",
+            f"user namespaces do not work here: {done.stderr.strip() or f'exit code {done.returncode}'}",
             hint="sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces=10000, "
-            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, allow unshare and mount (seccomp); "
+            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, allow unshare and mount (seccomp) and leave /proc unmasked; "
             "or use runtime kind 'process-landlock', which isolates less",
         )
 
