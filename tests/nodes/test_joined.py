@@ -7,20 +7,24 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outrider.api import nodes as node_routes
 from outrider.config import Config, LanesConfig
+from outrider.engines.relay.link import Disconnected
+from outrider.engines.relay.messages import Close, encode
 from outrider.errors import Conflict, Forbidden, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
-from outrider.nodes.elsewhere import setup_elsewhere
+from outrider.nodes.elsewhere import _copies, setup_elsewhere
 from outrider.nodes.joining import JoiningMachine
-from outrider.nodes.remote_node import _without_local
-from outrider.sessions.resources import ResourceAmount
+from outrider.nodes.messages import Hello
+from outrider.nodes.remote_node import ServiceParts, _without_local
+from outrider.nodes.telling import Telling
+from outrider.sessions.resources import NodeResources, ResourceAmount
 from outrider.spec import EngineSpec, TokenSpec
 from support.relay import CuttingProxy
 from support.stamping import StampingEngine
@@ -29,8 +33,8 @@ from .conftest import Running, Starts
 from .test_processes import ends, node_processes, replies_of, result_of, served
 
 LENGTH = 4
-HEARD_OF_SECONDS = 8.0
-"""Twice what may pass between two heartbeats of a node."""
+HEARD_OF_SECONDS = 12.0
+"""Three times what may pass between two heartbeats of a node."""
 CAPACITY = ResourceAmount(cpus=4.0, memory_mb=4096)
 
 
@@ -84,7 +88,7 @@ async def known(running: Running, *names: str) -> None:
 async def test_a_machine_joins_and_runs_sessions(
     start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_routes, "is_local", lambda _: False)
+    monkeypatch.setattr(joined, "host_id", lambda: "another machine")
     engine = StampingEngine(tokenizer, length=LENGTH)
     kept: dict[str, Any] = {
         "runtime": {"kind": "namespace", "prepare": [{"run": "printf kept > kept.txt; mkdir sub; ln -s /etc sub/out"}]},
@@ -132,6 +136,93 @@ def test_a_node_elsewhere_is_told_no_secret_and_gets_the_tokenizer(tokenizer: Pa
     setup = setup_elsewhere(config, "far", CAPACITY)
     assert b"hidden" not in setup.config
     assert setup.folders[str(tokenizer)]["tokenizer.json"] == (tokenizer / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("folder", ["/model", "/", "../../up", "models/Qwen/Qwen3-8B"])
+def test_copies_of_tokenizers_stay_in_their_folder(tmp_path: Path, folder: str) -> None:
+    copy = Path(_copies({folder: {"tokenizer.json": b"{}", "../../evil": b""}}, tmp_path / "copies")[folder])
+    assert copy.is_relative_to(tmp_path / "copies")
+    assert [path.name for path in copy.iterdir()] == ["tokenizer.json"]
+    assert copy.parts[-2:] == ("Qwen", "Qwen3-8B") or "Qwen" not in folder
+    assert [path.name for path in tmp_path.iterdir()] == ["copies"]
+
+
+class Dialling:
+    """`Socket` of a node that says hello, and then nothing."""
+
+    def __init__(self, instance: str, machine: str = "m" * 16, received: int = 0) -> None:
+        hello = Hello(
+            version=version("outrider"),
+            instance=instance * 16,
+            machine=machine,
+            host="",
+            cpus=1.0,
+            memory_mb=100,
+            received=received,
+        )
+        self._come: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._come.put_nowait(encode(hello))
+        self.closed: int | None = None
+        self.welcome = asyncio.Event()
+
+    async def send(self, frame: bytes) -> None:
+        self.welcome.set()
+
+    async def receive(self) -> bytes:
+        if (frame := await self._come.get()) is None:
+            raise Disconnected(1006)
+        return frame
+
+    async def close(self, code: int, reason: str) -> None:
+        self.closed = code
+
+    def cut(self) -> None:
+        self._come.put_nowait(None)
+
+
+async def test_of_many_that_come_for_a_name_at_once_one_gets_it(tokenizer: Path) -> None:
+    parts = ServiceParts(None, None, {}, NodeResources(CAPACITY))  # type: ignore[arg-type]
+    config = Config.model_validate({"model": {"tokenizer": str(tokenizer)}})
+    async with (
+        asyncio.timeout(20),
+        asyncio.TaskGroup() as tasks,
+        Telling({}) as telling,
+        joined.JoinedNodes(config, parts, telling, own={"local"}) as nodes,
+    ):
+
+        async def attended(dialling: Dialling, name: str = "far") -> asyncio.Task[None]:
+            task = tasks.create_task(nodes.attend(name, dialling))
+            waiting = tasks.create_task(dialling.welcome.wait())
+            await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            return task
+
+        first = Dialling("a")
+        ended = await attended(first)
+        for refused, name in (
+            (Dialling("b"), "far"),
+            (Dialling("b", "n" * 16), "far"),
+            (Dialling("b"), "local"),
+            (Dialling("b", received=3), "other"),
+        ):
+            await attended(refused, name)
+            assert refused.closed == (Close.REMOVED if name == "other" else Close.CONFLICT)
+        first.cut()
+        await ended
+        elsewhere = Dialling("c", "n" * 16)
+        await attended(elsewhere)
+        assert elsewhere.closed == Close.CONFLICT, "the first may come back"
+        many = [Dialling(letter) for letter in "defgh"]
+        attending = [tasks.create_task(nodes.attend("far", one)) for one in many]
+        await asyncio.wait(attending, timeout=1)
+        assert sorted(str(one.closed) for one in many) == ["4409"] * 4 + ["None"]
+        (taken,) = (one for one in many if one.closed is None)
+        taken.cut()
+        again = Dialling("d" if taken is many[0] else "z")
+        await asyncio.wait(attending)
+        await attended(again)
+        assert again.closed is None
+        again.cut()
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ class End:
 async def connect(one: ResumableSocket, other: ResumableSocket, messages: int) -> None:
     """A connection between them until it breaks."""
     wire = Wire(messages)
-    received = one.take_over(), other.take_over()
+    replaced = one.take_over(), other.take_over()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(one.carry(wire.ends[0], received[1]))
-        tasks.create_task(other.carry(wire.ends[1], received[0]))
+        tasks.create_task(one.carry(wire.ends[0], other.received, replaced[0]))
+        tasks.create_task(other.carry(wire.ends[1], one.received, replaced[1]))
 
 
 @settings(deadline=None, max_examples=200)
@@ -129,8 +129,8 @@ async def test_a_peer_that_lies_about_what_it_has_loses_only_its_own() -> None:
     await one.send(b"a")
     wire = Wire(100)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        carrying = tasks.create_task(one.carry(wire.ends[0], 10**9))
-        tasks.create_task(other.carry(wire.ends[1], 0))
+        carrying = tasks.create_task(one.carry(wire.ends[0], 10**9, one.take_over()))
+        tasks.create_task(other.carry(wire.ends[1], 0, other.take_over()))
         assert await other.receive() == b"a"
         await wire.ends[1].send(b"short")
         assert (await carrying).code == 1007
@@ -142,11 +142,65 @@ async def test_an_end_is_told_when_all_that_came_before_was_read() -> None:
     await one.send(b"a")
     wire = Wire(100)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        carried = tasks.create_task(one.carry(wire.ends[0], 0)), tasks.create_task(other.carry(wire.ends[1], 0))
+        carried = [
+            tasks.create_task(end.carry(socket, 0, end.take_over()))
+            for end, socket in zip((one, other), wire.ends, strict=True)
+        ]
         await asyncio.sleep(0.05)
         other.end(Disconnected(4410, "gone"))
         assert await other.receive() == b"a"
         with pytest.raises(Disconnected, match="gone"):
             await other.receive()
+        for task in carried:
+            task.cancel()
+
+
+class Dead:
+    """`Socket` of a connection whose loss nobody has noticed: what is sent is gone, and nothing comes."""
+
+    async def send(self, frame: bytes) -> None:
+        """Gone, and at once: a server's socket has a buffer."""
+
+    async def receive(self) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def close(self, code: int, reason: str) -> None:
+        """Nothing to close."""
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_a_connection_that_nobody_knew_to_be_dead_takes_nothing_with_it(steps: int) -> None:
+    one, other = ResumableSocket(), ResumableSocket()
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        dead = tasks.create_task(one.carry(Dead(), 0, one.take_over()))
+        await one.send(b"a")
+        await asyncio.sleep(0.01)
+        wire = Wire(1000)
+        replaced = one.take_over()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await one.send(b"b")
+        there = tasks.create_task(other.carry(wire.ends[1], 0, other.take_over()))
+        here = tasks.create_task(one.carry(wire.ends[0], other.received, replaced))
+        assert [await other.receive(), await other.receive()] == [b"a", b"b"]
+        assert (await dead).code == 1006
+        for task in (there, here):
+            task.cancel()
+
+
+async def test_of_two_connections_at_once_the_later_one_counts() -> None:
+    one, other = ResumableSocket(), ResumableSocket()
+    await one.send(b"a")
+    wire = Wire(1000)
+    first, second = one.take_over(), one.take_over()
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        late = tasks.create_task(one.carry(Dead(), 0, first))
+        carried = [
+            tasks.create_task(one.carry(wire.ends[0], 0, second)),
+            tasks.create_task(other.carry(wire.ends[1], 0, other.take_over())),
+        ]
+        assert await other.receive() == b"a"
+        assert (await late).code == 1006
         for task in carried:
             task.cancel()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import NotFound
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
+from outrider.service import placing
 from outrider.service.placing import OVERBOOKING, Places
 from outrider.spec import Resources, RuntimeSpec
 
@@ -46,8 +47,9 @@ GIVE_BACK: dict[str, list[Callable[[], None]]] = defaultdict(list)
 
 
 @pytest.fixture(autouse=True)
-def _anew() -> None:
+def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     GIVE_BACK.clear()
+    monkeypatch.setattr(placing, "JOIN_SECONDS", 0.0)
 
 
 def put(places: Places[Plain], runtime: RuntimeSpec, *, reserved: bool = False) -> str | None:
@@ -194,3 +196,11 @@ def test_what_only_a_node_could_take_that_has_gone_waits_for_it() -> None:
     assert [put(places, needing(8)), put(places, needing(400))] == [None, "small"]
     places.add(large)
     assert put(places, needing(8)) == "large"
+
+
+def test_a_service_that_has_just_begun_waits_for_nodes_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "JOIN_SECONDS", 60.0)
+    places = Places([Plain("small")])
+    assert put(places, needing(8)) is None
+    monkeypatch.setattr(placing, "JOIN_SECONDS", 0.0)
+    assert put(places, needing(8)) == "small", "which tells it that it has too little"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 from fastapi import APIRouter, Response, WebSocket
 
 from outrider.api.asgi_socket import AsgiSocket
 from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers
-from outrider.config import is_local
 from outrider.engines.relay.messages import Close
+from outrider.nodes.messages import NAMING, NODE_NAME
 from outrider.schemas import NodeList
 from outrider.service.service import Service
-
-NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def node_routes(service: Service) -> APIRouter:
@@ -41,9 +37,8 @@ def node_routes(service: Service) -> APIRouter:
         await websocket.accept()
         socket = AsgiSocket(websocket)
         if not NODE_NAME.fullmatch(name):
-            await socket.close(Close.NONSENSE, "a node's name has letters, digits, dots, dashes and underscores")
+            await socket.close(Close.NONSENSE, NAMING)
             return
-        place = websocket.client
-        await service.joined.attend(name, socket, elsewhere=place is None or not is_local(place.host))
+        await service.joined.attend(name, socket)
 
     return routes

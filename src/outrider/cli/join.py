@@ -6,6 +6,7 @@ import asyncio
 import platform
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -32,6 +33,7 @@ from outrider.client import DEFAULT_URL
 from outrider.config import Config, load_config
 from outrider.environment import environment
 from outrider.errors import InvalidField
+from outrider.nodes.messages import NAMING, NODE_NAME
 
 RAY = "Ray"
 
@@ -102,6 +104,14 @@ def join(
         raise InvalidField(
             "no service to join", field="url", hint=f"give its address: outrider nodes join {DEFAULT_URL}"
         )
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidField(f"{address!r} is no address of a service", field="url", hint=f"such as {DEFAULT_URL}")
+    name = name or platform.node() or "node"
+    if not NODE_NAME.fullmatch(name):
+        raise InvalidField(f"{name!r}: {NAMING}", field="name", hint="give another one: --name NAME")
+    if ray is None and ray_resource is not None:
+        raise InvalidField("is of a Ray cluster", field="ray_resource", hint="give --ray, too")
     flags: dict[str, Any] = {
         "processes": processes,
         "stop_seconds": stop_seconds,
@@ -115,13 +125,13 @@ def join(
         },
     }
     settings = load_config(flags, file=config)
-    token, ca = token or environment("OUTRIDER_TOKEN"), ca or environment("OUTRIDER_CA")
+    token, ca = (token or environment("OUTRIDER_TOKEN") or "").strip() or None, ca or environment("OUTRIDER_CA")
     start_log(token, verbose=verbose)
     terminal = terminal_of(ctx)
     if ray is not None:
         work = _cluster(terminal, settings, address, ray, ray_resource, token, ca)
     else:
-        work = _machine(terminal, settings, address, name or platform.node() or "node", token, ca)
+        work = _machine(terminal, settings, address, name, token, ca)
     run_service(_until_signal(terminal, settings.stop_seconds, work))
 
 
@@ -155,11 +165,12 @@ def _cluster(
     """All machines of a Ray cluster join."""
 
     async def work(stop: Stop) -> None:
+        from outrider.nodes.elsewhere import OWN
         from outrider.nodes.ray_machines import Place, RayFleet
 
         fleet = RayFleet(
             # Without what is not set: the number of processes depends on the machine.
-            Place(url=url, token=token, ca=ca, config=config.model_dump_json(exclude_unset=True).encode()),
+            Place(url=url, token=token, ca=ca, config=config.model_dump_json(include=OWN, exclude_unset=True).encode()),
             address=ray,
             resource=resource,
             stop_seconds=config.stop_seconds,

@@ -94,11 +94,13 @@ class Starter:
         await self._tell(Ready(error=error.record()))
 
     async def hear(self) -> None:
-        """Returns when it hangs up."""
+        """Returns when it hangs up, or has this process leave before there is any work."""
         try:
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), Leave)
                 self._leave()
+                if self._service is None:
+                    return
         except Disconnected:
             self._leave()  # the service gives a process nothing that is about to end
 
@@ -189,6 +191,8 @@ async def _run(setup: Setup, service: ServiceEnd, hung_up: asyncio.Task[Any], st
             if starter is not None:
                 await starter.note_work(service)
             await asyncio.wait([hung_up])
+            if starter is not None:
+                log.info("the service has hung up: %s", hung_up.result())
             running.cancel()
 
 

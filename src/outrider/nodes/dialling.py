@@ -30,6 +30,7 @@ from outrider.errors import (
     OutriderError,
     Unauthorized,
 )
+from outrider.nodes.elsewhere import host_id
 from outrider.nodes.messages import WELCOME, Hello, Join
 from outrider.nodes.remote_node import SILENCE_SECONDS
 from outrider.nodes.resumable import ResumableSocket
@@ -54,8 +55,9 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
 }
 """Close codes and HTTP statuses that would come again, with the errors that they become and what helps."""
 
-FINAL = frozenset({*REFUSALS, Close.LEFT, Close.REMOVED, Close.CONFLICT})
-"""Ends after which the service does not know the node any more."""
+FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
+"""Ends after which the service does not know the node any more. What stands before it may answer 403 and 404 while it
+is started again."""
 
 
 class Dialled:
@@ -120,20 +122,22 @@ class Dialled:
                 )
             socket = ClientSocket(websocket)
             try:
+                replaced = self.socket.take_over()
                 hello = Hello(
                     version=version("outrider"),
                     instance=self._instance,
                     machine=join.machine,
+                    host=host_id(),
                     cpus=join.own.cpus,
                     memory_mb=join.own.memory_mb,
-                    received=self.socket.take_over(),
+                    received=self.socket.received,
                 )
                 async with asyncio.timeout(CONNECT_SECONDS):
                     await socket.send(encode(hello))
                     welcome = WELCOME.decode(await socket.receive())
                 taken_up.set()
                 self.socket.heard = self._clock()
-                return await self._carry(socket, welcome.received)
+                return await self._carry(socket, welcome.received, replaced)
             except asyncio.CancelledError:
                 code = Close.LEFT
                 raise
@@ -144,10 +148,10 @@ class Dialled:
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             return Disconnected(getattr(error, "status", 1006), str(error) or "it does not answer")
 
-    async def _carry(self, socket: ClientSocket, arrived: int) -> Disconnected:
+    async def _carry(self, socket: ClientSocket, arrived: int, replaced: asyncio.Event) -> Disconnected:
         """Work over a connection until it ends, or nothing comes any more."""
         async with asyncio.TaskGroup() as tasks:
-            carrying = tasks.create_task(self.socket.carry(socket, arrived))
+            carrying = tasks.create_task(self.socket.carry(socket, arrived, replaced))
             while (quiet := self._clock() - self.socket.heard) < QUIET_SECONDS:
                 await asyncio.wait([carrying], timeout=QUIET_SECONDS - quiet)
                 if carrying.done():

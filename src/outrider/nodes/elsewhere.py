@@ -6,6 +6,8 @@ Models, harnesses and limits are the service's; lanes, sandboxes and folders are
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -21,7 +23,10 @@ from outrider.tokens.rendering.tokenizer import FILES
 
 M = TypeVar("M", ModelConfig, FrozenConfig)
 
-OWN = ("lanes", "sandboxes", "files", "data", "processes")
+PREFIX = "outrider-node-"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+OWN = {"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"}
 """Settings that are the machine's own."""
 
 
@@ -54,7 +59,8 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
     """What the node is, of what the service has told and what it knows itself; with the tokenizers in a folder that
     lasts as long as the block."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
-    with tempfile.TemporaryDirectory(prefix="outrider-node-") as folder:
+    await asyncio.to_thread(_sweep)
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
         copies = await asyncio.to_thread(_copies, told.folders, Path(folder))
 
         def with_copy(model: M) -> M:
@@ -71,12 +77,29 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
         )
 
 
+def host_id() -> str:
+    """The same on one machine and network as long as the machine is up, and nowhere else."""
+    try:
+        return f"{BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+def _sweep() -> None:
+    """Remove what killed processes have left."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
     """By the folder of the service, one here with the same files. Its last two names are the same: they may say which
     model it is."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
-        copy = into.joinpath(str(number), *Path(folder).parts[-2:])
+        names = [part for part in Path(folder).parts if part not in ("/", "..")]
+        copy = into.joinpath(str(number), *names[-2:])
         copy.mkdir(parents=True)
         for name, data in files.items():
             if name in FILES:

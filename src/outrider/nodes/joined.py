@@ -20,7 +20,7 @@ from outrider.config import Config
 from outrider.engines.relay.link import Disconnected, Socket
 from outrider.engines.relay.messages import Close, close_reason, encode
 from outrider.errors import ErrorRecord
-from outrider.nodes.elsewhere import setup_elsewhere
+from outrider.nodes.elsewhere import host_id, setup_elsewhere
 from outrider.nodes.messages import HELLO, Hello, Welcome
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
 from outrider.nodes.resumable import ResumableSocket
@@ -65,39 +65,44 @@ class JoinedNodes:
             member.serving.cancel()
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
 
-    async def attend(self, name: str, socket: Socket, *, elsewhere: bool) -> None:
-        """Have the node at the other end of a new connection, until that ends. `elsewhere`: it is not on this
-        machine."""
+    async def attend(self, name: str, socket: Socket) -> None:
+        """Have the node at the other end of a new connection, until that ends."""
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 hello = HELLO.decode(await socket.receive())
-        except (TimeoutError, Disconnected, msgspec.DecodeError) as error:
-            await socket.close(Close.NONSENSE, close_reason(f"no hello of a node: {error or 'too late'}"))
+        except TimeoutError:
+            await socket.close(Close.SILENT, "no hello of a node came in time")
+            return
+        except (Disconnected, msgspec.DecodeError) as error:
+            await socket.close(Close.NONSENSE, close_reason(f"no hello of a node: {error}"))
             return
         if hello.version != (ours := version("outrider")):
             reason = f"the node runs Outrider {hello.version}, the service {ours}"
             await socket.close(Close.PROTOCOL, close_reason(reason))
             return
-        member = self._members.get(name)
-        if member is None or member.instance != hello.instance:
+        while (member := self._members.get(name)) is None or member.hello.instance != hello.instance:
             if hello.received:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
-            if name in self._own or (member is not None and member.connected):
+            # Only the machine that it was on may replace a node, and only one that is not there any more.
+            if name in self._own or (
+                member is not None and (member.connected or member.hello.machine != hello.machine)
+            ):
                 await socket.close(Close.CONFLICT, close_reason(f"there is a node {name!r} already"))
                 return
-            if member is not None:  # it was started again
-                await member.ended("another one of its name has come")
-            member = self._admit(name, hello, elsewhere=elsewhere)
+            if member is None:
+                member = self._admit(name, hello)
+                break
+            await member.ended("it was started again")  # others may have waited for that, too: look again
         await member.carry(socket, hello.received)
 
-    def _admit(self, name: str, hello: Hello, *, elsewhere: bool) -> Member:
+    def _admit(self, name: str, hello: Hello) -> Member:
         amount = ResourceAmount(cpus=hello.cpus, memory_mb=hello.memory_mb)
         resources = self._machines.setdefault(hello.machine, NodeResources(amount))
         parts = msgspec.structs.replace(self._parts, resources=resources)
-        node = RemoteNode(name, hello.machine, parts, elsewhere=elsewhere)
+        node = RemoteNode(name, hello.machine, parts, elsewhere=hello.host != host_id())
         node.on_room = self.on_room
-        member = Member(node, hello.instance)
+        member = Member(node, hello)
         self._members[name] = member
         member.serving = self._tasks.create_task(self._serve(member, resources.total), name=f"node {name}")
         return member
@@ -123,39 +128,47 @@ class JoinedNodes:
         how: object = "the service ends"
         try:
             setup = await asyncio.to_thread(setup_elsewhere, self._config, node.name, total)
-            how = await node.serve(member.socket, setup, ready=ready, ended=ended)
+            how = await node.serve(member.socket, setup, ready=ready, ended=ended, heard=lambda: member.socket.heard)
         except Exception as error:  # a bug, which must not end the service
             log.exception("node %s failed", node.name)
             how = error
         finally:
             log.info("node %s has left: %s", node.name, how)
             member.drop()
-            del self._members[node.name]
+            if self._members.get(node.name) is member:
+                del self._members[node.name]
             if all(other.node.machine != node.machine for other in self._members.values()):
-                del self._machines[node.machine]
+                self._machines.pop(node.machine, None)
 
 
 class Member:
-    """A node that has joined, and the connection that it has now, if any."""
+    """A node that has joined, and the connections that it has now: another one may have come before the loss of the
+    first was noticed."""
 
-    def __init__(self, node: RemoteNode, instance: str) -> None:
+    def __init__(self, node: RemoteNode, hello: Hello) -> None:
         self.node = node
-        self.instance = instance
+        self.hello = hello
         self.socket = ResumableSocket()
-        self.connected = False
+        self._connections = 0
         self.serving: asyncio.Task[None]
+
+    @property
+    def connected(self) -> bool:
+        return self._connections > 0
 
     async def carry(self, socket: Socket, arrived: int) -> None:
         """Work over a connection until it ends."""
-        received = self.socket.take_over()
-        self.connected = True
+        replaced = self.socket.take_over()
+        self._connections += 1
+        self.node.set_reachable(True)
         try:
-            await socket.send(encode(Welcome(received)))
-            end = await self.socket.carry(socket, arrived)
+            await socket.send(encode(Welcome(self.socket.received)))
+            end = await self.socket.carry(socket, arrived, replaced)
         except Disconnected as error:
             end = error
         finally:
-            self.connected = False
+            self._connections -= 1
+            self.node.set_reachable(self.connected)
         if end.code in FINAL:
             self.socket.end(end)
         elif not self.serving.done():

@@ -11,12 +11,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 from outrider.concurrency.cancellation import shielded
 from outrider.config import Config
 from outrider.engines.relay.link import Disconnected
 from outrider.engines.relay.messages import encode
-from outrider.errors import ErrorRecord, error_from
+from outrider.errors import ErrorRecord, InvalidField, error_from
 from outrider.nodes.messages import TO_STARTER, Join, Leave
 from outrider.nodes.processes import setup_of
 from outrider.nodes.spawning import NodeProcess, one_after_another
@@ -38,13 +39,16 @@ class JoiningMachine:
         name: str,
         joined: Callable[[str], None],
     ) -> None:
+        if not config.processes:
+            raise InvalidField("a machine without processes runs no sessions", field="processes")
+        machine = uuid4().hex
         names = [name] if config.processes == 1 else [f"{name}-{number}" for number in range(config.processes)]
         self._joins = [
             Join(
                 url=url,
                 token=token,
                 ca=ca,
-                machine=name,
+                machine=machine,
                 own=setup_of(config, each, number, cpus=capacity.cpus, memory_mb=capacity.memory_mb),
             )
             for number, each in enumerate(names)
@@ -89,7 +93,7 @@ class JoiningMachine:
 
     async def _leave(self) -> None:
         self._leaving.set()
-        for process in self._processes.values():
+        for process in list(self._processes.values()):
             with suppress(Disconnected):
                 await process.pipe.send(encode(Leave()))
 
@@ -98,6 +102,8 @@ class JoiningMachine:
         name = join.own.name
         self._processes[name] = process
         try:
+            if self._leaving.is_set():
+                return
             await process.pipe.send(encode(join))
             while True:
                 ready = TO_STARTER.decode(await process.pipe.receive())

@@ -6,6 +6,7 @@ its number, unless it is given back first. Everything else is said once and need
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -19,6 +20,9 @@ from outrider.lifecycle import SessionState
 from outrider.schemas import ArtifactList, NodeStats
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, Turn
+
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NAMING = "a node's name has letters, digits, dots, dashes and underscores"
 
 MAX_MESSAGE = 1 << 30
 """Bytes. A turn with images, or a task with inline files, may have many megabytes; a longer message is a mistake."""
@@ -41,7 +45,7 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
 
 class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
     """To a process that is to join a service on another machine, in place of `Setup`: how it is reached, and what
-    `own` says of this machine. `machine` is its name."""
+    `own` says of this machine. `machine` is a random name of the program that has started it."""
 
     url: str
     token: str | None
@@ -55,12 +59,14 @@ class Leave(msgspec.Struct, tag="leave", frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
-    """The first message on each connection of a node that joins. `instance` is a random name of its process;
-    `version` is that of Outrider; `received` counts the pieces that came over earlier connections."""
+    """The first message on each connection of a node that joins. `instance` is a random name of its process,
+    `machine` of the program that has started it; `host` says on which machine and network it is (`host_id`); `version`
+    is that of Outrider; `received` counts the pieces that came over earlier connections."""
 
     version: str
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
-    machine: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    machine: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
+    host: Annotated[str, msgspec.Meta(max_length=256)]
     cpus: Annotated[float, msgspec.Meta(gt=0)]
     memory_mb: Annotated[int, msgspec.Meta(gt=0)]
     received: Annotated[int, msgspec.Meta(ge=0)]

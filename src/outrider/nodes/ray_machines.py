@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -52,8 +53,9 @@ class RayMachine:
             token=found.token,
             ca=found.ca,
             name=name,
-            joined=lambda node: log.info("node %s has joined %s", node, found.url),
+            joined=lambda _: self._joined.set(),
         )
+        self._joined = asyncio.Event()
 
     async def run(self) -> dict[str, Any] | None:
         """Returns when the machine has left; the record of what the service refuses it for, if it does."""
@@ -62,6 +64,10 @@ class RayMachine:
         except OutriderError as error:
             return dict(msgspec.to_builtins(error.record()))
         return None
+
+    async def joined(self) -> None:
+        """Returns when the first of its processes has joined."""
+        await self._joined.wait()
 
     async def leave(self) -> None:
         """Take no new sessions; `run` returns when the present ones have ended, or after a while."""
@@ -114,10 +120,15 @@ class RayFleet:
                 stopping = tasks.create_task(stop())
                 refusal: ErrorRecord | None = None
                 while not stopping.done() and refusal is None:
-                    await self._look()
+                    try:
+                        await self._look()
+                    except Exception as error:  # Ray may be busy with itself, and it is looked at again
+                        log.warning("the Ray cluster cannot be looked at: %r", error)
                     runs = [run for _, _, run in self._machines.values()]
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                    refusal = self._refusal()
+                    if any(run.done() for run in runs):
+                        refusal = self._refusal()
+                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)  # it might fail again at once
                 if refusal is None:
                     await self._leave()
                 stopping.cancel()
@@ -147,7 +158,13 @@ class RayFleet:
                 .remote(self._place, name, log.getEffectiveLevel())
             )
             self._machines[id] = name, actor, asyncio.wrap_future(actor.run.remote().future())
-            self._note(f"machine {name} joins")
+            self._note(f"machine {name} is to join")
+            joined = asyncio.wrap_future(actor.joined.remote().future())
+            joined.add_done_callback(partial(self._note_joined, name))
+
+    def _note_joined(self, name: str, joined: asyncio.Future[None]) -> None:
+        if not joined.cancelled() and joined.exception() is None:
+            self._note(f"machine {name} has joined")
 
     def _refusal(self) -> ErrorRecord | None:
         """What the service refuses a machine for. An actor that failed for another reason is made anew."""

@@ -102,6 +102,7 @@ class RemoteNode:
         self._connection: Connection | None = None
         self._nothing = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
         self._stats = self._nothing
+        self._reachable = True
         self._images: frozenset[str] | None = None
         """The names of those that it has; None if they are those of this machine."""
         self.on_room: Callable[[], None] = lambda: None
@@ -114,12 +115,13 @@ class RemoteNode:
         *,
         ready: Callable[[ErrorRecord | None], None],
         ended: Callable[[], Awaitable[None]],
+        heard: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
         """Have the node at the other end work until the connection ends; how it ended. `ready` is called when the node
         has said that it runs attempts, or why it cannot. `ended` is awaited in the end, and returns when the node has
-        nothing any more: only then is given back what was set aside for it."""
+        nothing any more: only then is given back what was set aside for it. `heard`: see `Link`."""
         async with asyncio.TaskGroup() as tasks:
-            self._connection = connection = Connection(self.name, socket, self._parts, tasks)
+            self._connection = connection = Connection(self.name, socket, self._parts, tasks, heard)
             connection.link.send(setup)
             for model, pool in self._parts.pools.items():
                 self.tell(model, pool.state())
@@ -143,12 +145,19 @@ class RemoteNode:
             self._connection.link.send(Loads(model=model, loads=loads))
 
     def stats(self) -> NodeStats:
-        leaving = self._connection is not None and self._connection.leaving
-        capacity = 0 if leaving else self._stats.capacity
+        out_of_reach = not self._reachable or (self._connection is not None and self._connection.leaving)
+        capacity = 0 if out_of_reach else self._stats.capacity
         return msgspec.structs.replace(self._stats, capacity=capacity, resources=self._parts.resources.stats())
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return has_image(runtime.image, self._images)
+
+    def set_reachable(self, reachable: bool) -> None:
+        """Whether attempts can be sent there now. It has no room while they cannot."""
+        more = reachable and not self._reachable
+        self._reachable = reachable
+        if more:
+            self.on_room()
 
     async def run(self, attempt: Attempt) -> SessionResult:
         if self._connection is None:
@@ -174,11 +183,15 @@ def _without_local(state: PoolState) -> PoolState:
 class Connection:
     """What goes on over one connection to a node. `tasks` runs what the node asks for."""
 
-    def __init__(self, name: str, socket: Socket, parts: ServiceParts, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, name: str, socket: Socket, parts: ServiceParts, tasks: asyncio.TaskGroup, heard: Callable[[], float]
+    ) -> None:
         self._name = name
         self._parts = parts
         self._tasks = tasks
-        self.link: Link[ToService] = Link(socket, TO_SERVICE, heartbeat=HEARTBEAT_SECONDS, silence=START_SECONDS)
+        self.link: Link[ToService] = Link(
+            socket, TO_SERVICE, heartbeat=HEARTBEAT_SECONDS, silence=START_SECONDS, heard=heard
+        )
         self._numbers = itertools.count()
         self.leaving = False
         """Whether the node takes no new attempts, and is to be let go when it has none."""

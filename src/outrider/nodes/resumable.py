@@ -11,11 +11,14 @@ from collections import deque
 
 from outrider.engines.relay.link import Disconnected, Socket
 
-PIECE = 4 << 20
-"""Bytes. A frame is sent in pieces, so that it may be longer than a message of the connection."""
+PIECE = 256 << 10
+"""Bytes. A frame is sent in pieces: it may be longer than a message of the connection, and a slow connection is heard
+of while it comes."""
 HEADER = 9
 """Each piece begins with a byte, 1 where more of the frame follows, and the number of pieces received (uint64, little-
 endian). All frames together acknowledge each other: both ends must send something now and then."""
+
+REPLACED = Disconnected(1006, "another connection has taken its place")
 
 
 class ResumableSocket:
@@ -35,8 +38,8 @@ class ResumableSocket:
         self._parts: list[bytes] = []
         self._frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
         self._to_write = asyncio.Event()
-        self._interrupt = asyncio.Event()
-        """Set when another connection takes the place of the present one."""
+        self._replaced = asyncio.Event()
+        """Of the present connection: set when another one takes its place."""
         self._close: tuple[int, str] | None = None
 
     async def send(self, frame: bytes) -> None:
@@ -60,50 +63,59 @@ class ResumableSocket:
         """There will be no other connection: `receive` raises that."""
         self._frames.put_nowait(how)
 
-    def take_over(self) -> int:
-        """From now on, nothing counts that comes over an earlier connection; `received`."""
-        self._interrupt.set()
-        self._interrupt = asyncio.Event()
-        return self.received
+    def take_over(self) -> asyncio.Event:
+        """From now on, earlier connections neither bring nor take anything. Returns what `carry` is to be given; the
+        peer is told `received` in between."""
+        self._replaced.set()
+        self._replaced = asyncio.Event()
+        return self._replaced
 
-    async def carry(self, socket: Socket, arrived: int) -> Disconnected:
-        """Send and receive over a connection until it ends; how it ended. `arrived` is what the peer has received.
-        Call `take_over` before the peer is told what was received here."""
+    async def carry(self, socket: Socket, arrived: int, replaced: asyncio.Event) -> Disconnected:
+        """Send and receive over a connection until it ends, or is `replaced`; how it ended. `arrived` is what the peer
+        has received."""
+        if replaced.is_set():
+            return REPLACED
         self._acknowledge(arrived)
         self._written = self._acknowledged
         self._to_write.set()
-        interrupt = self._interrupt
         async with asyncio.TaskGroup() as tasks:
-            both = [tasks.create_task(self._write(socket)), tasks.create_task(self._read(socket, interrupt))]
-            replaced = tasks.create_task(interrupt.wait())
-            await asyncio.wait([*both, replaced], return_when=asyncio.FIRST_COMPLETED)
-            for task in (*both, replaced):
+            both = [
+                tasks.create_task(self._write(socket, replaced)),
+                tasks.create_task(self._read(socket, replaced)),
+            ]
+            waiting = tasks.create_task(replaced.wait())
+            await asyncio.wait([*both, waiting], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*both, waiting):
                 task.cancel()
-        return next((task.result() for task in both if not task.cancelled()), Disconnected(1006, "replaced"))
+        return next((task.result() for task in both if not task.cancelled()), REPLACED)
 
-    async def _write(self, socket: Socket) -> Disconnected:
+    async def _write(self, socket: Socket, replaced: asyncio.Event) -> Disconnected:
         try:
             while True:
                 await self._to_write.wait()
+                if replaced.is_set():  # what there is to write is for the connection that has taken its place
+                    return REPLACED
                 self._to_write.clear()
                 while self._close is None and self._written - self._acknowledged < len(self._unacknowledged):
                     more, piece = self._unacknowledged[self._written - self._acknowledged]
                     self._written += 1
                     await socket.send(bytes([more]) + self.received.to_bytes(8, "little") + piece)
+                    if replaced.is_set():
+                        return REPLACED
                 if self._close is not None:
                     await socket.close(*self._close)
                     return Disconnected(*self._close)
         except Disconnected as end:
             return end
 
-    async def _read(self, socket: Socket, interrupt: asyncio.Event) -> Disconnected:
+    async def _read(self, socket: Socket, replaced: asyncio.Event) -> Disconnected:
         while True:
             try:
                 piece = await socket.receive()
             except Disconnected as end:
                 return end
-            if interrupt.is_set():
-                return Disconnected(1006, "replaced")
+            if replaced.is_set():
+                return REPLACED
             if len(piece) < HEADER:
                 return Disconnected(1007, "no piece of this protocol")
             self.heard = asyncio.get_running_loop().time()

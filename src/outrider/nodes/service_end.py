@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -137,11 +137,14 @@ class ServiceEnd:
             for message in self._early:
                 self._handle(message)
             self._link.send(Ready())
-            images, looked = None, 0.0
+            images: frozenset[str] | None = None
+            looked = -IMAGES_SECONDS
             try:
                 while True:
-                    if self._images is not None and (images is None or time.monotonic() - looked > IMAGES_SECONDS):
-                        images, looked = await asyncio.to_thread(self._images), time.monotonic()
+                    if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
+                        with suppress(OSError):  # of a file system that is shared: what was known holds
+                            images = await asyncio.to_thread(self._images)
+                        looked = time.monotonic()
                     self._report(node, pools, images)
                     await asyncio.sleep(REPORT_SECONDS)
             finally:

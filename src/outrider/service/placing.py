@@ -10,6 +10,7 @@ Invariant: no more sessions are on a node than it has slots, but for those that 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add, le, sub
@@ -27,6 +28,9 @@ OVERBOOKING = 2
 """What the sessions on a machine may ask for in all, in multiples of what it has."""
 
 RUN_LANE = "run"
+
+JOIN_SECONDS = 60.0
+"""How long nodes on other machines may take to join a service that was started again."""
 
 
 class Placeable(Protocol):
@@ -76,6 +80,7 @@ class Places(Generic[N]):
             self.add(node)
         self._gone: set[Quantities] = set()
         """What nodes had that were removed."""
+        self._began = time.monotonic()
         self._evaluation_share = evaluation_share
         self._reserved = 0
         """Sessions in the share of evaluations."""
@@ -125,8 +130,8 @@ class Places(Generic[N]):
         one that has its image, then the one with the most free slots. None if the session must wait."""
         needs = required(runtime.resources)
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
-        if not able and any(all(map(le, needs.quantities, had)) for had in self._gone):
-            return None  # a node that can take it may come back
+        if not able and self.may_fit(needs):
+            return None
         # One that fits on no node was accepted when there was more: any node will tell it so.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
@@ -140,6 +145,14 @@ class Places(Generic[N]):
             return free, place.node.has_image(runtime), self._slots(place)
 
         return max(found, key=fitness).node if found else None
+
+    def may_fit(self, needs: ResourceAmount) -> bool:
+        """Whether a node that can take this is there or may come: one that could has left, or the service began so
+        lately that not all may have joined."""
+        if time.monotonic() - self._began < JOIN_SECONDS:
+            return True
+        here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
+        return any(all(map(le, needs.quantities, has)) for has in (*here, *self._gone))
 
     def take(self, node: N, runtime: RuntimeSpec, *, reserved: bool) -> Callable[[], None]:
         """Count a session on a node; what is returned gives its place back, and is to be called once."""

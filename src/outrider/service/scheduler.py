@@ -27,6 +27,7 @@ from outrider.schemas import NodeStats
 from outrider.service.placing import Places
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
+from outrider.sessions.resources import ResourceAmount
 from outrider.spec import GroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
@@ -144,6 +145,10 @@ class Scheduler:
 
     def stats(self) -> list[NodeStats]:
         return self._places.stats()
+
+    def may_fit(self, needs: ResourceAmount) -> bool:
+        """See `Places`."""
+        return self._places.may_fit(needs)
 
     def add_node(self, node: Node) -> None:
         """Place sessions on another node, too. One of that name must have been removed."""

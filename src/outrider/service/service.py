@@ -39,6 +39,7 @@ from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
 from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.resources import required
 from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
@@ -57,7 +58,7 @@ class ComingNodes(Protocol):
     removed: Callable[[Node], None]
     on_room: Callable[[], None]
 
-    async def attend(self, name: str, socket: Socket, *, elsewhere: bool) -> None: ...
+    async def attend(self, name: str, socket: Socket) -> None: ...
 
 
 class Service:
@@ -179,7 +180,8 @@ class Service:
                 hint="submit smaller groups, or ask the operator for a token with a higher --max-queued",
             )
         self._allow_lists.check(spec, caller)
-        check_resources(spec.task.runtime.resources, self._scheduler.stats())
+        if not self._scheduler.may_fit(required(spec.task.runtime.resources)):
+            check_resources(spec.task.runtime.resources, self._scheduler.stats())
         config = self.config
         evaluator = await asyncio.to_thread(
             check_group,

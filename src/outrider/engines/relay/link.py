@@ -37,14 +37,22 @@ class Socket(Protocol):
 
 class Link(Generic[In]):
     """`heartbeat` and `silence` are in seconds: what may pass without a message out, and without one in. `silence` may
-    be changed while it runs."""
+    be changed while it runs. `heard` tells, by the event loop's clock, when the socket has heard of the peer, where it
+    knows of more than whole messages."""
 
     def __init__(
-        self, socket: Socket, decoder: msgspec.msgpack.Decoder[In], *, heartbeat: float, silence: float
+        self,
+        socket: Socket,
+        decoder: msgspec.msgpack.Decoder[In],
+        *,
+        heartbeat: float,
+        silence: float,
+        heard: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._socket = socket
         self._decoder = decoder
         self._heartbeat = heartbeat
+        self._socket_heard = heard
         self.silence = silence
         self._waiting: deque[bytes] = deque()  # of a relay: bounded by its windows and requests
         self._wake = asyncio.Event()
@@ -127,7 +135,7 @@ class Link(Generic[In]):
                 self._heard = now
             if self._sending_since is not None and now - self._sending_since >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")
-            if now - self._heard >= self.silence:
+            if now - max(self._heard, self._socket_heard()) >= self.silence:
                 self.close(Close.SILENT, f"nothing came for {self.silence:g} s")
             elif now - self._sent >= self._heartbeat / 2:
                 self.send(Beat())

@@ -201,8 +201,8 @@ def probe_user_namespaces() -> None:
         raise RuntimeUnavailable(
             f"user namespaces do not work here: {done.stderr.strip() or f'exit code {done.returncode}'}",
             hint="sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces=10000, "
-            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, allow unshare and mount (seccomp) and leave "
-            "/proc unmasked; or use runtime kind 'process-landlock', which isolates less",
+            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, allow unshare and mount (seccomp), and "
+            "leave /proc unmasked; or use runtime kind 'process-landlock', which isolates less",
         )
 
 
