@@ -47,6 +47,7 @@ LAYERS = (
         "sampling",
         "evaluation",
         "relay",
+        "slurm",
         "testing",
     ),
     ("sandboxes", "sessions", "nodes", "service"),

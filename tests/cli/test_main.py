@@ -28,7 +28,19 @@ COMMANDS = names(typer.main.get_command(commands()))
 def test_there_is_every_command() -> None:
     assert {words[0] for words in COMMANDS} == {
         *("serve", "run", "status", "cancel", "show", "artifacts", "export", "gc"),
-        *("consumers", "callbacks", "engines", "harness", "image", "doctor", "demo", "policy", "nodes", "token"),
+        *(
+            "consumers",
+            "callbacks",
+            "engines",
+            "harness",
+            "image",
+            "doctor",
+            "demo",
+            "policy",
+            "nodes",
+            "token",
+            "slurm",
+        ),
     }
 
 

@@ -64,6 +64,8 @@ def test_engines_and_frozen_models_have_their_fields() -> None:
     (frozen,) = Config.model_fields["frozen"].annotation.__args__[:1]
     assert fields["engine"] == set(engine.model_fields)
     assert fields["frozen"] == set(frozen.model_fields)
+    (grader,) = Config.model_fields["graders"].annotation.__args__[:1]
+    assert fields["grader"] == set(grader.model_fields)
 
 
 def test_no_part_of_the_schema_takes_unknown_names() -> None:

@@ -332,8 +332,8 @@ async def test_a_machine_that_is_not_heard_of_is_given_up_and_joins_again(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_process_of_a_machine_that_dies_or_hangs_is_started_again(
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+async def test_a_process_of_a_machine_that_dies_or_is_ended_or_hangs_is_started_again(
     start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(remote_node, "SILENCE_SECONDS", HEARD_OF_SECONDS)

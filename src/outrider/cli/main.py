@@ -25,6 +25,7 @@ from outrider.cli.policy import policy_commands
 from outrider.cli.run import run
 from outrider.cli.serve import serve
 from outrider.cli.show import show
+from outrider.cli.slurm import slurm
 from outrider.cli.status import cancel, status
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.cli.token import token_commands
@@ -91,7 +92,7 @@ def commands() -> typer.Typer:
         for unknown in unknown_variables():
             terminal_of(ctx).note(f"warning: {unknown}")
 
-    for command in (serve, run, status, cancel, show, artifacts, export, gc, doctor, demo):
+    for command in (serve, run, status, cancel, show, artifacts, export, gc, doctor, demo, slurm):
         app.command()(command)
     app.add_typer(consumer_commands(), name="consumers")
     app.add_typer(callback_commands(), name="callbacks")

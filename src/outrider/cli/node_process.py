@@ -81,6 +81,8 @@ class Starter:
         self._pipe = pipe
         self._service: ServiceEnd | None = None
         self._leaving = False
+        self.ending = asyncio.Event()
+        """Set when something ends this process and its sandboxes together."""
 
     async def note_work(self, service: ServiceEnd) -> None:
         """Work for that service has begun."""
@@ -95,16 +97,15 @@ class Starter:
 
     async def hear(self) -> None:
         """Returns when it hangs up, or has this process leave before there is any work."""
-        try:
+        with suppress(Disconnected):
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), Leave)
-                self._leave()
+                self.leave()
                 if self._service is None:
                     return
-        except Disconnected:
-            self._leave()  # the service gives a process nothing that is about to end
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Have the service give this process nothing more."""
         self._leaving = True
         if self._service is not None:
             self._service.leave()
@@ -115,13 +116,21 @@ class Starter:
 
 
 async def _join(join: Join, starter: Starter) -> None:
-    """Join a service, and work for it until it hangs up, or the program that has started this does."""
+    """Join a service, and work for it until it hangs up, or the program that has started this does.
+
+    SIGTERM ends it, too: what sends it here ends all processes of a batch job or of a unit, sandboxes included.
+    """
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:
-        hearing = tasks.create_task(starter.hear(), name="starter")
-        working = tasks.create_task(_work_elsewhere(join, starter), name="node")
-        await asyncio.wait([hearing, working], return_when=asyncio.FIRST_COMPLETED)
-        hearing.cancel()
-        working.cancel()
+        lives = [
+            tasks.create_task(starter.hear(), name="starter"),
+            tasks.create_task(_work_elsewhere(join, starter), name="node"),
+            tasks.create_task(starter.ending.wait(), name="signal"),
+        ]
+        await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
+        starter.leave()
+        for each in lives:
+            each.cancel()
 
 
 async def _work_elsewhere(join: Join, starter: Starter) -> None:
@@ -145,7 +154,12 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
 async def _work(setup: Setup, socket: Socket, starter: Starter | None = None) -> None:
     """Run attempts until the service hangs up. Raises what keeps the node from starting, which the service is told."""
     images = None if starter is None else ImageStore().names
-    service = ServiceEnd(socket, ResourceAmount(cpus=setup.cpus, memory_mb=setup.memory_mb), images=images)
+    service = ServiceEnd(
+        socket,
+        ResourceAmount(cpus=setup.cpus, memory_mb=setup.memory_mb),
+        images=images,
+        ending=None if starter is None else starter.ending,
+    )
     async with service.connected() as hung_up:
         failure: OutriderError | None = None
         try:

@@ -59,7 +59,6 @@ async def setup_here(told: Setup, own: Setup) -> AsyncIterator[Setup]:
     """What the node is, of what the service has told and what it knows itself; with the tokenizers in a folder that
     lasts as long as the block."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
-    await asyncio.to_thread(_sweep)
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
         copies = await asyncio.to_thread(_copies, told.folders, Path(folder))
 
@@ -85,17 +84,13 @@ def host_id() -> str:
         return ""
 
 
-def _sweep() -> None:
-    """Remove what killed processes have left."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
     """By the folder of the service, one here with the same files. Its last two names are the same: they may say which
-    model it is."""
+    model it is. What killed processes have left beside it is removed."""
+    for left in into.parent.glob(f"{PREFIX}*"):
+        pid = left.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

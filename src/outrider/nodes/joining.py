@@ -58,7 +58,7 @@ class JoiningMachine:
         self._refusal: ErrorRecord | None = None
         self._leaving = asyncio.Event()
 
-    async def run(self, stop: Callable[[], Coroutine[Any, Any, None]], *, seconds: float) -> None:
+    async def run(self, stop: Callable[[], Coroutine[Any, Any, object]], *, seconds: float) -> None:
         """Work until `stop()` returns: then no new sessions are taken, and those that run have so many seconds to end.
         Raises what the service refuses this machine for."""
         clock = asyncio.get_running_loop().time

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -60,7 +59,7 @@ class RayMachine:
     async def run(self) -> dict[str, Any] | None:
         """Returns when the machine has left; the record of what the service refuses it for, if it does."""
         try:
-            await self._machine.run(self._until_stopped, seconds=self._seconds)
+            await self._machine.run(self._stop.wait, seconds=self._seconds)
         except OutriderError as error:
             return dict(msgspec.to_builtins(error.record()))
         return None
@@ -72,9 +71,6 @@ class RayMachine:
     async def leave(self) -> None:
         """Take no new sessions; `run` returns when the present ones have ended, or after a while."""
         self._stop.set()
-
-    async def _until_stopped(self) -> None:
-        await self._stop.wait()
 
 
 class RayFleet:
@@ -159,12 +155,12 @@ class RayFleet:
             )
             self._machines[id] = name, actor, asyncio.wrap_future(actor.run.remote().future())
             self._note(f"machine {name} is to join")
-            joined = asyncio.wrap_future(actor.joined.remote().future())
-            joined.add_done_callback(partial(self._note_joined, name))
 
-    def _note_joined(self, name: str, joined: asyncio.Future[None]) -> None:
-        if not joined.cancelled() and joined.exception() is None:
-            self._note(f"machine {name} has joined")
+            def note(done: asyncio.Future[None], name: str = name) -> None:
+                if not done.cancelled() and done.exception() is None:
+                    self._note(f"machine {name} has joined")
+
+            asyncio.wrap_future(actor.joined.remote().future()).add_done_callback(note)
 
     def _refusal(self) -> ErrorRecord | None:
         """What the service refuses a machine for. An actor that failed for another reason is made anew."""

@@ -76,6 +76,10 @@ REPORT_SECONDS = 0.1
 IMAGES_SECONDS = 5.0
 """How often the machine is looked at for new images."""
 
+DOUBT_SECONDS = 0.5
+"""How long the failure of an attempt is held back, where its sandbox may have been ended with this process: the
+signal may be noticed later here."""
+
 FOR_EVER = 1e9
 """Seconds of silence that a node bears: a service that stood still for a while is still the service. The end of the
 connection is what tells that it is gone."""
@@ -88,13 +92,20 @@ Followers = Mapping[str | None, PoolFollower]
 class ServiceEnd:
     """`service.run(...)` works for the service until the connection ends. Until then the parts of the node use it as
     `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` tells the names of this machine's, where the
-    service is on another one."""
+    service is on another one. `ending` is set when something ends this process and its sandboxes together: what comes
+    of the attempts from then on says nothing, and they count as lost."""
 
     def __init__(
-        self, socket: Socket, resources: ResourceAmount, *, images: Callable[[], frozenset[str]] | None = None
+        self,
+        socket: Socket,
+        resources: ResourceAmount,
+        *,
+        images: Callable[[], frozenset[str]] | None = None,
+        ending: asyncio.Event | None = None,
     ) -> None:
         self._link: Link[ToNode] = Link(socket, TO_NODE, heartbeat=HEARTBEAT_SECONDS, silence=FOR_EVER)
         self._images = images
+        self._ending_together = ending
         self.store = RemoteStore(self)
         self.artifacts = RemoteArtifacts(self)
         self.resources = SharedResources(self, resources)
@@ -259,6 +270,15 @@ class ServiceEnd:
     def _note_end(self, run: Run, task: asyncio.Task[SessionResult]) -> None:
         del self._attempts[run.attempt]
         result = None if task.cancelled() else task.result()
+        if self._ending_together is not None and result is not None and result.error is not None:
+            # If the process ends meanwhile, nothing is said: the service counts the attempt as lost.
+            asyncio.get_running_loop().call_later(DOUBT_SECONDS, self._tell_end, run, result)
+        else:
+            self._tell_end(run, result)
+
+    def _tell_end(self, run: Run, result: SessionResult | None) -> None:
+        if self._ending_together is not None and self._ending_together.is_set():
+            result = None
         try:
             frame = framed(Ran(attempt=run.attempt, result=result))
         except ServiceError as error:

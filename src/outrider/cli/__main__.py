@@ -1,0 +1,8 @@
+"""`python -m outrider.cli`: the command line of this very interpreter."""
+
+import sys
+
+from outrider.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""`outrider slurm`: submits a batch job that is a service with nodes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from outrider.cli.engines import parse_engine
+from outrider.cli.join import join
+from outrider.cli.options import Json
+from outrider.cli.serve import serve
+from outrider.cli.terminal import Terminal, terminal_of
+from outrider.config import Config, is_local, load_config
+from outrider.errors import InvalidField, ServiceError
+from outrider.slurm.batch_script import TOKEN_FILE, URL_FILE, BatchJob, script_of
+
+PLACE = "Allocation"
+FOLDER = "slurm"
+"""The job's folder within the data folder."""
+STANDARD_OUTPUT = "-"
+SERVICE_ONLY = ("processes", "stop_seconds", "token")
+"""Parameters of `outrider serve` that `outrider nodes join` has as well, and that are not the same there."""
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+    """What `outrider slurm --json` writes. `job` is None if the script was only written. `url` and `token` are files;
+    that of the address is there while the service runs."""
+
+    job: str | None
+    url: str
+    token: str
+    logs: str
+
+
+def slurm(
+    ctx: typer.Context,
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- [SERVE FLAGS]...",
+            help="Everything after `--` is given to `outrider serve`.",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes of the allocation.", rich_help_panel=PLACE)] = 1,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIMIT",
+            help="Time limit, as Slurm writes it: 8:00:00.",
+            show_default="the partition's",
+            rich_help_panel=PLACE,
+        ),
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Partition.", show_default="Slurm's", rich_help_panel=PLACE)
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Account.", show_default="your own", rich_help_panel=PLACE)
+    ] = None,
+    cpus_per_node: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Processors of each node.", show_default="whole nodes", rich_help_panel=PLACE),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION",
+            help="A further option of sbatch, such as --sbatch=--qos=high. May be repeated.",
+            rich_help_panel=PLACE,
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.")] = "outrider",
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Processes that run sessions, on each node.", show_default="one for every four cores"
+        ),
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificate (PEM) of the authority of the service's, for its nodes.",
+            show_default="those of each node",
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the batch script there, - for here, and submit nothing."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Submit a job that runs a service and its nodes on a Slurm cluster.
+
+    The service runs on the first node of the allocation, and sessions run
+    on all. The data folder and this Python must be on a file system that
+    all of them share. A job that is queued again goes on where it was.
+
+    Examples:
+
+        outrider slurm --nodes 4 --time 8:00:00 -- --config outrider.toml --insecure
+
+        outrider slurm --nodes 2 -o job.sh -- --engine vllm=http://gpu7:8000 --tokenizer models/Qwen3-8B --insecure
+    """
+    terminal = terminal_of(ctx)
+    if output == STANDARD_OUTPUT and terminal.json:
+        raise InvalidField(
+            "both would be on standard output", field="output", hint="give --output a file, or no --json"
+        )
+    given, settings = _serve_parameters(flags or ()), settings_of(flags or ())
+    _check(given, settings)
+    data = Path(os.path.abspath(settings.data))
+    folder = data / FOLDER
+    added = ["--processes", "0"]  # and what the user has left to us
+    added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
+    added += [] if "port" in settings.model_fields_set else ["--port", "0"]
+    job = BatchJob(
+        python=[sys.executable],
+        folder=folder,
+        directory=Path.cwd(),
+        nodes=nodes,
+        serve=[*(flags or ()), *added, "--data", str(data)],
+        join=_join_flags(given, processes, ca),
+        name=name,
+        time=time,
+        partition=partition,
+        account=account,
+        cpus_per_node=cpus_per_node,
+        options=sbatch or (),
+        stop_seconds=settings.stop_seconds,
+        fully_qualified=settings.tls.certificate is not None,
+    )
+    script = script_of(job)
+    _make_folder(data, folder)
+    number = None
+    if output is None:
+        number = _submit(script)
+    elif output == STANDARD_OUTPUT:
+        terminal.out.file.write(script)
+    else:
+        Path(output).write_text(script)
+    submitted = Submitted(
+        job=number, url=str(folder / URL_FILE), token=str(folder / TOKEN_FILE), logs=str(folder / "*.log")
+    )
+    if terminal.json:
+        terminal.write_json(submitted)
+    else:
+        if output == STANDARD_OUTPUT:
+            return
+        if submitted.job is None:
+            terminal.out.print(f"written; submit it: sbatch {shlex.quote(str(output))}", soft_wrap=True)
+        else:
+            terminal.out.print(f"job {submitted.job} is submitted; its logs: {submitted.logs}", soft_wrap=True)
+        terminal.out.print("once it runs, and again after each start of it:", soft_wrap=True)
+        url_file, token_file = shlex.quote(submitted.url), shlex.quote(submitted.token)
+        terminal.out.print(
+            f'  export OUTRIDER_URL="$(cat {url_file})" OUTRIDER_TOKEN="$(cat {token_file})"', soft_wrap=True
+        )
+        terminal.out.print("  outrider status", soft_wrap=True)
+
+
+def settings_of(flags: Sequence[str]) -> Config:
+    """The settings of a service with these flags of `outrider serve`, as far as a job must know them; flags for its
+    lanes, sandboxes and model are left out."""
+    given = _serve_parameters(flags)
+    names = ("host", "port", "stop_seconds", "processes", "data", "store")
+    tls = {"certificate": given["tls_certificate"], "key": given["tls_key"], "insecure": given["insecure"]}
+    engines = [parse_engine(text) for text in given["engine"] or ()]
+    file = given["config"]
+    return load_config(
+        {name: given[name] for name in names} | {"tls": tls, "engines": engines or None},
+        file=None if file is None else Path(file),
+    )
+
+
+def _serve_parameters(flags: Sequence[str]) -> Mapping[str, Any]:
+    """The flags by the names of their parameters, as text and numbers. Raises UsageError for what is no flag of it."""
+    params: dict[str, Any] = _command(serve).make_context("outrider serve", list(flags), obj=Terminal()).params
+    return params
+
+
+def _command(function: Callable[..., None]) -> Any:
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    return typer.main.get_command(app)
+
+
+def _check(given: Mapping[str, Any], settings: Config) -> None:
+    """Raises InvalidField for what a job would fail of, or would show to others."""
+    if given["token"] is not None:
+        hint = "leave it out: the job has a token of its own, in a file"
+        raise InvalidField("a batch script can be read by others, and must have no token", field="token", hint=hint)
+    if "processes" in settings.model_fields_set:
+        hint = "give --processes to outrider slurm, before the --: so many run on each node"
+        raise InvalidField("the service of a job runs no sessions itself", field="processes", hint=hint)
+    if "host" in settings.model_fields_set and is_local(settings.host):
+        hint = "leave it out, or name an address that the other nodes of the job can reach"
+        raise InvalidField(f"no other machine reaches {settings.host}", field="host", hint=hint)
+    if settings.tls.certificate is None and not settings.tls.insecure:
+        hint = "add --tls-certificate FILE after the --, or --insecure where you trust the cluster's network"
+        raise InvalidField("the nodes reach the service over the network", field="tls", hint=hint)
+
+
+def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
+    # Slurm's TERM reaches the agents of a node, too. It must not wait for what they make of that: it would be graded.
+    words = ["--stop-seconds", "0"]
+    if processes is not None:
+        words += ["--processes", str(processes)]
+    if ca is not None:
+        words += ["--ca", str(ca.absolute())]
+    for parameter in _command(join).params:
+        value = None if parameter.name in SERVICE_ONLY else given.get(parameter.name)
+        if value is True:
+            words.append(parameter.opts[0])
+        elif value is not None and value is not False:
+            words += [parameter.opts[0], str(value)]
+    return words
+
+
+def _make_folder(data: Path, folder: Path) -> None:
+    """The job's folder, with a token that lasts as long as the data does. Nobody else can read either."""
+    for each in (data, folder):
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / TOKEN_FILE
+    try:
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        if path.stat().st_mode & 0o077:
+            raise InvalidField(
+                f"others can read the token in {path}", field="token", hint="remove the file: another one is made"
+            ) from None
+        return
+    with open(file, "w") as opened:
+        opened.write(secrets.token_urlsafe(32) + "\n")
+
+
+def _submit(script: str) -> str:
+    """The number of the job. Raises ServiceError with what sbatch said."""
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
+    except OSError as error:
+        hint = "run this where Slurm's commands are, such as a login node, or write the script with --output FILE"
+        raise ServiceError(f"cannot run sbatch: {error.strerror}", hint=hint) from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise ServiceError(f"sbatch refused the job: {said}", hint="see the options of outrider slurm, and --sbatch")
+    return done.stdout.strip().partition(";")[0]  # behind it may be the cluster's name

@@ -1,0 +1,30 @@
+"""`python -m outrider.cli.unfinished SERVE FLAGS`: how many sessions a service with these flags, now stopped, has left.
+
+A batch job asks this when its time is over. It writes one number to standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from outrider.cli.slurm import settings_of
+from outrider.config import Config
+from outrider.lifecycle import SessionState
+
+
+def main() -> None:
+    print(asyncio.run(_count(settings_of(sys.argv[1:]))))
+
+
+async def _count(config: Config) -> int:
+    # Imported here because the command line does not need the service's libraries to parse its flags.
+    from outrider.service.assembly import open_store
+
+    async with open_store(config) as store:
+        counts = await store.counts()
+    return sum(number for state, number in counts.items() if state is not SessionState.DONE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Writes the batch script of a job. Pure, but for reading `job.sh`.
+
+Invariant: whatever is in a path, a name or a flag, Slurm and bash read it as that one value.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from math import ceil
+from pathlib import Path
+
+from outrider.errors import InvalidField, RequestError
+
+URL_FILE = "url"
+TOKEN_FILE = "token"
+"""Files of the job's folder, which `job.sh` knows, too."""
+START_SECONDS = 600
+"""How long the service may take until it is ready. It loads a tokenizer, and a small model if that is embedded."""
+END_SECONDS = 90
+"""What the end of a job takes beside the service's own `stop_seconds`: sessions are interrupted, nodes end, what is
+left is counted, the job is queued again."""
+LEAST_SECONDS = 30
+"""A run whose nodes had less time than this is of no use. A job that has come back three times is not queued again
+after one."""
+
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """A job.
+
+    `python` is the command of an interpreter that has Outrider, on every node. `serve` and `join` are what is given to
+    `outrider serve` and `outrider nodes join`. `folder` is where the job writes its logs and the service's address, and
+    reads its token; `directory` is what relative paths are relative to. `options` are further ones of sbatch, as
+    `--name=value`. None of them may contain a secret: a batch script can be read by others.
+    """
+
+    python: Sequence[str]
+    folder: Path
+    directory: Path
+    nodes: int
+    serve: Sequence[str]
+    join: Sequence[str] = ()
+    name: str = "outrider"
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    cpus_per_node: int | None = None
+    options: Sequence[str] = ()
+    stop_seconds: float = 20.0
+    fully_qualified: bool = False
+    """Whether the service's address has the whole name of its machine, as a certificate mostly does."""
+
+    @property
+    def warning_seconds(self) -> int:
+        """How long before its time limit the job begins to stop."""
+        return ceil(self.stop_seconds) + END_SECONDS
+
+
+def script_of(job: BatchJob) -> str:
+    """The text of the batch script. Raises InvalidField for what Slurm could not read or could not do."""
+    head = [f"#SBATCH {_for_sbatch(option)}" for option in _options(job)]
+    return "\n".join(["#!/bin/bash", *head, "", *_settings(job), "", files(__package__).joinpath("job.sh").read_text()])
+
+
+def _options(job: BatchJob) -> list[str]:
+    if job.nodes < 1:
+        raise InvalidField("a job needs at least one node", field="nodes")
+    if job.cpus_per_node is not None and job.cpus_per_node < 1:
+        raise InvalidField("a node needs at least one processor", field="cpus_per_node")
+    if job.time is not None:
+        seconds, warning = _seconds(job.time), job.warning_seconds
+        least = warning + 60 + LEAST_SECONDS + 30  # Slurm may signal a minute earlier than it is asked to
+        if seconds is not None and seconds < least:
+            hint = (
+                f"{least} s is the least: {warning} s are kept for the end, which is --stop-seconds and {END_SECONDS}"
+            )
+            raise InvalidField(f"a time limit of {seconds} s is too short", field="time", hint=hint)
+    if "\\" in str(job.folder):
+        # Slurm expands nothing in the name of a log with a backslash, and so all jobs would have the same log.
+        raise InvalidField(f"Slurm cannot write to a folder whose name has a backslash: {job.folder}", field="data")
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
+        "chdir": str(job.directory),
+        "output": str(job.folder).replace("%", "%%") + "/job-%j.log",
+        # Before the time limit, and to this script alone. It is another signal than the one with which Slurm ends a
+        # job, because that one reaches every process of the job by itself.
+        "signal": f"B:USR1@{job.warning_seconds}",
+    }
+    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    if job.cpus_per_node is None:
+        words.append("--exclusive")
+    words += ["--requeue", "--open-mode=append", "--no-kill"]
+    for option in job.options:
+        if not _OPTION.fullmatch(option):
+            hint = "write --sbatch --name=value or --sbatch --name, once for each"
+            raise InvalidField(f"{option!r} is no long option of sbatch", field="sbatch", hint=hint)
+    return [*words, *job.options]
+
+
+def _settings(job: BatchJob) -> list[str]:
+    """Variables of the rest of the script."""
+    python = [*job.python, "-m"]
+    commands = {
+        "serve": [*python, "outrider.cli", "serve", *job.serve],
+        "join": [*python, "outrider.cli", "nodes", "join", *job.join],
+        "unfinished": [*python, "outrider.cli.unfinished", *job.serve],
+    }
+    return [
+        f"folder={shlex.quote(str(job.folder))}",
+        f"stop_seconds={ceil(job.stop_seconds)}",
+        f"start_seconds={START_SECONDS}",
+        f"least_seconds={LEAST_SECONDS}",
+        f"cpus={job.cpus_per_node or ''}",
+        f"address=$({'hostname -f' if job.fully_qualified else 'hostname'})  # of this machine, for the others",
+        *(f"{name}=({shlex.join(_one_line(words))})" for name, words in commands.items()),
+    ]
+
+
+def _for_sbatch(option: str) -> str:
+    """As sbatch reads a word of an #SBATCH line: by the rules of a shell, but that a backslash escapes everywhere."""
+    [word] = _one_line([option])
+    return shlex.quote(word.replace("\\", "\\\\"))
+
+
+def _one_line(words: Sequence[str]) -> Sequence[str]:
+    for word in words:
+        if not word.isprintable():
+            raise RequestError(f"a batch script cannot have control characters: {word!r}")
+    return words
+
+
+def _seconds(text: str) -> int | None:
+    """What a time limit of Slurm means; None for no limit. See the option --time of sbatch."""
+    if text.upper() in ("0", "UNLIMITED", "INFINITE"):
+        return None
+    found = _TIME.fullmatch(text)
+    if found is None:
+        hint = "write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 8:00:00"
+        raise InvalidField(f"{text!r} is no time limit", field="time", hint=hint)
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    hours_first = days is not None or len(numbers) == 3
+    units = (3600, 60, 1) if hours_first else (60, 1)
+    return 86_400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))

@@ -1,0 +1,174 @@
+# Written by `outrider slurm`. From here on it is the same for every job.
+#
+# This script runs on the first node of the allocation. It starts the service there, then one `outrider nodes join` on
+# each node, and waits. Slurm ends it in two ways, and both leave everything that the service has accepted in its data:
+#
+#   USR1  some time before the time limit, to this script only: the sessions under way get their time to end, and the
+#         job is queued again if any are left.
+#   TERM  when the job is cancelled, preempted or queued again, to every process of the job, agents included: whatever
+#         was under way is interrupted. Slurm itself queues the job again, or does not.
+
+set -euo pipefail
+
+told=  # `limit` after USR1, `end` after TERM
+trap 'told=${told:-limit}' USR1
+trap 'told=end' TERM
+
+say() { printf '%(%F %T)T outrider slurm: %s\n' -1 "$*"; }
+
+# Whether a background process of this shell has not ended. The shell knows: a number may be another process's by now.
+running() {
+    local pid
+    for pid in $(jobs -pr); do
+        if [[ $pid == "$1" ]]; then return 0; fi
+    done
+    return 1
+}
+
+# A TERM to all processes of the job ends this `sleep`, too.
+pause() { sleep "$1" || true; }
+
+# ends PROCESS SECONDS: whether it does within this time
+ends() {
+    local until=$((SECONDS + $2))
+    while running "$1"; do
+        if ((SECONDS >= until)); then return 1; fi
+        pause 0.5
+    done
+}
+
+# stop_service SECONDS: asked, asked again, made to
+stop_service() {
+    if ! running "$service"; then return 0; fi
+    kill -TERM "$service" || true
+    if ends "$service" "$1"; then return 0; fi
+    kill -TERM "$service" || true
+    if ends "$service" 20; then return 0; fi
+    kill -KILL "$service" || true
+    ends "$service" 10 || true
+}
+
+# Asks all steps of the job to end. A TERM to srun itself would kill the nodes.
+stop_nodes() {
+    if [[ ! $nodes ]] || ! running "$nodes"; then return 0; fi
+    scancel --signal=TERM "$SLURM_JOB_ID" || true
+    if ends "$nodes" 20; then return 0; fi
+    kill -TERM "$nodes" || true
+    ends "$nodes" 10 || true
+}
+
+# failed LOG TEXT: the end of this job
+failed() {
+    say "$2; the end of $1:"
+    tail -n 40 "$1" || true
+    say "giving up; nothing that was accepted is lost: the next job on this data folder goes on"
+    stop_service 20
+    stop_nodes
+    exit 1
+}
+
+# What runs on each node: one that joins the service, and that is started again when it dies.
+node() {
+    local told= failures=0 began child code
+    trap 'told=1' TERM
+    exec >>"$folder/node-$SLURMD_NODENAME.log" 2>&1
+    export OUTRIDER_TOKEN
+    OUTRIDER_TOKEN=$(<"$folder/token")
+    while :; do
+        began=$SECONDS
+        "${join[@]}" --name "$SLURMD_NODENAME" "$url" &
+        child=$! code=0
+        wait "$child" || code=$?
+        while kill -0 "$child" 2>/dev/null; do  # a signal ends `wait`
+            code=0
+            wait "$child" || code=$?
+        done
+        # 2 is for what cannot be right, such as a wrong setting, and would not be the next time.
+        if [[ $told ]] || ((code == 0)); then exit 0; elif ((code == 2)); then exit 2; fi
+        if ((SECONDS - began > 60)); then failures=0; fi
+        failures=$((failures + 1))
+        echo "outrider slurm: the node ended with exit code $code" >&2
+        if ((failures == 10)); then exit 1; fi
+        pause $((2 * failures))
+        if [[ $told ]]; then exit 0; fi
+    done
+}
+
+say "job $SLURM_JOB_ID, run $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST"
+mkdir -p "$folder"
+if [[ ! -s $folder/token ]]; then
+    say "there is no token in $folder/token: outrider slurm makes it when it writes the script"
+    exit 1
+fi
+log=$folder/service.log ready=$folder/ready-$SLURM_JOB_ID
+trap 'rm -f "$ready"' EXIT
+: >"$ready"
+OUTRIDER_TOKEN=$(<"$folder/token") "${serve[@]}" >"$ready" 2>>"$log" &
+service=$! nodes=
+
+url= ran=0
+while [[ ! $url && ! $told ]]; do
+    if ! running "$service"; then failed "$log" "the service has ended before it was ready"; fi
+    if ((SECONDS >= start_seconds)); then failed "$log" "the service was not ready after $start_seconds s"; fi
+    pause 0.5
+    url=$(sed -n 's/^outrider is ready at //p' "$ready") || true
+done
+
+if [[ ! $told ]]; then
+    url=${url/'//0.0.0.0:'/"//$address:"}
+    url=${url/'//[::]:'/"//$address:"}
+    echo "$url" >"$folder/url.new"
+    mv "$folder/url.new" "$folder/url"
+    trap 'rm -f "$ready" "$folder/url"' EXIT
+    began=$SECONDS
+    say "the service is ready at $url"
+    # No node's end is the end of the others. The steps use what the job has, all of it, and may share it.
+    srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+        ${cpus:+"--cpus-per-task=$cpus"} --mem=0 --cpu-bind=none --overlap --export=ALL --input=none \
+        --kill-on-bad-exit=0 --wait=0 --no-kill \
+        bash -c "$(declare -p folder url join; declare -f pause node); node" &
+    nodes=$!
+    while [[ ! $told ]] && running "$service" && running "$nodes"; do pause 1; done
+    ran=$((SECONDS - began))
+fi
+
+if [[ $told == end ]]; then
+    say "Slurm ends this job: what is under way is interrupted"
+    pause 1  # The service has had a TERM as well. This is the second one, after which it waits for no session.
+    stop_service 20
+    if [[ $nodes ]]; then ends "$nodes" 20 || true; fi
+    say "stopped"
+    exit 143
+fi
+if [[ ! $told ]]; then
+    if ! running "$service"; then failed "$log" "the service has ended"; fi
+    code=0
+    wait "$nodes" || code=$?
+    if ((code)); then
+        tail -n 20 "$folder"/node-*.log || true
+        failed "$log" "all nodes have ended (exit code $code)"
+    fi
+    # Where a preempted job has time to end, Slurm says so to the nodes only.
+    say "all nodes were told to end"
+else
+    say "the time limit is near"
+fi
+
+say "stopping: sessions under way have $stop_seconds s to end"
+stop_service $((stop_seconds + 20))
+rm -f "$folder/url"
+stop_nodes
+left=$("${unfinished[@]}" 2>>"$log") || left=unknown
+say "stopped; sessions that are left: $left"
+if [[ $left == 0 ]]; then exit 0; fi
+if [[ $told == end ]]; then exit 143; fi  # cancelled meanwhile
+if ((ran < least_seconds && ${SLURM_RESTART_COUNT:-0} >= 3)); then
+    # A job whose time is too short for any session would come back for ever.
+    say "not queued again: its nodes had $ran s only; submit it again, with more time"
+    exit 1
+fi
+if ! scontrol requeue "$SLURM_JOB_ID"; then
+    say "it could not be queued again: submit it again, on the same data folder"
+    exit 1
+fi
+say "queued again"
