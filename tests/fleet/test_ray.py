@@ -56,23 +56,23 @@ def machines() -> Iterator[list[str]]:
     with ExitStack() as undo:
         try:
             ip("link", "add", f"{tag}b", "type", "bridge")
+            undo.callback(ip, "link", "del", f"{tag}b")
+            ip("addr", "add", f"{NET}.254/24", "dev", f"{tag}b")
+            ip("link", "set", f"{tag}b", "up")
+            for number, name in enumerate(names):
+                ip("netns", "add", name)
+                undo.callback(ip, "netns", "del", name)
+                undo.callback(kill_all, name)
+                ip("link", "add", f"{name}o", "type", "veth", "peer", "name", "eth0", "netns", name)
+                ip("link", "set", f"{name}o", "master", f"{tag}b", "up")
+                for words in (
+                    ["link", "set", "lo", "up"],
+                    ["link", "set", "eth0", "up"],
+                    ["addr", "add", f"{NET}.{number + 1}/24", "dev", "eth0"],
+                ):
+                    ip("-n", name, *words)
         except RuntimeError as error:
-            pytest.skip(f"no bridge can be made here: {error}")
-        undo.callback(ip, "link", "del", f"{tag}b")
-        ip("addr", "add", f"{NET}.254/24", "dev", f"{tag}b")
-        ip("link", "set", f"{tag}b", "up")
-        for number, name in enumerate(names):
-            ip("netns", "add", name)
-            undo.callback(ip, "netns", "del", name)
-            undo.callback(kill_all, name)
-            ip("link", "add", f"{name}o", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", f"{name}o", "master", f"{tag}b", "up")
-            for words in (
-                ["link", "set", "lo", "up"],
-                ["link", "set", "eth0", "up"],
-                ["addr", "add", f"{NET}.{number + 1}/24", "dev", "eth0"],
-            ):
-                ip("-n", name, *words)
+            pytest.skip(f"no network namespaces on a bridge can be made here: {error}")
         yield names
 
 
