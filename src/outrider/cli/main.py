@@ -27,6 +27,7 @@ from outrider.cli.serve import serve
 from outrider.cli.show import show
 from outrider.cli.slurm import slurm
 from outrider.cli.status import cancel, status
+from outrider.cli.task import task_commands
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.cli.token import token_commands
 from outrider.config import unknown_variables
@@ -101,6 +102,7 @@ def commands() -> typer.Typer:
     app.add_typer(image_commands(), name="image")
     app.add_typer(node_commands(), name="nodes")
     app.add_typer(policy_commands(), name="policy")
+    app.add_typer(task_commands(), name="task")
     app.add_typer(token_commands(), name="token")
     return app
 

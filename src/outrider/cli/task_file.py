@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from outrider.datasets import Example, Gold
 from outrider.errors import InvalidField, TooLarge
 from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
@@ -23,6 +26,11 @@ Step = dict[str, Any]
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
     """A group of `n` sessions of the task in file `path`. Raises InvalidField that names the field, TooLarge for files
     that are too big to send with the task."""
+    return validate_group({"task": load_example(path).task, "n": n, "priority": priority})
+
+
+def load_example(path: Path) -> Example:
+    """The task in file `path`, not validated, with the solution in its table `gold`. Raises as `load_group`."""
     try:
         task = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -32,7 +40,13 @@ def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
     runtime = task.get("runtime")
     if isinstance(runtime, dict) and isinstance(steps := runtime.get("prepare"), list):
         runtime["prepare"] = [sent for number, step in enumerate(steps) for sent in _inlined(step, number, path.parent)]
-    return validate_group({"task": task, "n": n, "priority": priority})
+    gold = task.pop("gold", None)
+    try:
+        return Example(id=path.stem, task=task, gold=None if gold is None else msgspec.convert(gold, Gold))
+    except msgspec.ValidationError as error:
+        raise InvalidField(
+            f"[gold] in {path}: {error}", field="gold", hint="give it `run`, `reply`, or both"
+        ) from error
 
 
 def _inlined(step: Any, number: int, folder: Path) -> Iterator[Step]:

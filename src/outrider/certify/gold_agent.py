@@ -1,0 +1,39 @@
+"""The agent of a task check: carries out a known solution, or nothing, and says what it was told to say.
+
+It knows no task. Invariant: it calls the model once, as every session must, whose reply is what the agent says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import HarnessError
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.messages import Message, Role
+
+
+class GoldAgent:
+    """Options: `run`, a command for the sandbox; `ask`, the words by which the scripted model knows what to reply;
+    `seconds` for the command."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._run: str | None = options.get("run")
+        self._ask: str = options["ask"]
+        self._seconds: float = options["seconds"]
+
+    def mounts(self) -> tuple[Path, ...]:
+        return ()
+
+    async def init(self, context: HarnessContext) -> None:
+        """Nothing to prepare."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        if self._run is not None:
+            done = await context.runtime.exec(self._run, seconds=self._seconds)
+            if done.exit_code != 0:
+                ended = "did not end in time" if done.exit_code is None else f"exited with code {done.exit_code}"
+                raise HarnessError(f"the gold solution {ended}", log_tail=done.log_tail())
+        said = await context.model.chat([Message(role=Role.USER, content=self._ask)])
+        return HarnessOutcome(answer=said.content)

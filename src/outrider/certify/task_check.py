@@ -1,0 +1,144 @@
+"""Checks tasks without a model: a known solution must earn 1 and doing nothing must earn 0, twice.
+
+It knows no terminal. Invariant: when `check_tasks` returns, nothing is left of it but the reports.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.api.server import serving
+from outrider.client import AsyncClient
+from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
+from outrider.datasets import Example
+from outrider.errors import OutriderError
+from outrider.schemas import GroupView
+from outrider.service.assembly import open_service
+from outrider.spec import EngineSpec
+
+TIMES = 2
+"""How often each is tried: what depends on chance, or on the time of day, should show."""
+NOTHING = "I have done nothing."
+AGENT = "outrider.certify.gold_agent:GoldAgent"
+END = "<|im_end|>"
+RIGHT, WRONG = 1.0, 0.0
+
+
+class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check found. `gold` and `nothing` are the rewards of each try; None where there was none. A task is good
+    if nothing is listed in `problems`."""
+
+    id: str
+    gold: tuple[float | None, ...] = ()
+    nothing: tuple[float | None, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+async def check_tasks(
+    examples: Sequence[Example],
+    *,
+    folder: Path,
+    graders: Sequence[GraderConfig] = (),
+    at_once: int = 4,
+    watch: Callable[[TaskReport], None] = lambda _: None,
+) -> list[TaskReport]:
+    """Check all of them, in a service of their own. `folder` is where the files are that `upload` steps name; `graders`
+    are those of the service that the tasks are for. `watch` is called with each report as it comes."""
+    tokenizer = files("outrider").joinpath("demo", "policy")
+    replies: list[Any] = [NOTHING + END]
+    replies += [
+        {"when": asked(number), "reply": (example.gold.reply or NOTHING) + END}
+        for number, example in enumerate(examples)
+        if example.gold is not None
+    ]
+    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer) as policy:
+        config = Config(
+            port=0,
+            data=Path(data),
+            files=folder,
+            model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
+            lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
+            # The tasks are the user's, who may read these files, and run this Python.
+            sandboxes=SandboxesConfig(allow=(Path("/"),)),
+            plugins=PluginsConfig(allow=("*",)),
+            graders=tuple(graders),
+            engines=(EngineSpec(kind="scripted", options={"replies": replies, "context_tokens": 1 << 20}),),
+        )
+        async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
+            waiting: dict[str, tuple[int, str]] = {}
+            found: list[dict[str, GroupView]] = [{} for _ in examples]
+            refused: dict[int, TaskReport] = {}
+            for number, example in enumerate(examples):
+                if example.gold is None:
+                    refused[number] = TaskReport(id=example.id, problems=("it has no gold solution to try",))
+                    continue
+                try:
+                    for kind in ("gold", "nothing"):
+                        body = {"task": checked_task(example, number, kind), "n": TIMES}
+                        waiting[(await client.submit(body)).id] = number, kind
+                except OutriderError as error:
+                    where = f" ({error.field})" if error.field else ""
+                    refused[number] = TaskReport(id=example.id, problems=(f"it is refused: {error.message}{where}",))
+            for report in refused.values():
+                watch(report)
+            reports = dict(refused)
+            after = 0
+            while len(reports) < len(examples):
+                page = await client.results(after=after, wait=30.0)
+                after = page.cursor
+                for group in page.groups:
+                    number, kind = waiting[group.id]
+                    found[number][kind] = group
+                    if len(found[number]) == 2 and number not in reports:
+                        reports[number] = report_of(
+                            examples[number].id, found[number]["gold"], found[number]["nothing"]
+                        )
+                        watch(reports[number])
+    return [reports[number] for number in range(len(examples))]
+
+
+def asked(number: int) -> str:
+    """What the agent says to the model to be given the gold reply of that example."""
+    return f"The gold solution of task {number}, please."
+
+
+def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
+    """The task with the agent that tries its gold solution, or nothing, in place of its own."""
+    gold = example.gold
+    assert gold is not None
+    limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": 1}
+    options = {"run": gold.run, "ask": asked(number)} if kind == "gold" else {"ask": "Nothing, please."}
+    harness = {"agent": AGENT, "options": {**options, "seconds": limits["agent_seconds"]}}
+    return {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
+
+
+def report_of(id: str, gold: GroupView, nothing: GroupView) -> TaskReport:
+    problems: list[str] = []
+    rewards: dict[str, tuple[float | None, ...]] = {}
+    for name, group, wanted in (("the gold solution", gold, RIGHT), ("doing nothing", nothing, WRONG)):
+        results = [session.result for session in group.sessions if session.result is not None]
+        rewards[name] = tuple(result.verdict.reward if result.verdict else None for result in results)
+        for result in results:
+            if result.error is not None:
+                tail = f": {result.error.log_tail.strip()[-200:]}" if result.error.log_tail else ""
+                said = f"{name} is not graded: {result.error.message}{tail}"
+            elif result.verdict is None:
+                said = f"{name} is not graded: it ended with {result.stop_reason.value}"
+            elif result.verdict.reward != wanted:
+                why = f" ({result.verdict.reason})" if result.verdict.reason else ""
+                said = f"{name} earns {result.verdict.reward:g}, not {wanted:g}{why}"
+            else:
+                continue
+            if said not in problems:
+                problems.append(said)
+        if len({*rewards[name]} - {None}) > 1:
+            problems.append(f"{name} earns one thing and then another: {', '.join(map(str, rewards[name]))}")
+    return TaskReport(
+        id=id, gold=rewards["the gold solution"], nothing=rewards["doing nothing"], problems=tuple(problems)
+    )

@@ -1,0 +1,120 @@
+"""`outrider task`: looks at tasks before a model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from outrider.cli.event_loop import run_service
+from outrider.cli.options import Json
+from outrider.cli.tables import table
+from outrider.cli.task_file import load_example
+from outrider.cli.terminal import printable, terminal_of
+from outrider.config import load_config
+from outrider.datasets import Example, harbor_examples, human_eval_examples, reasoning_gym_examples
+from outrider.errors import InvalidField
+
+HUMAN_EVAL = "human-eval"
+REASONING_GYM = "reasoning-gym:"
+ENTRIES = 4
+"""Of a data set of reasoning-gym, where nothing is said."""
+
+
+def task_commands() -> typer.Typer:
+    """The sub-commands of `outrider task`."""
+    app = typer.Typer(no_args_is_help=True, help="Check tasks before a model sees them.")
+    app.callback()(lambda: None)  # without it typer makes a program with one command of it
+    app.command("check")(check)
+    return app
+
+
+class Bad(msgspec.Struct, frozen=True):
+    """A task that is not as it should be, and why."""
+
+    id: str
+    problems: tuple[str, ...]
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """How many tasks were checked, how many are good, and the others."""
+
+    tasks: int
+    ok: int
+    bad: tuple[Bad, ...]
+
+
+def check(
+    ctx: typer.Context,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="TASK.toml, a folder of Harbor tasks or of TOML files, human-eval, or reasoning-gym:NAME.",
+        ),
+    ],
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym, 4")
+    ] = None,
+    image: Annotated[str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
+    ] = None,
+    at_once: Annotated[int, typer.Option(metavar="N", help="Sandboxes at once.")] = 4,
+    json: Json = False,
+) -> None:
+    """Try the known solution of each task, and doing nothing, twice each.
+
+    Needs no model and no service. The solution must earn 1, and nothing 0.
+    A TOML file has its solution in a table [gold]: `run`, a command for the
+    sandbox, or `reply`, what the agent says in the end. Harbor folders have
+    solution/solve.sh.
+
+    Exit code 0: all are good. 1: one is not.
+
+    Examples:
+
+        outrider task check examples/count_words.toml
+
+        outrider task check human-eval reasoning-gym:chain_sum --json
+    """
+    from outrider.certify.task_check import TaskReport, check_tasks
+
+    terminal = terminal_of(ctx)
+    examples = [example for source in sources for example in examples_in(source, limit=limit, image=image)]
+    graders = load_config({}, file=config).graders if config is not None else ()
+    done = 0
+
+    def watch(report: TaskReport) -> None:
+        nonlocal done
+        done += 1
+        terminal.note(f"[{done}/{len(examples)}] {report.id}: {'bad' if report.problems else 'good'}")
+
+    reports = run_service(check_tasks(examples, folder=Path.cwd(), graders=graders, at_once=at_once, watch=watch))
+    bad = tuple(Bad(report.id, report.problems) for report in reports if report.problems)
+    if terminal.json:
+        terminal.write_json(Checked(tasks=len(reports), ok=len(reports) - len(bad), bad=bad))
+    else:
+        for one in bad:
+            terminal.out.print(table((one.id,), [(printable(problem),) for problem in one.problems]))
+        terminal.out.print(f"{len(reports) - len(bad)} of {len(reports)} tasks are good")
+    raise typer.Exit(1 if bad else 0)
+
+
+def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Example]:
+    """The tasks of a source, by name or path. Raises InvalidField."""
+    if source == HUMAN_EVAL:
+        return human_eval_examples(limit=limit)
+    if source.startswith(REASONING_GYM):
+        return reasoning_gym_examples(source.removeprefix(REASONING_GYM), size=limit or ENTRIES)
+    path = Path(source)
+    if path.is_dir() and not any(path.rglob("task.toml")):
+        files = sorted(path.glob("*.toml"))[:limit]
+        if not files:
+            raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
+        return [load_example(file) for file in files]
+    if path.is_dir():
+        return harbor_examples(path, limit=limit, image=image)
+    return [load_example(path)]
