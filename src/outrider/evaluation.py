@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from outrider.client import AsyncClient, patiently
+from outrider.client import AsyncClient, Watch, patiently
 from outrider.concurrency.cancellation import shielded
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.schemas import GroupView
@@ -31,6 +32,8 @@ from outrider.spec import EVALUATION_LABEL, TaskSpec
 PRIORITY = 100
 """Above that of training groups, unless these have one: a trainer that waits for the figures is not kept waiting."""
 LARGEST_SEED = (1 << 63) - 1
+RESAMPLES = 2000
+CONFIDENCE = 0.95
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +41,8 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     mean: the mean over tasks of the mean over a task's graded samples, so every task weighs the same.
     standard_error: of that mean, from the spread between tasks; None with fewer than two.
+    interval: of that mean with 95 % confidence, by bootstrap over tasks (RESAMPLES of them, the same ones each time);
+        None with fewer than two.
     pass_at: by k, the chance that at least one of k samples of a task passes, without bias (Chen et al. 2021, section
         2.1), as a mean over the tasks with k graded samples or more.
     tasks, samples: how many have a value.
@@ -45,6 +50,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     mean: float
     standard_error: float | None
+    interval: tuple[float, float] | None
     pass_at: dict[int, float]
     tasks: int
     samples: int
@@ -88,6 +94,8 @@ async def evaluate(
     policy_version: int | None = None,
     passed: float = 1.0,
     name: str = "evaluation",
+    run: str | None = None,
+    watch: Watch | None = None,
 ) -> Evaluation:
     """Run `samples` sessions of each task, and wait for all of them.
 
@@ -95,10 +103,13 @@ async def evaluate(
     an engine that repeats itself; None leaves the tasks' seeds alone. A sample passes with `passed` or more, of the
     reward and of each metric. The groups have the label `outrider.evaluation`, with `name` as its value.
 
-    With `policy_version`, that version must be the policy's from the beginning to the end.
+    With `policy_version`, that version must be the policy's from the beginning to the end. With `run`, a name, whatever
+    was submitted under it is taken up: the same call after an interruption runs only what is missing. `watch`: see
+    `AsyncClient.wait`.
 
-    Raises InvalidField for tasks that the service refuses and where the policy has another version, ServiceError when
-    the service is gone, the version changed meanwhile, or no session was graded. What still runs then is cancelled.
+    Raises InvalidField for tasks that the service refuses and where the policy has another version, Conflict for a
+    `run` of other tasks, ServiceError when the service is gone, the version changed meanwhile, or no session was
+    graded. What still runs then is cancelled, unless it has a `run` to be taken up by.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
@@ -110,7 +121,7 @@ async def evaluate(
             field="policy_version",
             hint="evaluate when update_policy has returned",
         )
-    run = secrets.token_hex(8)
+    key = run or secrets.token_hex(8)
     ids: list[str] = []
     try:
         for number, task in enumerate(tasks):
@@ -118,12 +129,12 @@ async def evaluate(
                 "task": evaluation_task(task, name, seed=None if seed is None else (seed + number) % LARGEST_SEED),
                 "n": samples,
                 "priority": priority,
-                "idempotency_key": f"evaluation/{run}/{number}",
+                "idempotency_key": f"evaluation/{key}/{number}",
             }
             ids.append((await patiently(partial(client.submit, body))).id)
-        groups = await patiently(partial(client.wait, ids))
+        groups = await patiently(partial(client.wait, ids, watch))
     except BaseException:  # cancelled, too
-        for group_id in ids:
+        for group_id in ids if run is None else ():
             with suppress(OutriderError):  # the error that ended the evaluation is the one to see
                 await shielded(partial(client.cancel, group_id))
         raise
@@ -151,6 +162,16 @@ def evaluation_task(
 def pass_at(k: int, passes: int, samples: int) -> float:
     """The chance that k of `samples` samples, `passes` of which pass, hold one that does."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
+
+
+def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
+    """Of their mean, by percentiles of the means of resamples; None for fewer than two."""
+    if len(means) < 2:
+        return None
+    draw = random.Random(0)
+    resampled = sorted(fmean(draw.choices(means, k=len(means))) for _ in range(RESAMPLES))
+    aside = round(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return resampled[aside], resampled[-1 - aside]
 
 
 def _evaluation(
@@ -200,6 +221,7 @@ def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Sc
     return Score(
         mean=fmean(means),
         standard_error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        interval=bootstrap_interval(means),
         pass_at=chances,
         tasks=len(graded),
         samples=sum(map(len, graded)),

@@ -35,6 +35,7 @@ def test_there_is_every_command() -> None:
             "harness",
             "image",
             "doctor",
+            "eval",
             "demo",
             "policy",
             "nodes",

@@ -17,6 +17,7 @@ from outrider.cli.delivery import callback_commands, consumer_commands, gc
 from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
 from outrider.cli.engines import engine_commands
+from outrider.cli.evaluate import eval_
 from outrider.cli.export import export
 from outrider.cli.harness import harness_commands
 from outrider.cli.image import image_commands
@@ -95,6 +96,7 @@ def commands() -> typer.Typer:
 
     for command in (serve, run, status, cancel, show, artifacts, export, gc, doctor, demo, slurm):
         app.command()(command)
+    app.command("eval")(eval_)
     app.add_typer(consumer_commands(), name="consumers")
     app.add_typer(callback_commands(), name="callbacks")
     app.add_typer(engine_commands(), name="engines")

