@@ -33,7 +33,7 @@ class Bench:
         self.others = 0
 
     @asynccontextmanager
-    async def _beside(self) -> AsyncIterator[Runtime]:
+    async def beside(self) -> AsyncIterator[Runtime]:
         self.others += 1
         other = await self._world.start("namespace", **self._fields)
         try:
@@ -55,7 +55,7 @@ class Bench:
             harness=HarnessOutcome(),
             transcript=(Message(role=Role.USER, content="x"), reply) if said else (),
             turns=1,
-            beside=self._beside,
+            beside=self.beside,
         )
         return await make_evaluator(spec).evaluate(outcome)
 

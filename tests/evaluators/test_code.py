@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
+from outrider.evaluators.code.cases import json_value
 from outrider.evaluators.factory import make_evaluator
 from outrider.runtimes.base import Runtime
 from outrider.spec import EvaluatorSpec
@@ -154,6 +157,14 @@ def add(a, b):
         except OSError: pass
     os._exit(0)
 """,
+    "answers with too large a number": """
+import os
+def add(a, b):
+    for fd in range(3, 64):
+        try: os.write(fd, b'{"value": {"complex": [1%s, 0]}}' % (b"0" * 400))
+        except OSError: pass
+    os._exit(0)
+""",
     "nests deeply": "def add(a, b):\n    x = []\n    for _ in range(900): x = [x]\n    return x\n",
     "looks for the tests": """
 import glob, os, re
@@ -170,7 +181,7 @@ def add(a, b):
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["texts", pytest.param("calls", marks=pytest.mark.deep), "check"])
 async def test_what_a_program_does_instead_earns_nothing(bench: Bench, form: str) -> None:
     for attack, program in (ATTACKS if form == "texts" else ATTACKS | LATER).items():
         options = FORMS[form] | {"case_seconds": 1.5, "total_seconds": 20}
@@ -223,6 +234,108 @@ class Breaks:
         return getattr(self._sandbox, name)
 
 
+COLLIDING = """
+import json, os
+def add(a, b):
+    numbers = [k * (2**61 - 1) for k in range(50_000)]
+    for fd in range(3, 64):
+        try: os.write(fd, json.dumps({"value": VALUE}).encode())
+        except OSError: pass
+    os._exit(0)
+"""
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("form", ["calls", "check"])
+@pytest.mark.parametrize("value", ['{"set": numbers}', '{"dict": [[k, 0] for k in numbers]}'])
+async def test_numbers_with_the_same_hash_hold_up_nothing(bench: Bench, form: str, value: str) -> None:
+    """The sandbox of a check may try; it ends with the time of the candidate."""
+    options = FORMS[form] | {"case_seconds": 5, "total_seconds": 6, "output_bytes": 4 << 20}
+    graded = await bench.grade(spec(**options), fenced(COLLIDING.replace("VALUE", value)))
+    assert graded.reward == 0.0
+    said = "no value of JSON's types" if form == "calls" else "did not end in time"
+    assert said in str(graded.reason)
+
+
+@pytest.mark.parametrize(
+    ("coded", "value"),
+    [
+        ([1, {"tuple": ["a", None]}], [1, ["a", None]]),
+        ({"dict": [["a", {"tuple": []}], ["b", {"dict": []}]]}, {"a": [], "b": {}}),
+    ],
+)
+def test_what_is_compared_is_of_jsons_types(coded: Any, value: Any) -> None:
+    assert json_value(coded) == value
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [
+        {"set": [1]},
+        {"frozenset": []},
+        {"bytes": "00"},
+        {"complex": [10**400, 0]},
+        {"dict": [[1, 2]]},
+        {"dict": [[{"tuple": []}, 2]]},
+        {"dict": 5},
+        {"tuple": 5},
+        {"tuple": {"tuple": []}},
+        {"list": [], "tuple": []},
+        {},
+    ],
+)
+def test_what_is_not_of_jsons_types_is_not_compared(coded: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        json_value(coded)
+
+
+async def test_a_second_sandbox_that_starts_slowly_costs_the_candidate_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = bench.beside
+
+    @asynccontextmanager
+    async def slow() -> AsyncIterator[Runtime]:
+        async with quick() as other:
+            await asyncio.sleep(2.5)
+            yield other
+
+    monkeypatch.setattr(bench, "beside", slow)
+    graded = await bench.grade(spec(**CHECK | {"total_seconds": 2}), fenced(ADD))
+    assert (graded.reward, graded.reason) == (1.0, None)
+
+
+class Hangs:
+    """A sandbox whose python3 does not end."""
+
+    def __init__(self, sandbox: Runtime) -> None:
+        self._sandbox = sandbox
+
+    async def exec(self, *args: Any, **options: Any) -> Any:
+        return await self._sandbox.exec("sleep 60", seconds=0.1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sandbox, name)
+
+
+async def test_a_python_that_hangs_is_the_agents_doing_where_another_one_works(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.sandbox = cast(Runtime, Hangs(bench.sandbox))
+    with pytest.raises(EvaluatorError, match="does not run in the sandbox") as caught:
+        await bench.grade(spec(**TEXTS), fenced(SUM))
+    assert (caught.value.inside, bench.others) == (True, 1)
+
+    @asynccontextmanager
+    async def hanging() -> AsyncIterator[Runtime]:
+        yield bench.sandbox
+
+    monkeypatch.setattr(bench, "beside", hanging)
+    with pytest.raises(EvaluatorError, match="does not run in the sandbox") as caught:
+        await bench.grade(spec(**TEXTS), fenced(SUM))
+    assert not caught.value.inside
+
+
 @pytest.mark.parametrize("inside", [True, False])
 async def test_a_sandbox_that_breaks_is_the_programs_doing_only_if_it_broke_from_inside(
     bench: Bench, inside: bool
@@ -269,6 +382,17 @@ async def test_a_check_that_swallows_errors_passes_no_program_that_ends_itself(b
     options = CHECK | {"test": test}
     assert (await bench.grade(spec(**options), fenced("import os\ndef add(a, b): os._exit(0)\n"))).reward == 0.0
     assert (await bench.grade(spec(**options), fenced(ADD))).reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["StopIteration", "StopAsyncIteration"])
+async def test_a_program_ends_no_loop_of_its_check(bench: Bench, name: str) -> None:
+    test = (
+        "def check(candidate):\n    pairs = map(candidate, [1, 2], [3, 4])\n    assert all(sum >= 4 for sum in pairs)\n"
+    )
+    graded = await bench.grade(spec(**CHECK | {"test": test}), fenced(f"def add(a, b): raise {name}\n"))
+    assert graded.reward == 0.0
+    assert "RuntimeError" in str(graded.reason)
+    assert (await bench.grade(spec(**CHECK | {"test": test}), fenced(ADD))).reward == 1.0
 
 
 async def test_values_cross_as_they_are(bench: Bench) -> None:
@@ -330,6 +454,8 @@ async def test_without_python_in_the_sandbox_it_is_an_error(bench: Bench, form: 
         ({**TEXTS, "case_second": 1}, ".case_second"),
         ({**TEXTS, "case_seconds": 0}, ".case_seconds"),
         ({**TEXTS, "total_seconds": 60}, ".total_seconds"),
+        ({**TEXTS, "total_seconds": 0.1}, ".inputs"),
+        ({"inputs": ["1", "2"], "outputs": ["1", "\n"], "reward": "share"}, ".outputs.1"),
     ],
 )
 def test_what_is_wrong_is_named_at_submission(options: Any, field: str) -> None:

@@ -69,19 +69,29 @@ def lines(text: str) -> list[str]:
     return found
 
 
-def plain(value: Any) -> Any:
-    """The value with lists for tuples, which JSON does not have."""
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    return value
+def json_value(coded: Any) -> Any:
+    """The value that `guest.encode` made this of, with lists for tuples, which JSON does not have. Raises ValueError or
+    TypeError for what JSON does not have either, and RecursionError.
+
+    No set and no key but a text is made: a candidate can choose numbers that all have the same hash, and a table of
+    them takes minutes to make.
+    """
+    if isinstance(coded, list):
+        return [json_value(one) for one in coded]
+    if not isinstance(coded, dict):
+        return coded
+    [(kind, inner)] = coded.items()
+    if kind == "tuple" and isinstance(inner, list):
+        return [json_value(one) for one in inner]
+    if kind == "dict" and all(isinstance(key, str) for key, _ in inner):
+        return {key: json_value(one) for key, one in inner}
+    raise ValueError(f"a {kind} is no value of JSON")
 
 
 def cases_of(options: CodeOptions) -> list[Case]:
     """The cases of a task without a test. Raises InvalidField for what is no case, and for cases that a program passes
     that does nothing."""
-    cases = []
+    cases: list[Case] = []
     # APPS and TACO have the result of a function in a list of its own, though not in every row: where each is such a
     # list, the value in it passes, too.
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in options.outputs)
@@ -92,6 +102,12 @@ def cases_of(options: CodeOptions) -> list[Case]:
             if not all(isinstance(text, str) for text in texts):
                 raise InvalidField("input and output must be texts, or lists of lines", field=field)
             cases.append(Case(texts[0], (lines(texts[1]),)))
+            if options.reward == "share" and not cases[-1].accepted[0]:
+                raise InvalidField(
+                    "is empty: a program that does nothing would be paid for this case",
+                    field=f"task.evaluator.options.outputs.{number}",
+                    hint="leave the case out, or take reward 'all'",
+                )
         elif isinstance(given, str):  # as LiveCodeBench has them
             try:
                 cases.append(Case([json.loads(line) for line in lines(given)], (json.loads(output),)))

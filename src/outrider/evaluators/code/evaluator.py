@@ -21,8 +21,8 @@ from typing import Any
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
 from outrider.evaluators.answers import last_reply
 from outrider.evaluators.base import Outcome
-from outrider.evaluators.code.cases import CodeOptions, cases_of, lines, plain
-from outrider.evaluators.code.guest import MARK, decode, encode
+from outrider.evaluators.code.cases import CodeOptions, cases_of, json_value, lines
+from outrider.evaluators.code.guest import MARK, encode
 from outrider.evaluators.options import read_options
 from outrider.runtimes.base import ExecResult, NoShell, Runtime, Shell, ShellResult, TellsCause
 from outrider.spec import EvaluatorSpec
@@ -33,6 +33,8 @@ READY = "ready"
 PROBE_SECONDS = 30.0
 QUOTED = 200
 """Characters of a wrong answer in a verdict's reason."""
+RUN_SECONDS = 0.05
+"""Fewer seconds than one run of a program takes."""
 
 
 class WrongAnswer(Exception):
@@ -52,6 +54,12 @@ class CodeEvaluator:
                 f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
                 field="task.evaluator.options.total_seconds",
             )
+        if len(self._cases) * RUN_SECONDS > self._seconds:
+            raise InvalidField(
+                f"{len(self._cases)} cases do not run in {self._seconds:g} s",
+                field="task.evaluator.options.inputs",
+                hint=f"each takes {RUN_SECONDS:g} s at the least: give fewer, or more task.evaluator.seconds",
+            )
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         program = self._options.file
@@ -61,10 +69,17 @@ class CodeEvaluator:
                 return self._verdict(0, "there is no block of code in the last reply")
             program = f"{outcome.runtime.scratch}/outrider-code-{secrets.token_hex(8)}.py"
             await outcome.runtime.write(program, found[-1].encode("utf-8", "replace"))
-        await probe(outcome.runtime, self._options.python)
-        candidate = Candidate(outcome, program, self._options, self._seconds)
+        try:
+            await probe(outcome.runtime, self._options.python)
+        except EvaluatorError as error:
+            if not error.inside:  # it hangs: the host is too slow, or somebody has put another program in its place
+                async with outcome.beside() as other:
+                    await probe(other, self._options.python)
+                error.inside = True
+            raise
         if self._options.test is not None:
-            return await self._checked(candidate, outcome)
+            return await self._checked(outcome, program)
+        candidate = Candidate(outcome, program, self._options, self._seconds)
         passed, reason = 0, None
         for number, case in enumerate(self._cases):
             try:
@@ -82,7 +97,7 @@ class CodeEvaluator:
                 passed += 1
         return self._verdict(passed, reason)
 
-    async def _checked(self, candidate: Candidate, outcome: Outcome) -> Verdict:
+    async def _checked(self, outcome: Outcome, program: str) -> Verdict:
         """The verdict of the task's hidden check, which runs in a sandbox of its own."""
         options, calls = self._options, 0
         async with outcome.beside() as trusted:
@@ -92,6 +107,8 @@ class CodeEvaluator:
                 raise EvaluatorError(f"the check cannot run: {error.message}", hint=error.hint) from error
             about = (options.prompt, options.entry_point, options.test)
             words = ", ".join(map(repr, about))
+            # Its time begins here: how long the second sandbox takes to start is not the candidate's doing.
+            candidate = Candidate(outcome, program, options, self._seconds)
             try:
                 said = await stepped(shell, f"{guest()}\nchecker = Checker({words})\nchecker.step()", candidate.left)
                 while call := said.get("call"):
@@ -151,21 +168,20 @@ class Candidate:
         answer = await self.asked(name, {"args": encode(args), "kwargs": encode({})})
         if "raised" in answer:
             raise WrongAnswer(": ".join(answer["raised"])[:QUOTED])
-        return await asyncio.to_thread(lambda: plain(decode(answer["value"])))
+        try:
+            return await asyncio.to_thread(json_value, answer["value"])
+        except (ArithmeticError, ValueError, TypeError, RecursionError) as error:
+            raise WrongAnswer("the function returned no value of JSON's types") from error
 
     async def asked(self, name: str, call: dict[str, Any], *, prompt: str = "") -> dict[str, Any]:
-        """What came of a call, as `guest.run_call` says it: `value`, which `decode` can read, or `raised`."""
+        """What came of a call, as `guest.run_call` says it: `value`, coded in some way, or `raised`."""
         request = {"file": self._program, "prompt": prompt, "name": name, **call}
         # -I: a candidate's file with the name of one of Python's modules is not what the guest's program imports.
         command = [self._options.python, "-I", "-B", "-c", f"{guest()}\nrun_call()"]
         done = await self._ran(command, json.dumps(request).encode())
         try:
             return await asyncio.to_thread(told, done.stdout)
-        except (
-            ValueError,
-            TypeError,
-            RecursionError,
-        ) as error:  # the candidate has written to where only the guest does
+        except (ValueError, RecursionError) as error:  # the candidate has written to where only the guest does
             raise WrongAnswer("the program gave no answer to the call") from error
 
     async def _ran(self, command: list[str], given: bytes) -> ExecResult:
@@ -194,10 +210,11 @@ class Candidate:
 
 
 def told(answer: bytes) -> dict[str, Any]:
-    """What `guest.run_call` has written. Raises ValueError, TypeError or RecursionError for anything else."""
+    """What `guest.run_call` has written. Raises ValueError or RecursionError for anything else.
+
+    The value stays coded, because it is the candidate's: to make it takes as long as the candidate likes."""
     match json.loads(answer):
         case {"value": coded, **others} if not others:
-            decode(coded)
             return {"value": coded}
         case {"raised": [str(kind), str(message)], **others} if not others:
             return {"raised": [kind, message]}

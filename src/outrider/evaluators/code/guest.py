@@ -48,7 +48,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(coded: Any) -> Any:
-    """The value that `encode` made this of, whose subclasses are gone. Raises ValueError, TypeError, RecursionError."""
+    """The value that `encode` made this of, whose subclasses are gone. Of anything else it raises what it likes, and
+    takes as long as it likes: only the sandbox of a check does this."""
     if isinstance(coded, list):
         return [decode(one) for one in coded]
     if not isinstance(coded, dict):
@@ -146,11 +147,19 @@ class Checker:
         answer = self._answers.get()
         self._answered += 1
         if "value" in answer:
-            return decode(answer["value"])
+            try:
+                return decode(answer["value"])
+            except Exception as error:  # `run_call` has not written this: the candidate has
+                self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
+                self._answers.get()  # for ever: nothing of the check may hide it
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            kind = RuntimeError  # such as SystemExit, or a class of the candidate's own
+        # Such as SystemExit, or a class of the candidate's own. StopIteration would end a loop of the check.
+        if not (isinstance(kind, type) and issubclass(kind, Exception)) or name in (
+            "StopIteration",
+            "StopAsyncIteration",
+        ):
+            kind = RuntimeError
         try:
             raised = kind(message)
         except TypeError:  # UnicodeDecodeError and its like take more
