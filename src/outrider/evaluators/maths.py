@@ -82,6 +82,9 @@ class MathEvaluator:
         found, equal = checked.answer["found"], checked.answer["equal"]
         if found is None:
             return Verdict(reward=0.0, metrics=metrics | {"answered": 0.0}, reason=f"no answer found ({LIBRARY})")
+        if checked.answer.get("calculates"):
+            reason = f"{found[:200]} is not worked out ({LIBRARY})"
+            return Verdict(reward=0.0, metrics=metrics, reason=reason)
         judged = f"is not {' or '.join(self._options.gold)}" if equal is None else f"equals {equal}"
         return Verdict(
             reward=0.0 if equal is None else 1.0, metrics=metrics, reason=f"{found[:200]} {judged[:500]} ({LIBRARY})"

@@ -5,11 +5,21 @@ It knows no reward. math-verify's own time limits are off: they need SIGALRM, an
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from math_verify import parse, verify
+from sympy import Derivative, Expr, Integral, Limit, MatrixBase, Product, Sum
 
 DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
+CALCULATIONS = (Derivative, Integral, Limit, Product, Sum)
+WRITTEN = re.compile(
+    r"""\\(?:operatorname\*?\s*\{\s*)?
+        (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])
+      | \\[dt]?frac \s* \{? \s* (?: d | \\partial ) [^{}]* \}? \s* \{? \s* (?: d | \\partial ) \s* [a-zA-Z]""",
+    re.VERBOSE,
+)
+"""What stands for a calculation in LaTeX. math-verify does some of them while it parses, and leaves no trace."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
@@ -34,7 +44,8 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """With `answer`: whether it equals one of `golds`, and what was found in it. Without: the first gold that is
+    """With `answer`: whether it equals one of `golds`, what was found in it, and whether it `calculates`: an integral
+    that is the question would equal its own answer. Without: the first gold that is
     `unusable`, and why. `whole`: the text is the answer and nothing else; otherwise it is looked for in the text."""
     golds = [(gold, _parsed(gold, whole=True)) for gold in request["golds"]]
     if "answer" not in request:
@@ -45,9 +56,14 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
             _equal(parsed, other)  # must end
             if not _equal(parsed, parsed):
                 return {"unusable": number, "why": "does not equal itself"}
+            if _too_small(parsed):
+                why = "is so small that its rounding makes other numbers equal to it"
+                return {"unusable": number, "why": why}
         return {"unusable": None}
     answer = _parsed(request["answer"], whole=request["whole"])
     found = next((part for part in answer if isinstance(part, str)), None)
+    if _calculates(answer) and not any(_calculates(parsed) for _, parsed in golds):
+        return {"found": found, "equal": None, "calculates": True}
     equal = next((gold for gold, parsed in golds if _equal(parsed, answer)), None)
     return {"found": found, "equal": equal}
 
@@ -61,3 +77,24 @@ def _parsed(text: str, *, whole: bool) -> list[Any]:
 
 def _equal(gold: list[Any], answer: list[Any]) -> bool:
     return bool(gold and answer and verify(gold, answer, timeout_seconds=None))
+
+
+def _calculates(parsed: list[Any]) -> bool:
+    """Whether it leaves a calculation to whoever reads it that a task may ask for."""
+    return any(
+        WRITTEN.search(part) is not None if isinstance(part, str) else bool(part.has(*CALCULATIONS)) for part in parsed
+    )
+
+
+def _too_small(parsed: list[Any]) -> bool:
+    """Whether a number in it, of an equation, a set or by itself, equals another one."""
+    rest = [part for part in parsed if not isinstance(part, str)]
+    while rest:
+        part = rest.pop()
+        if not isinstance(part, Expr):
+            rest += getattr(part, "args", ())
+        elif not isinstance(part, MatrixBase) and part.is_number:
+            value = part.doit().evalf()  # 1-1 and 50% are parsed as they are written
+            if value.is_real and value != 0 and _equal([part], [part * 1.25]):
+                return True
+    return False
