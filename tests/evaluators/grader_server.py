@@ -27,7 +27,8 @@ CUT = "cut"
 
 
 class Grader:
-    """`answer` makes an answer of a request's body: an object, bytes, a status, a status with headers, or CUT."""
+    """`answer` makes an answer of a request's body: an object, bytes, a status, a status with headers and
+    perhaps content, or CUT."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
         self.answer = answer
@@ -53,7 +54,7 @@ class Grader:
         given = await given if inspect.isawaitable(given) else given
         status, headers = 200, {}
         if isinstance(given, tuple):
-            status, headers, given = *given, {}
+            status, headers, given = given if len(given) == 3 else (*given, {})
         elif isinstance(given, int):
             status, given = given, {"error": "canned"}
         content = given if isinstance(given, bytes) else orjson.dumps(given)

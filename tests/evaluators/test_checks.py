@@ -43,8 +43,9 @@ def processes(host: Host) -> set[int]:
 
 async def until(host: Host, number: int) -> set[int]:
     """Waits until there are so many processes."""
-    while len(found := processes(host)) != number:  # noqa: ASYNC110  # nothing tells of a process's end
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        while len(found := processes(host)) != number:  # noqa: ASYNC110  # nothing tells of a process's end
+            await asyncio.sleep(0.01)
     return found
 
 
@@ -102,6 +103,22 @@ async def test_time_in_which_the_machine_does_other_things_is_not_held_against_a
     await asyncio.sleep(0.5)
     os.kill(check, signal.SIGCONT)
     assert (await working).answer == {"said": "worked"}
+
+
+async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
+    """However many tasks come, each with a check that hangs, they have one line, which is not that of the answers."""
+    checks = await host.part(PART)
+    await act(host, "nothing")
+    submitted = [asyncio.ensure_future(checks.check_submitted({"act": "spin"}, seconds=60)) for _ in range(32)]
+    await until(host, 2)
+    assert (await act(host, "work", seconds=5)).answer == {"said": "worked"}
+    await until(host, 2)
+    for one in submitted:
+        one.cancel()
+    await asyncio.wait(submitted)
+    await until(host, 1)
+    assert (await checks.check_submitted({"act": "nothing"}, seconds=5)).answer == {"said": "nothing"}
+    assert (await checks.check_submitted({"act": "spin"}, seconds=0.3)).fault == "too long to check: more than 0.3 s"
 
 
 async def test_a_check_that_crashes_is_told_from_one_that_was_killed(host: Host) -> None:

@@ -12,6 +12,7 @@ from outrider.client import AsyncClient
 from outrider.config import Config, PluginsConfig
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec, Outcome
+from outrider.evaluators.combined import WeightedEvaluator
 from outrider.evaluators.factory import make_evaluator
 from outrider.runtimes.node_host import Host
 from outrider.service.allow_lists import AllowLists
@@ -131,6 +132,11 @@ async def test_a_part_that_cannot_grade_fails_the_whole(grade: Grade, kind: str,
         ("all", {"parts": {"a": {"kind": "callable", "path": "nosuch"}}}, "options.parts.a.path"),
         (
             "all",
+            {"parts": {"a": {"kind": "weighted", "options": {"parts": {"b": {"kind": "all"}}}}}},
+            "options.parts.a.options.parts.b.options.parts",
+        ),
+        (
+            "all",
             {"parts": {"a": {"kind": "weighted", "options": {"parts": {"b": {"run": "x\0"}}}}}},
             "options.parts.a.options.parts.b.run",
         ),
@@ -140,6 +146,41 @@ def test_what_is_wrong_is_named_at_submission(kind: str, options: Any, field: st
     with pytest.raises(InvalidField) as caught:
         make_evaluator(EvaluatorSpec(kind=kind, options=options))
     assert caught.value.field == f"task.evaluator.{field}"
+
+
+class Renamed(WeightedEvaluator):
+    """A combining class under a name of its own."""
+
+
+def test_only_the_built_in_names_have_parts() -> None:
+    """Of any other the allow-list would not check what the parts name."""
+    inner = {"kind": "callable", "path": "os:system"}
+    for kind in (f"{__name__}:Renamed", "outrider.evaluators.combined:AllEvaluator"):
+        with pytest.raises(InvalidField, match="only the kinds weighted and all have parts") as caught:
+            make_evaluator(EvaluatorSpec(kind=kind, options={"parts": {"a": inner}}))
+        assert caught.value.field == "task.evaluator.kind"
+
+
+def test_programs_share_the_time_of_the_whole() -> None:
+    def code(seconds: float) -> dict[str, Any]:
+        return {"kind": "code", "options": {"inputs": ["1"], "outputs": ["1"], "total_seconds": seconds}}
+
+    def made(**parts: Any) -> None:
+        make_evaluator(EvaluatorSpec(kind="weighted", seconds=60, options={"parts": parts}))
+
+    def inner(**parts: Any) -> dict[str, Any]:
+        return {"kind": "all", "options": {"parts": parts}}
+
+    made(a=code(59), b={"run": "true"})
+    made(a=code(19), b=inner(c=code(19), d=code(19)))
+    for parts, field in (
+        ({"a": code(30), "b": code(1)}, "a"),
+        ({"a": code(20), "b": inner(c=code(1), d=code(1))}, "a"),
+        ({"a": code(1), "b": inner(c=code(20), d=code(1))}, "b.options.parts.c"),
+    ):
+        with pytest.raises(InvalidField, match="must be below") as caught:
+            made(**parts)
+        assert caught.value.field == f"task.evaluator.options.parts.{field}.options.total_seconds"
 
 
 async def test_parts_check_their_own_specs(tmp_path: Path) -> None:

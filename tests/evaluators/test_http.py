@@ -60,6 +60,17 @@ async def test_our_contract(monkeypatch: pytest.MonkeyPatch) -> None:
             check_signature(headers, wrong, SECRET)
 
 
+@pytest.mark.parametrize("contract", ["outrider", "nemo_gym"])
+async def test_what_cannot_be_encoded_is_graded_all_the_same(contract: str) -> None:
+    async with a_grader(lambda body: {"reward": 1.0}) as grader:
+        spec = EvaluatorSpec(kind="http", options={"grader": "one", "contract": contract})
+        odd = Message(role=Role.TOOL, content="a\ud800b", tool_call_id="c1")
+        said = Message(role=Role.ASSISTANT, content="It is \udfff42.")
+        outcome = an_outcome(spec, "", transcript=(*TALK[:3], odd, said))
+        assert (await make_evaluator(spec, grader.endpoints).evaluate(outcome)).reward == 1.0
+    assert b"a?b" in grader.raw[0]
+
+
 async def test_nemo_gyms_contract() -> None:
     answer = {"reward": 1.0, "accuracy": 0.25, "right": True, "response": {"x": 1}, "judge": "said so"}
     async with a_grader(lambda body: answer) as grader:

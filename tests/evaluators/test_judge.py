@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.errors import EngineUnavailable, EvaluatorError, InvalidField
+from outrider.errors import ContextOverflow, EngineUnavailable, EvaluatorError, InvalidField
 from outrider.evaluators.base import FrozenReply
 from outrider.evaluators.endpoints import CACHED, TRIES, Endpoints
 from outrider.evaluators.factory import make_evaluator
@@ -178,6 +178,13 @@ async def test_a_key_that_is_not_set_or_comes_back_is_not_shown(monkeypatch: pyt
         with pytest.raises(EvaluatorError) as caught:
             await judge.grade("judge", "42", **REFERENCE)
     assert "sk-very-secret" not in f"{caught.value.record()}"
+    monkeypatch.setenv("JUDGE_KEY", " sk-very-secret\n")
+    answer: Any = (401, {}, b"x" * 1995 + b" sk-very-secret")  # what is shown of it ends within the key
+    async with a_grader(lambda body: answer, key_variable="JUDGE_KEY") as judge:
+        with pytest.raises(EvaluatorError) as caught:
+            await judge.grade("judge", "42", **REFERENCE)
+    assert "sk-" not in f"{caught.value.record()}"
+    assert judge.headers[0]["authorization"] == "Bearer sk-very-secret"
 
 
 async def test_nothing_is_judged_without_a_call() -> None:
@@ -237,6 +244,53 @@ async def test_a_frozen_model_judges() -> None:
     assert asked[-1] == ("judge", {"max_tokens": 2048, "temperature": 0.0, "seed": None})
 
 
+def room_for(characters: int, said: Reply, *, refusal: Any) -> Reply:
+    """A judge whose context has so much room."""
+    return lambda body: said(body) if len(prompt(body)) <= characters else refusal
+
+
+@pytest.mark.parametrize("code", ["context_length_exceeded", "This model's maximum context length is 4 tokens."])
+async def test_an_answer_that_is_too_long_for_the_judge_is_worth_nothing(code: str) -> None:
+    refusal: Any = (400, {}, {"error": {"code": code}})
+    async with a_grader(room_for(2000, says("GRADE MARK: C"), refusal=refusal)) as judge:
+        verdict = await judge.grade("judge", "42 " * 1000, **REFERENCE)
+    assert (verdict.reward, verdict.reason) == (0.0, "the answer does not fit into the judge's context")
+    assert len(judge.bodies) == 2
+    async with a_grader(room_for(2000, says("Hm. " * 400), refusal=refusal)) as judge:  # its own reply is too long
+        with pytest.raises(EvaluatorError, match="answered 400"):
+            await judge.grade("judge", "42", **REFERENCE)
+    async with a_grader(room_for(10, says("GRADE MARK: C"), refusal=refusal)) as judge:  # the question is
+        with pytest.raises(EvaluatorError, match="answered 400"):
+            await judge.grade("judge", "42", **REFERENCE)
+    async with a_grader(room_for(2000, says("GRADE MARK: C"), refusal=(400, {}, {"error": "no"}))) as judge:
+        with pytest.raises(EvaluatorError, match="answered 400"):
+            await judge.grade("judge", "42 " * 1000, **REFERENCE)
+    assert len(judge.bodies) == 1
+
+
+async def test_an_answer_that_is_too_long_for_a_frozen_judge_is_worth_nothing() -> None:
+    room = 2000
+
+    async def ask(model: str, messages: Any, **sampling: Any) -> FrozenReply:
+        if sum(len(message.content) for message in messages) > room:
+            raise ContextOverflow("too long")
+        return FrozenReply(text="Hm.", prompt_tokens=9, completion_tokens=4)
+
+    spec = EvaluatorSpec(kind="judge", options={"frozen": "judge", **REFERENCE})
+    evaluator = make_evaluator(spec, Endpoints(frozen=["judge"]))
+    verdict = await evaluator.evaluate(an_outcome(spec, "42 " * 1000, ask_frozen=ask))
+    assert (verdict.reward, verdict.reason) == (0.0, "the answer does not fit into the judge's context")
+    room = 10
+    with pytest.raises(EvaluatorError, match="the judge 'judge' failed: too long"):
+        await evaluator.evaluate(an_outcome(spec, "42", ask_frozen=ask))
+
+
+async def test_what_cannot_be_encoded_is_judged_all_the_same() -> None:
+    async with a_grader(says("GRADE MARK: C")) as judge:
+        assert (await judge.grade("judge", "4\ud8002", **REFERENCE)).reward == 1.0
+    assert "4\\ud8002" in prompt(judge.bodies[0])
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
@@ -251,6 +305,10 @@ async def test_a_frozen_model_judges() -> None:
         ({"by": "rubric", "grader": "one"}, ""),
         ({"by": "rubric", "grader": "one", "criteria": [{"name": "a", "text": "b", "weight": -1.0}]}, ""),
         ({"by": "rubric", "grader": "one", "criteria": [{"name": "a", "text": "b"}] * 2}, ""),
+        (
+            {"by": "rubric", "grader": "one", "criteria": [{"name": "a", "text": "b", "weight": 1e308}]},
+            ".criteria.0.weight",
+        ),
     ],
 )
 async def test_what_is_wrong_is_named_at_submission(options: Any, field: str) -> None:

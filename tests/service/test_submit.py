@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import LanesConfig
-from outrider.errors import Conflict, InvalidField
+from outrider.config import LanesConfig, QueueConfig
+from outrider.errors import Conflict, InvalidField, QueueFull
+from outrider.evaluators.base import Outcome
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.runtimes.node_host import Host
 from outrider.service.service import Ids
+from outrider.spec import EvaluatorSpec
 from outrider.store.sqlite import sqlite_store
+from outrider.trajectory import Verdict
 
 from .conftest import MakeWorld
 from .world import group, result_of
@@ -25,6 +29,32 @@ async def test_a_group_is_in_the_database_before_submit_returns(world: MakeWorld
             stored = await other.group(view.id)
             assert [session.id for session in await other.sessions(view.id)] == [s.id for s in view.sessions]
         assert (stored.n, stored.state, view.labels) == (3, GroupState.ACTIVE, {"kind": "test"})
+        w.stage.open["door"].set()
+
+
+CHECKED: list[str] = []
+
+
+class Noting:
+    """An evaluator that notes when its spec is checked."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._word = spec.options["word"]
+
+    async def check_spec(self, host: Host) -> None:
+        CHECKED.append(self._word)
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        return Verdict(reward=1.0)
+
+
+async def test_a_group_that_is_not_accepted_has_no_evaluator_checked(world: MakeWorld) -> None:
+    async with world(queue=QueueConfig(sessions=1), lanes=NARROW) as w:
+        CHECKED.clear()
+        await w.submit("wait door", n=8, evaluator={"kind": f"{__name__}:Noting", "options": {"word": "first"}})
+        with pytest.raises(QueueFull):
+            await w.submit("wait door", evaluator={"kind": f"{__name__}:Noting", "options": {"word": "second"}})
+        assert CHECKED == ["first"]
         w.stage.open["door"].set()
 
 

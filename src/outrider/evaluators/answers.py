@@ -21,9 +21,9 @@ class NoAnswer(Exception):
 def last_reply(outcome: Outcome) -> str:
     """The agent's final words: those that its harness names, else the model's last reply. "" where there are none."""
     if outcome.harness.answer is not None:
-        return outcome.harness.answer
+        return storable(outcome.harness.answer)
     said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
-    return next(said, "")
+    return storable(next(said, ""))
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:

@@ -14,7 +14,7 @@ from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec, Evaluator, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
-from outrider.evaluators.nested import FIELD, AllOptions, WeightedOptions, part_spec
+from outrider.evaluators.nested import FIELD, KINDS, AllOptions, WeightedOptions, nested_specs, part_spec
 from outrider.evaluators.options import read_options
 from outrider.evaluators.verdict import read_verdict
 from outrider.runtimes.node_host import Host
@@ -76,11 +76,22 @@ class AllEvaluator:
 
 
 def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
-    made = {}
+    if whole.kind not in KINDS:  # under another name, what the parts name would not be checked by the allow-list
+        raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
+    specs, programs = {}, {}
     for name, given in whole.options["parts"].items():
+        field = f"{FIELD}.options.parts.{name}"
         if not name or "/" in name:
-            raise InvalidField("the name of a part must not have a /", field=f"{FIELD}.options.parts.{name}")
-        spec = part_spec(given, whole, f"{FIELD}.options.parts.{name}")
+            raise InvalidField("the name of a part must not have a /", field=field)
+        specs[name] = spec = part_spec(given, whole, field)
+        programs[name] = sum(inner.kind == "code" for inner, _ in nested_specs(spec, field))
+    made = {}
+    for name, spec in specs.items():
+        if programs[name]:
+            # Its programs may take three quarters of the time. All in all they must: else slow ones would be an error,
+            # and no reward.
+            share = programs[name] / sum(programs.values())
+            spec = spec.model_copy(update={"seconds": whole.seconds * share})
         try:
             made[name] = Part(spec, make_evaluator(spec, endpoints))
         except InvalidField as error:

@@ -1,8 +1,9 @@
 """The graders outside that the operator has named, and how they are called.
 
 A task names one and gives no address: so no task can have the service call another place, or with another key. Keys are
-in variables of the service's environment, which the settings name. It knows no contract. Invariants: a call that fails
-raises, and its error shows no key; a redirect is not followed; and an answer is at most MAX_ANSWER bytes.
+in variables of the environment of the service and of its nodes, which the settings name. It knows no contract.
+Invariants: a call that fails raises, and its error shows no key; a redirect is not followed; and an answer is at most
+MAX_ANSWER bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,16 @@ TRIES = 4
 PAUSES = Backoff(first=0.5, longest=10.0)
 TRANSIENT = frozenset({502, 503, 504})
 """Statuses of a grader that is away, or of what stands in front of it."""
+MAX_SAID = 2000
+"""Characters of a refusal that are shown."""
 CACHED = 4096
 """Replies of judges that a process remembers."""
+
+
+class Refused(EvaluatorError):
+    """A grader answered with a `status` that is neither a 2xx nor transient; `log_tail` is what it said."""
+
+    status = 0
 
 
 class Endpoints:
@@ -123,20 +132,28 @@ class Endpoints:
                     return json_object(grader.name, bytes(content))
                 failure = f"answered {reply.status}"
                 if reply.status not in transient:
-                    raise EvaluatorError(
+                    # Cut only then: of a key that is cut in two, no part would be found.
+                    said = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
+                    refused = Refused(
                         f"grader {grader.name!r} {failure}",
                         hint="a redirect is not followed: give its address" if reply.status // 100 == 3 else None,
-                        log_tail=redacted(content[:2000].decode("utf-8", "replace"), [key] if key else ()),
+                        log_tail=said,
                     )
+                    refused.status = reply.status
+                    raise refused
         raise EvaluatorError(f"grader {grader.name!r} {failure}, {TRIES} times", hint="see whether it runs")
 
 
 def variable(name: str | None, grader: str) -> str | None:
-    """The variable that a grader's settings name. Raises EvaluatorError where it is not set."""
+    """The variable that a grader's settings name, without blanks around it. Raises EvaluatorError where it is not
+    set."""
     if name is None:
         return None
-    if not (value := environment(name)):
-        raise EvaluatorError(f"the variable {name} of grader {grader!r} is not set in the service's environment")
+    if not (value := (environment(name) or "").strip()):  # a file that it came from may end with a newline
+        raise EvaluatorError(
+            f"the variable {name} of grader {grader!r} is not set",
+            hint="set it in the environment of the service and of its nodes",
+        )
     return value
 
 

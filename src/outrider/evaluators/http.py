@@ -6,6 +6,7 @@ It knows no sandbox: what is graded is the conversation. Invariants: only a fini
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -71,7 +72,8 @@ class HttpEvaluator:
                 "transcript": said,
                 "metrics": {"turns": outcome.turns, "exit_code": outcome.harness.exit_code},
             }
-        encoded = msgspec.json.encode(body)
+        # Not by msgspec alone, which refuses lone surrogates: tools and models may have said some.
+        encoded = json.dumps(msgspec.to_builtins(body), ensure_ascii=False).encode("utf-8", "replace")
         secret = variable(grader.secret_variable, grader.name)
         headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
         answer = await self._endpoints.post(

@@ -53,7 +53,7 @@ class MathEvaluator:
     async def check_spec(self, host: Host) -> None:
         """Raises InvalidField for a gold answer that math-verify cannot read, or not in time."""
         golds = self._options.gold
-        checked = await (await checks_of(host, CHECKS)).check({"golds": golds}, seconds=self._options.seconds)
+        checked = await (await checks_of(host, CHECKS)).check_submitted({"golds": golds}, seconds=self._options.seconds)
         answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}
         if (number := answer["unusable"]) is not None:
             place = "" if len(golds) == 1 or checked.answer is None else f".{number}"

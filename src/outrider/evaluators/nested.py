@@ -42,7 +42,12 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
     """The spec and all specs within it, each with the path of its field. Raises InvalidField for one that is none."""
     yield spec, field
     if spec.kind in KINDS:
-        for name, given in read_options(KINDS[spec.kind], spec).parts.items():
+        try:
+            options = read_options(KINDS[spec.kind], spec)
+        except InvalidField as error:
+            error.field = field + (error.field or FIELD).removeprefix(FIELD)
+            raise
+        for name, given in options.parts.items():
             own = f"{field}.options.parts.{name}"
             yield from nested_specs(part_spec(given, spec, own), own)
 

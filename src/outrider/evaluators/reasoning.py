@@ -58,7 +58,7 @@ class ReasoningGymEvaluator:
     async def check_spec(self, host: Host) -> None:
         """Raises InvalidField for an entry whose own answer does not score 1."""
         request = {"entry": self._options.entry}
-        checked = await (await checks_of(host, CHECKS)).check(request, seconds=self._options.seconds)
+        checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.seconds)
         why = checked.fault if checked.answer is None else checked.answer["unusable"]
         if why is not None:
             raise InvalidField(f"cannot be scored: {why} ({LIBRARY})", field="task.evaluator.options.entry")

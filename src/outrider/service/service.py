@@ -191,7 +191,6 @@ class Service:
             endpoints=self._endpoints,
             here=config.processes > 0,
         )
-        await check_evaluator(evaluator, self._host)
         group_id = f"g-{self._ids.next()}"
         row = GroupRow(
             id=group_id,
@@ -209,6 +208,8 @@ class Service:
             submitted_by=caller.name,
         )
         await self._back_pressure.check(row)
+        # Only then, because it takes the machine's time.
+        await check_evaluator(evaluator, self._host)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())

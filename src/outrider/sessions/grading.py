@@ -36,7 +36,6 @@ from outrider.sessions.clock import Stopwatch
 from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
-from outrider.spec import RuntimeSpec
 from outrider.trajectory import Verdict
 
 log = logging.getLogger("outrider.session")
@@ -240,21 +239,19 @@ class Grading:
 
     @asynccontextmanager
     async def _beside(self) -> AsyncIterator[Runtime]:
-        """See `Outcome.beside`. Like any sandbox that asks for no resources it sets none aside, and waits for none."""
-        runtime = self._task.runtime
-        none = runtime.resources.model_copy(update={"cpus": None, "memory_mb": None})
-        sandbox = self._start(runtime=runtime.model_copy(update={"resources": none}))
+        """See `Outcome.beside`. It sets nothing aside and waits for no resources; the task's limits hold in it, too."""
+        sandbox = self._start()
         try:
             yield await sandbox.ready()
         finally:
             await shielded(sandbox.close)
 
-    def _start(self, layer: Path | None = None, runtime: RuntimeSpec | None = None) -> GraderSandbox:
-        session, runtime = self._attempt.session, runtime or self._task.runtime
+    def _start(self, layer: Path | None = None) -> GraderSandbox:
+        session = self._attempt.session
         name = f"{session.id}-g{next(self._numbers)}"
 
         def make() -> Sandbox:
-            return self._sandboxes.make(runtime, name, session.attempt, mounts=self._mounts, layer=layer)
+            return self._sandboxes.make(self._task.runtime, name, session.attempt, mounts=self._mounts, layer=layer)
 
         sandbox = GraderSandbox(
             make,

@@ -379,7 +379,8 @@ class Rollout:
     async def _ask_frozen(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
     ) -> FrozenReply:
-        """See `evaluators.base.AskFrozen`. Each call is a conversation of its own, and is stored nowhere."""
+        """See `evaluators.base.AskFrozen`. Each call is a conversation of its own, and is stored nowhere. What is
+        judged opens and ends no turn of it: it has no special tokens."""
         [frozen] = [one for one in self._node.frozen if one.backend.model == model]
 
         async def forget(turn: Turn) -> None:
@@ -394,8 +395,10 @@ class Rollout:
             record=forget,
             frozen=model,
         )
+        plain = frozen.backend.renderer.tokenizer.without_special
+        texts = [msgspec.structs.replace(message, content=plain(message.content)) for message in messages]
         try:
-            said = await completed(conversation, messages, max_tokens=max_tokens)
+            said = await completed(conversation, texts, max_tokens=max_tokens)
         finally:
             await conversation.close()
         return FrozenReply(

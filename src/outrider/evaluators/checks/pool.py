@@ -116,6 +116,7 @@ class Checks:
         cores = len(os.sched_getaffinity(0))
         self._quick = asyncio.Semaphore(cores)
         self._slow = asyncio.Semaphore(cores)
+        self._submitted = asyncio.Semaphore(1)
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,7 +137,17 @@ class Checks:
             # Begun anew, in another line: else answers that hang would keep those that do not waiting.
             async with self._slow:
                 checked = await self._run(body, seconds, nicer=SLOW_NICER)
-        return checked or Checked(answer=None, fault=f"too long to check: more than {seconds:g} s", seconds=seconds)
+        return checked or self._too_long(seconds)
+
+    async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> Checked:
+        """As `check`, for what comes with a task: one at a time and at a low priority, whoever submits how much. The
+        answers of sessions do not wait for it."""
+        body = await asyncio.to_thread(msgspec.json.encode, request)
+        async with self._submitted:
+            return await self._run(body, seconds, nicer=SLOW_NICER) or self._too_long(seconds)
+
+    def _too_long(self, seconds: float) -> Checked:
+        return Checked(answer=None, fault=f"too long to check: more than {seconds:g} s", seconds=seconds)
 
     async def _run(self, body: bytes, seconds: float, *, nicer: int = 0) -> Checked | None:
         """One check in one process; None if its time was over."""

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import msgspec
 
 from outrider.config import GraderConfig
-from outrider.errors import EvaluatorError, OutriderError
+from outrider.errors import ContextOverflow, EvaluatorError, OutriderError
 from outrider.evaluators.answers import last_reply
 from outrider.evaluators.base import FrozenReply, Outcome
-from outrider.evaluators.endpoints import TRANSIENT, Endpoints
+from outrider.evaluators.endpoints import TRANSIENT, Endpoints, Refused
 from outrider.evaluators.judge.questions import JudgeOptions, Question, combined, questions_of
 from outrider.evaluators.options import read_options
 from outrider.messages import Message, Role
@@ -25,8 +25,18 @@ from outrider.trajectory import Verdict
 
 BUSY = TRANSIENT | {429, 500}
 """Statuses with which a model's server asks for another try: it has too much to do, or a worker of it has died."""
+OVERFLOWS = ("context_length_exceeded", "maximum context length")
+"""By which OpenAI's API, and vLLM's, say with a 400 that a question is too long."""
 QUOTED = 2000
 """Characters of each reply in a verdict's reason."""
+
+
+class TooLong(EvaluatorError):
+    """A question does not fit into the judge's context."""
+
+
+class AnswerTooLong(Exception):
+    """It does not, and would with an empty answer: the agent's doing."""
 
 
 class JudgeEvaluator:
@@ -55,15 +65,21 @@ class JudgeEvaluator:
         mark = self._endpoints.mark(instruction, answer, options.model_dump_json())
         votes: dict[str, list[float]] = {}
         for vote in range(options.votes):
-            for question in questions_of(options, mark, instruction, answer):
-                for name, score in (await judge.vote(question, vote)).items():
+            empty = questions_of(options, mark, instruction, "")
+            for question, without in zip(questions_of(options, mark, instruction, answer), empty, strict=True):
+                try:
+                    scores = await judge.vote(question, vote, without)
+                except AnswerTooLong:
+                    reason = "the answer does not fit into the judge's context"
+                    return Verdict(reward=0.0, metrics=judge.metrics(), reason=reason)
+                for name, score in scores.items():
                     votes.setdefault(name, []).append(score)
         undecided = 0.5 if options.by == "pairwise" else 0.0
-        scores = {name: combined(given, options.combine, undecided) for name, given in votes.items()}
+        means = {name: combined(given, options.combine, undecided) for name, given in votes.items()}
         weights = {one.name: one.weight for one in options.criteria} or {"grade": 1.0}
         best = sum(weight for weight in weights.values() if weight > 0)
-        reward = sum(weights[name] * score for name, score in scores.items()) / best
-        criteria = {f"criterion.{one.name}": scores[one.name] for one in options.criteria}
+        reward = sum(weights[name] * score for name, score in means.items()) / best
+        criteria = {f"criterion.{one.name}": means[one.name] for one in options.criteria}
         return Verdict(
             reward=min(max(reward, 0.0), 1.0), metrics=judge.metrics() | criteria, reason="\n\n".join(judge.said)
         )
@@ -85,8 +101,9 @@ class Judge:
     def metrics(self) -> dict[str, float]:
         return {f"judge_{name}": float(count) for name, count in self._counts.items()}
 
-    async def vote(self, question: Question, number: int) -> dict[str, float]:
-        """The scores of one vote. Raises EvaluatorError where the judge is away, or does not give its grades."""
+    async def vote(self, question: Question, number: int, without: Question) -> dict[str, float]:
+        """The scores of one vote. Raises EvaluatorError where the judge is away, or does not give its grades, and
+        AnswerTooLong where there is room for the question `without` the answer only."""
         options, messages = self._options, question.messages
         # At temperature 0 an engine would give each vote the same reply. One vote needs no seed, which not all servers
         # take.
@@ -98,7 +115,11 @@ class Judge:
             self.said.append(f"[judge, remembered] {known.text[-QUOTED:]}")
             return scores
         for _ in range(options.tries):
-            reply = await self.ask(messages, seed)
+            try:
+                reply = await self.ask(messages, seed)
+            except TooLong as error:
+                await self.ask((*without.messages, *messages[len(question.messages) :]), seed)
+                raise AnswerTooLong from error
             self._counts["calls"] += 1
             self._counts["prompt_tokens"] += reply.prompt_tokens
             self._counts["completion_tokens"] += reply.completion_tokens
@@ -115,7 +136,7 @@ class Judge:
         )
 
     async def ask(self, messages: tuple[Message, ...], seed: int | None) -> FrozenReply:
-        """One reply. Raises EvaluatorError."""
+        """One reply. Raises EvaluatorError, of which TooLong is one."""
         options, grader = self._options, self._grader
         if grader is None:
             assert options.frozen is not None
@@ -127,6 +148,8 @@ class Judge:
                     temperature=options.temperature,
                     seed=seed,
                 )
+            except ContextOverflow as error:
+                raise TooLong(f"the judge {options.frozen!r} failed: {error.message}") from error
             except OutriderError as error:  # an engine's would cost the agent's work: the session would run again
                 raise EvaluatorError(f"the judge {options.frozen!r} failed: {error.message}") from error
         body: dict[str, Any] = {
@@ -135,9 +158,14 @@ class Judge:
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
         } | ({} if seed is None else {"seed": seed})
-        answer = await self._endpoints.post(
-            grader, "/chat/completions", msgspec.json.encode(body), seconds=options.call_seconds, transient=BUSY
-        )
+        try:
+            answer = await self._endpoints.post(
+                grader, "/chat/completions", msgspec.json.encode(body), seconds=options.call_seconds, transient=BUSY
+            )
+        except Refused as error:
+            if error.status == 400 and any(word in (error.log_tail or "") for word in OVERFLOWS):
+                raise TooLong(error.message, log_tail=error.log_tail) from error
+            raise
         try:
             answered = msgspec.convert(answer, ChatAnswer)
         except msgspec.ValidationError as error:

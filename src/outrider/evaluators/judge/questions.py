@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 from pydantic import Field, model_validator
 
+from outrider.evaluators.nested import Number
 from outrider.messages import Message, Role
 from outrider.spec import Name, Seconds, Spec, Text
 
@@ -38,7 +39,7 @@ class Criterion(Spec):
 
     name: Name
     text: Text
-    weight: float = 1.0
+    weight: Number = 1.0
 
 
 class JudgeOptions(Spec):
@@ -66,7 +67,7 @@ class JudgeOptions(Spec):
     max_tokens: Annotated[int, Field(ge=1, le=1 << 17)] = 2048
     tries: Annotated[int, Field(ge=1, le=16)] = 3
     call_seconds: Seconds = 120
-    answer_chars: Annotated[int, Field(ge=1, le=1 << 20)] = 100_000
+    answer_chars: Annotated[int, Field(ge=1, le=1 << 20)] = 20_000
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
