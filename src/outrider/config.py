@@ -126,8 +126,9 @@ class GraderConfig(Section):
     """A model that judges, or a service that grades, at a place of the operator's. Tasks name it and give no address.
 
     `url`: of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: what a judge is asked for.
-    `key_variable`: the variable of the service's environment that has its API key. `secret_variable`: the one that has
-    the key of the signatures of what a grader is sent; without it nothing is signed.
+    `key_variable`: the variable, in the environment of the service and of its nodes, that has its API key.
+    `secret_variable`: such a variable that has the key of the signatures of what a grader is sent; without it nothing
+    is signed.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
