@@ -146,10 +146,10 @@ class Places(Generic[N]):
 
         return max(found, key=fitness).node if found else None
 
-    def may_fit(self, needs: ResourceAmount) -> bool:
-        """Whether a node that can take this is there or may come: one that could has left, or the service began so
-        lately that not all may have joined."""
-        if time.monotonic() - self._began < JOIN_SECONDS:
+    def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
+        """Whether a node that can take this is there or may come: one that could has left, or, with `others`, the
+        service began so lately that not all may have joined."""
+        if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
         return any(all(map(le, needs.quantities, has)) for has in (*here, *self._gone))

@@ -146,9 +146,9 @@ class Scheduler:
     def stats(self) -> list[NodeStats]:
         return self._places.stats()
 
-    def may_fit(self, needs: ResourceAmount) -> bool:
+    def may_fit(self, needs: ResourceAmount, *, others: bool) -> bool:
         """See `Places`."""
-        return self._places.may_fit(needs)
+        return self._places.may_fit(needs, others=others)
 
     def add_node(self, node: Node) -> None:
         """Place sessions on another node, too. One of that name must have been removed."""

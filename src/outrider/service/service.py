@@ -180,7 +180,8 @@ class Service:
                 hint="submit smaller groups, or ask the operator for a token with a higher --max-queued",
             )
         self._allow_lists.check(spec, caller)
-        if not self._scheduler.may_fit(required(spec.task.runtime.resources)):
+        # A service without sessions of its own is used once its nodes have come: until then nobody knows them all.
+        if not self._scheduler.may_fit(required(spec.task.runtime.resources), others=self.config.processes == 0):
             check_resources(spec.task.runtime.resources, self._scheduler.stats())
         config = self.config
         evaluator = await asyncio.to_thread(
