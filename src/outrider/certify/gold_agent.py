@@ -6,7 +6,6 @@ It knows no task. Invariant: it calls the model once, as every session must, who
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from outrider.errors import HarnessError
@@ -22,9 +21,6 @@ class GoldAgent:
         self._run: str | None = options.get("run")
         self._ask: str = options["ask"]
         self._seconds: float = options["seconds"]
-
-    def mounts(self) -> tuple[Path, ...]:
-        return ()
 
     async def init(self, context: HarnessContext) -> None:
         """Nothing to prepare."""
