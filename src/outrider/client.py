@@ -61,7 +61,7 @@ from outrider.schemas import (
     TurnList,
     TurnView,
 )
-from outrider.spec import EngineSpec, GroupSpec, Role
+from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, Role
 from outrider.tls import trusting
 from outrider.trajectory import ChatRow, Sample
 
@@ -129,11 +129,22 @@ class AsyncClient:
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
         """Submit a group. It is stored when this returns. While the service's queue is full, it is submitted again as
         the service asks, for up to `patience` seconds; then QueueFull is raised."""
-        body = group.model_dump_json().encode() if isinstance(group, GroupSpec) else _encoded(group)
+        return await self._submit("/v1/groups", group, patience)
+
+    async def regrade(
+        self, id: str, asked: RegradeSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
+    ) -> GroupView:
+        """Grade the sessions of a group again, or one session; the new group, which runs no agent. `asked` may name
+        another evaluator. The rest is as for `submit`."""
+        kind = "sessions" if id.startswith("s-") else "groups"
+        return await self._submit(f"/v1/{kind}/{quote(id, safe='')}/regrade", asked or {}, patience)
+
+    async def _submit(self, path: str, spec: GroupSpec | RegradeSpec | Mapping[str, Any], patience: float) -> GroupView:
+        body = _encoded(spec) if isinstance(spec, Mapping) else spec.model_dump_json().encode()
         give_up_at = asyncio.get_running_loop().time() + patience
         while True:
             try:
-                return await self._call("POST", "/v1/groups", GroupView, body=body)
+                return await self._call("POST", path, GroupView, body=body)
             except QueueFull as full:
                 # Not all that were refused come back at the same time.
                 wait = full.retry_after * random.uniform(1.0, 1.25)
@@ -510,6 +521,7 @@ class Client:
         return self._loop.open(manager)
 
     submit = _blocking(AsyncClient.submit)
+    regrade = _blocking(AsyncClient.regrade)
     group = _blocking(AsyncClient.group)
     groups = _blocking(AsyncClient.groups)
     cancel = _blocking(AsyncClient.cancel)

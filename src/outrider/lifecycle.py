@@ -46,9 +46,12 @@ class StopReason(StrEnum):
 
 MOVES: dict[SessionState, frozenset[SessionState]] = {
     # A move back to QUEUED is a retry as a new attempt. A move straight to DONE is a cancellation, a timeout or the
-    # error of the last attempt.
+    # error of the last attempt. A session whose agent is not run, because an earlier run is graded again, is evaluated
+    # at once.
     SessionState.QUEUED: frozenset({SessionState.INITIALIZING, SessionState.DONE}),
-    SessionState.INITIALIZING: frozenset({SessionState.READY, SessionState.QUEUED, SessionState.DONE}),
+    SessionState.INITIALIZING: frozenset(
+        {SessionState.READY, SessionState.EVALUATING, SessionState.QUEUED, SessionState.DONE}
+    ),
     SessionState.READY: frozenset({SessionState.RUNNING, SessionState.QUEUED, SessionState.DONE}),
     SessionState.RUNNING: frozenset({SessionState.EVALUATING, SessionState.QUEUED, SessionState.DONE}),
     SessionState.EVALUATING: frozenset({SessionState.DONE, SessionState.QUEUED}),

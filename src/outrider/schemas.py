@@ -12,7 +12,7 @@ import msgspec
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState
 from outrider.spec import Role
-from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, VersionSpan
+from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
 
 PolicyPause = Literal["finish", "abort"]
 """What a pause of the policy does with generations in flight: let them end, or cut them off and continue them later."""
@@ -144,6 +144,23 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     submitted_by: str | None = None
     sessions: tuple[SessionView, ...]
     samples: tuple[Sample, ...] | None = None
+
+
+class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that was graded again, as session `regraded_as`: its old and its new verdict. One of them may be
+    missing, as where grading failed with an `error`."""
+
+    session_id: str
+    regraded_as: str
+    was: Verdict | None
+    now: Verdict | None
+    error: ErrorRecord | None
+
+
+class Regraded(msgspec.Struct, frozen=True):
+    """What `outrider regrade --json` writes."""
+
+    sessions: tuple[RegradedSession, ...]
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):

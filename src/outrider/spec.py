@@ -265,7 +265,8 @@ class EvaluatorSpec(Spec):
     The reward of a command is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else 1.0
     for exit code 0 and 0.0 for exit code 1; any other exit code is an error. With `carry` the outcome is graded in a
     new sandbox that has only these paths of the agent's sandbox, or everything that was written there ("all"). Without
-    it, the outcome is graded in the agent's sandbox.
+    it, the outcome is graded in the agent's sandbox. With `keep`, what was carried is kept as an artifact, so that it
+    can be graded again.
     """
 
     kind: Name = "command"
@@ -274,6 +275,7 @@ class EvaluatorSpec(Spec):
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
     seconds: Seconds = 300
     carry: Annotated[list[SandboxPath], Field(max_length=256)] | Literal["all"] | None = None
+    keep: bool = False
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -281,6 +283,8 @@ class EvaluatorSpec(Spec):
             raise ValueError("evaluator kind 'command' needs 'run'")
         if self.kind == "callable" and self.path is None:
             raise ValueError("evaluator kind 'callable' needs 'path'")
+        if self.keep and self.carry is None:
+            raise ValueError("'keep' keeps what is carried into a new sandbox: it needs 'carry'")
         return self
 
 
@@ -330,6 +334,18 @@ class TaskSpec(Spec):
         return self
 
 
+def with_host(value: HttpUrl) -> HttpUrl:
+    """An address whose host can be looked up. Raises ValueError."""
+    try:
+        (value.host or "").encode("idna")
+    except UnicodeError as error:
+        raise ValueError("has no host name that can be looked up") from error
+    return value
+
+
+CallbackUrl = Annotated[HttpUrl, Field(strict=False), AfterValidator(with_host)]
+
+
 class GroupSpec(Spec):
     """`n` sessions of one task, which are submitted, prioritised, cancelled and delivered together.
 
@@ -344,7 +360,7 @@ class GroupSpec(Spec):
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     expires_seconds: Seconds | None = None
     idempotency_key: Name | None = None
-    callback_url: Annotated[HttpUrl, Field(strict=False)] | None = None
+    callback_url: CallbackUrl | None = None
 
     @model_validator(mode="after")
     def _can_be_usable(self) -> Self:
@@ -352,14 +368,23 @@ class GroupSpec(Spec):
             raise ValueError(f"min_usable {self.min_usable} is more than the group's n {self.n}")
         return self
 
-    @field_validator("callback_url")
-    @classmethod
-    def _has_a_host(cls, value: HttpUrl | None) -> HttpUrl | None:
-        try:
-            (value.host or "" if value else "").encode("idna")
-        except UnicodeError as error:
-            raise ValueError("has no host name that can be looked up") from error
-        return value
+
+class StoredGroupSpec(GroupSpec):
+    """A group as it is stored. `regrades`: by sample index, the sessions whose runs are graded again; their agents are
+    not run. It is empty for a group that runs its agents."""
+
+    regrades: list[str] = []
+
+
+class RegradeSpec(Spec):
+    """How to grade sessions again, whose task stays as it was: with another `evaluator`, which may leave out what was
+    carried, or with the same one. The rest is as for a group; the `labels` are added to those of the task."""
+
+    evaluator: EvaluatorSpec | None = None
+    labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    idempotency_key: Name | None = None
+    callback_url: CallbackUrl | None = None
 
 
 class EngineSpec(Spec):

@@ -359,6 +359,10 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     ignored: by name, the number of turns in which a client asked for something that had no effect.
     frozen: by name, what was used of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
     artifact_bytes: the size of the artifacts that were kept.
+    answer: what the harness named as the agent's answer, if it names one.
+    carried: whether there is an artifact with what was carried to the grading.
+    run_reason: if the grading failed, why the agent's run had ended before it.
+    regrades: the session whose run was graded again; its agent's turns are this session's, too.
     """
 
     session_id: str
@@ -379,3 +383,39 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     ignored: dict[str, int] = {}
     labels: dict[str, str] = {}
     artifact_bytes: int = 0
+    answer: str | None = None
+    carried: bool = False
+    run_reason: StopReason | None = None
+    regrades: str | None = None
+
+
+class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent's run in an earlier session, which is to be graded again: whose it was, how it ended, and the forks in
+    it by cause. Its turns are stored as the new attempt's, too. `excess`: the old verdict, if the agent had made its
+    grading impossible: that stays so. `carried`: whether there is an artifact with what was carried to its grading."""
+
+    session_id: str
+    attempt: int
+    reason: StopReason
+    answer: str | None
+    harness_exit: HarnessExit | None
+    forks: dict[str, int]
+    excess: Verdict | None
+    carried: bool
+
+
+def stored_run(result: SessionResult) -> StoredRun | None:
+    """The run of a session that is done; None if it did not end by itself, so that there is nothing to grade."""
+    reason = result.run_reason if result.verdict is None else result.stop_reason
+    if reason is None:
+        return None
+    return StoredRun(
+        session_id=result.session_id,
+        attempt=result.attempt,
+        reason=reason,
+        answer=result.answer,
+        harness_exit=result.harness_exit,
+        forks=result.forks,
+        excess=result.verdict if reason is StopReason.AGENT_EXCESS else None,
+        carried=result.carried,
+    )

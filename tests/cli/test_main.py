@@ -27,7 +27,7 @@ COMMANDS = names(typer.main.get_command(commands()))
 
 def test_there_is_every_command() -> None:
     assert {words[0] for words in COMMANDS} == {
-        *("serve", "run", "status", "cancel", "show", "artifacts", "export", "gc"),
+        *("serve", "run", "status", "cancel", "show", "regrade", "artifacts", "export", "gc"),
         *(
             "consumers",
             "callbacks",

@@ -20,8 +20,8 @@ GRADER = "nodes.acts:grade"
 
 class Agent:
     """Carries out the steps in `do`: ask: a model call · wait NAME: until the folder has such a file; `NAME.here` says
-    that it waits · hold NAME SECONDS: write when it began and ended into NAME · leave with N: an exit code · exit: the
-    process dies."""
+    that it waits · write NAME: a file in the sandbox · hold NAME SECONDS: write when it began and ended into NAME ·
+    leave with N: an exit code · exit: the process dies."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._do: list[str] = options["do"]
@@ -42,6 +42,8 @@ class Agent:
                     (self._folder / f"{name}.here").touch()
                     while not (self._folder / name).exists():  # noqa: ASYNC110  # another process makes it
                         await asyncio.sleep(0.01)
+                case ["write", name]:
+                    await context.runtime.write(name, b"theirs")
                 case ["hold", name, seconds]:
                     began = time.monotonic()
                     await asyncio.sleep(float(seconds))
@@ -55,6 +57,11 @@ class Agent:
                 case _:
                     raise ValueError(step)
         return HarnessOutcome()
+
+
+async def grade_files(outcome: Outcome) -> Verdict:
+    """The reward is how many bytes there are in the file `answer`."""
+    return Verdict(reward=float(len(await outcome.runtime.read("answer"))))
 
 
 async def grade(outcome: Outcome) -> Verdict:

@@ -25,10 +25,11 @@ from outrider.nodes.messages import Hello
 from outrider.nodes.remote_node import ServiceParts, _without_local
 from outrider.nodes.telling import Telling
 from outrider.sessions.resources import NodeResources, ResourceAmount
-from outrider.spec import EngineSpec, TokenSpec
+from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from support.relay import CuttingProxy
 from support.stamping import StampingEngine
 
+from .acts import GRADER
 from .conftest import Running, Starts
 from .test_processes import ends, node_processes, replies_of, result_of, served
 
@@ -111,6 +112,25 @@ async def test_a_machine_joins_and_runs_sessions(
             assert [(each.path, each.size) for each in listed.artifacts] == [("/work/kept.txt", 4)]
             assert [each.path for each in listed.left_out] == ["missing"]
             assert running.service.artifacts.file(session.id, "/work/kept.txt").read_bytes() == b"kept"
+    assert node_processes() == set()
+
+
+async def test_a_machine_grades_again_what_another_has_kept(start: Starts, tokenizer: Path, tmp_path: Path) -> None:
+    files = EvaluatorSpec(kind="callable", path="nodes.acts:grade_files")
+    kept: dict[str, Any] = {"evaluator": {"kind": "callable", "path": GRADER, "carry": ["answer"], "keep": True}}
+    async with start(processes=0) as running, served(StampingEngine(tokenizer, length=LENGTH)) as url:
+        await running.service.add_engine(EngineSpec(kind="vllm", name="near", url=url))
+        async with Machine("first").at(running.url, tmp_path):
+            old = await running.done(await running.submit("ask", "write answer", n=2, **kept))
+        async with Machine("second").at(running.url, tmp_path):
+            again = await running.service.regrade_group(old.id, RegradeSpec(evaluator=files))
+            view = await running.done(again)
+    for session, before in zip(view.sessions, old.sessions, strict=True):
+        result = result_of(session)
+        assert (result.error, result.regrades, session.node) == (None, before.id, "second")
+        assert result.verdict is not None
+        assert result.verdict.reward == 6.0
+    assert [sample.ids for sample in view.samples or ()] == [sample.ids for sample in old.samples or ()]
     assert node_processes() == set()
 
 

@@ -50,7 +50,9 @@ class Moments(Store):
             await looked()
         return found
 
-    async def start_attempt(self, session_id: str, *, node: str, lease_until: float, policy_version: int = 0) -> int:
+    async def start_attempt(
+        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0
+    ) -> int:
         number = await super().start_attempt(session_id, node=node, lease_until=lease_until)
         self.started()
         return number

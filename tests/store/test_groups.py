@@ -10,6 +10,7 @@ import pytest
 
 from outrider.errors import Conflict, NotFound
 from outrider.lifecycle import GroupState, SessionState
+from outrider.messages import Image, Message, Role
 from outrider.store.rows import EventKind, PolicyRow
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
@@ -140,3 +141,31 @@ async def test_a_group_is_as_old_as_its_first_session(store: Store) -> None:
     for session_id, attempt in (("a.0", 2), ("a.1", 1)):
         await store.finish(session_id, attempt, result(session_id, attempt))
     assert await store.began_before(7) == ["b"]
+
+
+async def test_an_attempt_takes_over_the_turns_of_a_session_that_is_done(store: Store) -> None:
+    image = Image("image/png", "d" * 64, b"png", size=3)
+    shown = msgspec.structs.replace(turn(), messages=(Message(role=Role.USER, content="", parts=(image,)),))
+    await submit(store, group_row("a"))
+    await submit(store, group_row("b"))
+    for session_id in ("a.0", "b.0"):
+        await start(store, session_id)
+    await store.add_turn("a.0", 1, shown)
+    await store.add_turn("a.0", 1, turn(1))
+    await store.add_turn("a.0", 1, turn(0), model="judge")
+    with pytest.raises(Conflict, match="not done"):
+        await store.adopt_turns("b.0", 1, "a.0")
+    await store.finish("a.0", 1, result("a.0", 1))
+    for _ in range(2):
+        assert (await store.adopt_turns("b.0", 1, "a.0")).id == "a.0"
+    assert await store.turns("b.0", images=True) == [shown, turn(1)]
+    assert await store.frozen_turns("b.0") == {"judge": [turn(0)]}
+    with pytest.raises(Conflict):
+        await store.adopt_turns("b.0", 2, "a.0")
+    with pytest.raises(NotFound):
+        await store.adopt_turns("b.0", 1, "c.0")
+    await store.finish("a.1", 0, result("a.1", 0))
+    assert await store.removals.hide(["a"], force=True) == ["a"]
+    while await store.removals.erase(100):
+        pass
+    assert await store.turns("b.0", images=True) == [shown, turn(1)]  # its image is still there

@@ -35,6 +35,7 @@ ROUTES: dict[str, Role] = {
     "POST /v1/groups": "submit",
     "GET /v1/groups/{group_id}": "read",
     "DELETE /v1/groups/{group_id}": "submit",  # its own groups; an admin's, any
+    "POST /v1/groups/{group_id}/regrade": "submit",
     "GET /v1/results": "read",
     "GET /v1/consumers": "read",
     "POST /v1/consumers/{name}/ack": "submit",
@@ -47,6 +48,7 @@ ROUTES: dict[str, Role] = {
     "POST /v1/gc": "admin",
     "GET /v1/sessions/{session_id}": "read",
     "DELETE /v1/sessions/{session_id}": "submit",  # of its own groups
+    "POST /v1/sessions/{session_id}/regrade": "submit",
     "GET /v1/sessions/{session_id}/turns": "read",
     "GET /v1/sessions/{session_id}/samples": "read",
     "GET /v1/sessions/{session_id}/chat": "read",

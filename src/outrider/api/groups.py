@@ -16,9 +16,10 @@ from outrider.api.openapi import QUEUE_FULL, answers, refusals, takes
 from outrider.errors import Conflict, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
+from outrider.service.admission import parse_body
 from outrider.service.service import Service
 from outrider.service.views import group_summary
-from outrider.spec import CONSUMER_NAME, MAX_CURSOR, GroupSpec
+from outrider.spec import CONSUMER_NAME, MAX_CURSOR, GroupSpec, RegradeSpec
 
 MAX_WAIT = 60.0
 """Maximum seconds that a request may wait, below the usual timeouts of clients and proxies."""
@@ -77,6 +78,19 @@ def group_routes(service: Service) -> APIRouter:
         """Cancel a group, whatever its sessions are doing. Cancelling it again changes nothing."""
         return json_reply(await service.cancel(group_id, caller_in(request.scope)))
 
+    @routes.post(
+        "/groups/{group_id}/regrade",
+        status_code=201,
+        **takes(RegradeSpec),
+        **answers(GroupView, Conflict, RuntimeUnavailable, status=201, also=QUEUE_FULL),
+    )
+    async def regrade(request: Request, group_id: str) -> Response:
+        """Grade the sessions of a group again, as a new group that runs no agent. The old verdicts stay."""
+        asked = parse_body(RegradeSpec, await whole_body(request))
+        group = await service.regrade_group(group_id, asked, caller_in(request.scope))
+        made(request, group_id=group.id)
+        return json_reply(group, status=201)
+
     @routes.get("/results", **answers(ResultsPage, Conflict))
     async def results(
         after: Annotated[
@@ -125,6 +139,19 @@ def group_routes(service: Service) -> APIRouter:
     async def cancel_session(request: Request, session_id: str) -> Response:
         """Cancel one session, whatever it is doing; the others of its group go on. Repeating it changes nothing."""
         return json_reply(await service.cancel_session(session_id, caller_in(request.scope)))
+
+    @routes.post(
+        "/sessions/{session_id}/regrade",
+        status_code=201,
+        **takes(RegradeSpec),
+        **answers(GroupView, Conflict, RuntimeUnavailable, status=201, also=QUEUE_FULL),
+    )
+    async def regrade_session(request: Request, session_id: str) -> Response:
+        """Grade one session again, as a new group of one. The old verdict stays."""
+        asked = parse_body(RegradeSpec, await whole_body(request))
+        group = await service.regrade_session(session_id, asked, caller_in(request.scope))
+        made(request, group_id=group.id)
+        return json_reply(group, status=201)
 
     @routes.get("/sessions/{session_id}/turns", **answers(TurnList))
     async def turns(session_id: str) -> Response:

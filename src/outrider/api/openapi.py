@@ -31,6 +31,7 @@ from outrider.spec import (
     PolicyPauseSpec,
     PolicyResumeSpec,
     PolicyUpdateSpec,
+    RegradeSpec,
     TokenSpec,
 )
 
@@ -66,6 +67,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     PolicyPauseSpec,
     PolicyResumeSpec,
     PolicyUpdateSpec,
+    RegradeSpec,
     TokenSpec,
     AckSpec,
     GcSpec,

@@ -23,6 +23,7 @@ from outrider.cli.harness import harness_commands
 from outrider.cli.image import image_commands
 from outrider.cli.nodes import node_commands
 from outrider.cli.policy import policy_commands
+from outrider.cli.regrade import regrade
 from outrider.cli.run import run
 from outrider.cli.serve import serve
 from outrider.cli.show import show
@@ -94,7 +95,7 @@ def commands() -> typer.Typer:
         for unknown in unknown_variables():
             terminal_of(ctx).note(f"warning: {unknown}")
 
-    for command in (serve, run, status, cancel, show, artifacts, export, gc, doctor, demo, slurm):
+    for command in (serve, run, status, cancel, show, regrade, artifacts, export, gc, doctor, demo, slurm):
         app.command()(command)
     app.command("eval")(eval_)
     app.add_typer(consumer_commands(), name="consumers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
@@ -47,14 +47,30 @@ def no_sandbox() -> AbstractAsyncContextManager[Runtime]:
     raise EvaluatorError("there is no second sandbox here")
 
 
+class NothingKept:
+    """The runtime of an outcome that is graded again and of which no files were kept: an evaluator that asks anything
+    of it fails."""
+
+    async def broken_inside(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise EvaluatorError(
+            "no files of this session were kept: it can be graded again only by what its agent said",
+            hint="tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs",
+        )
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is graded. `transcript` is the main branch as messages, with the last reply; `turns` the number of model
     calls, and `calls` these, in the order in which they ended.
 
+    `runtime` is the sandbox that is graded. Of an outcome that was kept without files it refuses everything
+    (`NothingKept`).
+
     `beside()` is another sandbox of the task's runtime for as long as its block runs, prepared as the agent's was: no
     agent has touched it, and nothing that runs in `runtime` can reach it. It sets no resources aside. Raises
-    RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the node's: evaluators
-    share its parts.
+    RuntimeFailure. `ask_frozen` calls a frozen model. `host` is the node's: evaluators share its parts.
     """
 
     task: TaskSpec

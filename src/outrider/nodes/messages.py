@@ -19,7 +19,7 @@ from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
 from outrider.schemas import ArtifactList, NodeStats
 from outrider.store.rows import SessionRow
-from outrider.trajectory import SessionResult, Turn
+from outrider.trajectory import SessionResult, StoredRun, Turn
 
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 NAMING = "a node's name has letters, digits, dots, dashes and underscores"
@@ -99,6 +99,7 @@ class Run(msgspec.Struct, tag="run", frozen=True, kw_only=True):
     session: SessionRow
     task: bytes
     reserved: bool
+    stored: StoredRun | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -113,6 +114,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defau
     turns: tuple[Turn, ...] = ()
     digest: str = ""
     frozen: dict[str, tuple[Turn, ...]] = {}
+    data: bytes = b""
 
 
 class Generated(msgspec.Struct, tag="generated", frozen=True, kw_only=True, omit_defaults=True):
@@ -212,6 +214,14 @@ class KeepIndex(msgspec.Struct, tag="keep_index", frozen=True, kw_only=True):
     listed: ArtifactList
 
 
+class ReadCarried(msgspec.Struct, tag="read_carried", frozen=True, kw_only=True):
+    """`ArtifactStore.carried`, of a run that is graded again on this node."""
+
+    call: int
+    session_id: str
+    attempt: int
+
+
 class Take(msgspec.Struct, tag="take", frozen=True, kw_only=True):
     """Set resources aside, when it is their turn. They are held until they are given back, or the node is gone."""
 
@@ -266,7 +276,7 @@ def framed(message: msgspec.Struct) -> bytes:
 OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
 """Calls for an attempt, which the node must have."""
 
-Call = OfAttempt | Take
+Call = OfAttempt | ReadCarried | Take
 ToNode = Setup | Follow | Loads | Run | Cancel | Answer | Generated | Beat
 ToService = (
     Ready
@@ -279,6 +289,7 @@ ToService = (
     | ReadTurns
     | KeepArtifact
     | KeepIndex
+    | ReadCarried
     | Take
     | GiveBack
     | Leaving

@@ -45,7 +45,9 @@ from outrider.nodes.messages import (
     KeepIndex,
     Leaving,
     Loads,
+    OfAttempt,
     Ran,
+    ReadCarried,
     ReadTurns,
     Ready,
     Report,
@@ -196,8 +198,8 @@ class Connection:
         self.leaving = False
         """Whether the node takes no new attempts, and is to be let go when it has none."""
         self._attempts: dict[int, asyncio.Future[SessionResult | None]] = {}
-        self._running: set[tuple[str, int]] = set()
-        """The sessions of these, with the numbers of their attempts."""
+        self._running: dict[tuple[str, int], Attempt] = {}
+        """These by their session's id and their number in it."""
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._slots: dict[int, Slot] = {}
         """What is set aside for the node, by the number of its `Take`."""
@@ -237,8 +239,10 @@ class Connection:
         done: asyncio.Future[SessionResult | None] = asyncio.get_running_loop().create_future()
         self._attempts[number] = done
         session = attempt.session
-        self._running.add((session.id, session.attempt))
-        self.link.send(Run(attempt=number, session=attempt.session, task=task, reserved=attempt.reserved))
+        self._running[session.id, session.attempt] = attempt
+        self.link.send(
+            Run(attempt=number, session=session, task=task, reserved=attempt.reserved, stored=attempt.stored)
+        )
         try:
             result = await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -249,7 +253,7 @@ class Connection:
             raise
         finally:
             del self._attempts[number]
-            self._running.discard((session.id, session.attempt))
+            del self._running[session.id, session.attempt]
             self._let_go()
         if result is None:  # it was not told to: it is about to end
             raise self._lost()
@@ -265,7 +269,7 @@ class Connection:
     def _handle(self, message: ToService) -> None:
         pools = self._parts.pools
         match message:
-            case AddTurn() | SetState() | ReadTurns() | KeepArtifact() | KeepIndex() | Take():
+            case AddTurn() | SetState() | ReadTurns() | KeepArtifact() | KeepIndex() | ReadCarried() | Take():
                 self._start(self._calls, message.call, self._answer(message))
             case GiveBack():
                 if (slot := self._slots.pop(message.call, None)) is not None:
@@ -310,7 +314,7 @@ class Connection:
         store, artifacts = self._parts.store, self._parts.artifacts
         answer = Answer(call=call.call)
         try:
-            if not isinstance(call, Take) and (call.session_id, call.attempt) not in self._running:
+            if isinstance(call, OfAttempt) and (call.session_id, call.attempt) not in self._running:
                 raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
             match call:
                 case AddTurn():
@@ -332,6 +336,13 @@ class Connection:
                         raise ServiceError("an artifact is listed without its SHA-256")
                     listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
                     await artifacts.keep_index(listed)
+                case ReadCarried():
+                    graded = (attempt.stored for attempt in self._running.values())
+                    if not any(
+                        run and (run.session_id, run.attempt) == (call.session_id, call.attempt) for run in graded
+                    ):
+                        raise Conflict(f"no run of session {call.session_id} is graded again on this node")
+                    answer = Answer(call=call.call, data=await artifacts.carried(call.session_id, call.attempt))
                 case Take():
                     amount = ResourceAmount(cpus=call.cpus, memory_mb=call.memory_mb)
                     self._slots[call.call] = await self._parts.resources.take(amount, call.priority)

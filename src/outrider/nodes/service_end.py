@@ -45,6 +45,7 @@ from outrider.nodes.messages import (
     Loads,
     ModelUses,
     Ran,
+    ReadCarried,
     ReadTurns,
     Ready,
     Report,
@@ -262,7 +263,8 @@ class ServiceEnd:
         try:
             # In a thread: validation decodes the base64 of every file in the task.
             task = await asyncio.to_thread(TaskSpec.model_validate_json, message.task)
-            return await node.run(Attempt(session=message.session, task=task, reserved=message.reserved))
+            attempt = Attempt(session=message.session, task=task, reserved=message.reserved, stored=message.stored)
+            return await node.run(attempt)
         except Exception as error:  # a bug, which must not end the other sessions
             log.exception("session %s cannot be run", message.session.id)
             return _failed(message.session, error)
@@ -347,6 +349,12 @@ class RemoteArtifacts:
         await self._service.call(
             lambda number: KeepIndex(call=number, session_id=session_id, attempt=attempt, listed=listed)
         )
+
+    async def carried(self, session_id: str, attempt: int) -> bytes:
+        answer = await self._service.call(
+            lambda number: ReadCarried(call=number, session_id=session_id, attempt=attempt)
+        )
+        return answer.data
 
 
 class SharedResources(NodeResources):

@@ -28,10 +28,10 @@ from outrider.service.placing import Places
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
 from outrider.sessions.resources import ResourceAmount
-from outrider.spec import GroupSpec, TaskSpec
+from outrider.spec import StoredGroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
-from outrider.trajectory import SessionResult
+from outrider.trajectory import SessionResult, stored_run
 
 log = logging.getLogger("outrider.scheduler")
 
@@ -74,6 +74,8 @@ class _Placement:
     attempt: Attempt
     give_back: Callable[[], None]
     """To be called when the attempt has ended: its place on the node is free."""
+    regrades: str | None = None
+    """The session whose run is graded again, in place of one of an agent."""
     task: asyncio.Task[None] | None = None
     ending: StopReason | None = None
     """Why the session is to end before its agent has, if so."""
@@ -108,7 +110,7 @@ class Scheduler:
         self._placements: dict[str, _Placement] = {}
         self._under_way: Counter[str] = Counter()
         """Attempts under way, by bucket."""
-        self._specs: dict[str, GroupSpec] = {}
+        self._specs: dict[str, StoredGroupSpec] = {}
         """Parsed groups by id: all sessions of a group share one."""
 
     async def run(self) -> None:
@@ -241,13 +243,14 @@ class Scheduler:
         node = self._places.find(task.runtime)
         if node is None:
             return False
+        graded = self._specs[session.group_id].regrades
         give_back = self._places.take(node, task.runtime, reserved=reserved)  # now: the node may leave during the write
         try:
             number = await self._store.start_attempt(
                 session.id,
                 node=node.name,
                 lease_until=time.time() + LEASE_SECONDS,
-                policy_version=self._policy_version(),
+                policy_version=None if graded else self._policy_version(),
             )
         except BaseException as error:
             give_back()
@@ -257,7 +260,7 @@ class Scheduler:
             return True
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
-        placement = _Placement(node, attempt, give_back)
+        placement = _Placement(node, attempt, give_back, graded[session.sample_index] if graded else None)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         group.create_task(self._run(placement), name=f"session {session.id}")
@@ -269,7 +272,7 @@ class Scheduler:
             spec = await self._store.spec(session.group_id)
             try:
                 # In a thread: validation decodes the base64 of every file in the task.
-                self._specs[session.group_id] = await asyncio.to_thread(GroupSpec.model_validate_json, spec)
+                self._specs[session.group_id] = await asyncio.to_thread(StoredGroupSpec.model_validate_json, spec)
             except ValidationError as error:
                 log.error("the task of group %s cannot be read: %s", session.group_id, error)
                 return None
@@ -314,7 +317,17 @@ class Scheduler:
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()
-                return await placement.node.run(placement.attempt)
+                attempt = placement.attempt
+                if (of := placement.regrades) is not None:
+                    id, number = attempt.session.id, attempt.session.attempt
+                    graded = await retry_store(lambda: self._store.adopt_turns(id, number, of))
+                    if graded.result is None or (run := stored_run(graded.result)) is None:
+                        raise Conflict(f"the run of session {of} did not end by itself: there is nothing to grade")
+                    attempt = msgspec.structs.replace(attempt, stored=run)
+                return await placement.node.run(attempt)
+        except (Conflict, NotFound) as error:  # of the session that is graded again
+            session, task = placement.attempt.session, placement.attempt.task
+            return session_result(session, StopReason.ERROR, [], task=task, error=error.record())
         except asyncio.CancelledError:
             if placement.ending is None:
                 raise

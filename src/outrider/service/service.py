@@ -32,6 +32,7 @@ from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer
 from outrider.service.principals import LOCAL, Principal
+from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import Tokens
@@ -40,7 +41,7 @@ from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.resources import required
-from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec
+from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, RegradeSpec, StoredGroupSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
@@ -168,6 +169,22 @@ class Service:
             return parse_group(body)
 
         return await self._offload.run_steps(steps())
+
+    async def regrade_group(self, group_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
+        """Submit a group that grades the runs of another one again; the new group. The other stays as it is. Raises as
+        `submit`, NotFound, and Conflict if there is nothing to grade."""
+        return await self._submit_again(await regraded_group(self.store, group_id, asked), caller)
+
+    async def regrade_session(self, session_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
+        """The same for one session: a group of one."""
+        return await self._submit_again(await regraded_session(self.store, session_id, asked), caller)
+
+    async def _submit_again(self, spec: StoredGroupSpec, caller: Principal) -> GroupView:
+        try:
+            return await self.submit(spec, caller)
+        except InvalidField as error:
+            error.field = (error.field or "").replace("task.evaluator", "evaluator", 1)  # as the request has it
+            raise
 
     async def submit(self, spec: GroupSpec, caller: Principal = LOCAL) -> GroupView:
         """Check and store a group, and wake the scheduler. Raises the errors of admission, QueueFull while too many

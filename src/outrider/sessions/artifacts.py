@@ -10,6 +10,7 @@ import asyncio
 import logging
 import posixpath
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 
@@ -17,7 +18,7 @@ from outrider.errors import RuntimeFailure, ServiceError, storable
 from outrider.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
-from outrider.store.artifacts import KeepsArtifacts
+from outrider.store.artifacts import CARRIED, KeepsArtifacts
 
 log = logging.getLogger("outrider.session")
 
@@ -42,10 +43,10 @@ class ArtifactCollector:
         self._limits = limits or ArtifactLimits()
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
-    async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> int:
-        """Keep one attempt's artifacts, once; their size in bytes."""
+    async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> ArtifactList:
+        """Keep one attempt's artifacts, once; the list of them."""
         if not task.artifacts:
-            return 0
+            return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)
         try:
             try:
@@ -58,7 +59,32 @@ class ArtifactCollector:
             await self._store.keep_index(collection.listed())
         except Exception as error:  # a session is not lost for want of its artifacts
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
-        return sum(artifact.size for artifact in collection.listed().artifacts)
+        return collection.listed()
+
+    async def keep_carried(self, file: Path, listed: ArtifactList) -> ArtifactList:
+        """Keep a file of this machine, with what is carried to the grading, beside those in the list; the new list."""
+        session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
+        assert attempt is not None
+        try:
+            size = (await asyncio.to_thread(file.stat)).st_size
+            if size > limit:
+                note = LeftOut(path=CARRIED, reason=f"it has {size} bytes, and {limit} is the most that is kept")
+                listed = msgspec.structs.replace(listed, left_out=(*listed.left_out, note))
+            else:
+                async with self._reading:
+                    digest = await self._store.keep(session_id, attempt, await asyncio.to_thread(file.read_bytes))
+                kept = Artifact(path=CARRIED, size=size, sha256=digest)
+                listed = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
+            await self._store.keep_index(listed)
+        except Exception as error:  # as above
+            log.warning("what session %s attempt %d carries is not kept: %r", session_id, attempt, error)
+        return listed
+
+    async def fetch_carried(self, session_id: str, attempt: int, file: Path) -> None:
+        """Write what was kept so by an attempt into a new file of this machine. Raises OutriderError, and OSError."""
+        async with self._reading:
+            data = await self._store.carried(session_id, attempt)
+            await asyncio.to_thread(file.write_bytes, data)
 
 
 class ArtifactCollection:

@@ -17,7 +17,7 @@ from outrider.schemas import NodeStats
 from outrider.spec import Run, RuntimeSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
-from outrider.trajectory import FrozenUse, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
+from outrider.trajectory import FrozenUse, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
 
 RESERVED_PRIORITY = 1 << 20
 """Above every priority that a group can have."""
@@ -25,11 +25,12 @@ RESERVED_PRIORITY = 1 << 20
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """What a node is to run. `session.attempt` is the number of this attempt, from 1. `reserved`: it runs in the share
-    of the slots that is reserved for evaluations."""
+    of the slots that is reserved for evaluations. `stored`: the run that is graded, in place of one of an agent."""
 
     session: SessionRow
     task: TaskSpec
     reserved: bool = False
+    stored: StoredRun | None = None
 
     @property
     def name(self) -> str:
@@ -99,6 +100,10 @@ def session_result(
     frozen: Mapping[str, Sequence[Turn]] = {},
     seconds: StageSeconds | None = None,
     artifact_bytes: int = 0,
+    answer: str | None = None,
+    carried: bool = False,
+    run_reason: StopReason | None = None,
+    regrades: str | None = None,
 ) -> SessionResult:
     """How `session` ended, with every token of `turns` counted; `turns` are those of attempt `session.attempt`, and
     `frozen` are its turns of frozen models.
@@ -130,4 +135,8 @@ def session_result(
         ignored=counts.ignored,
         labels={} if task is None else task.labels,
         artifact_bytes=artifact_bytes,
+        answer=answer,
+        carried=carried,
+        run_reason=run_reason,
+        regrades=regrades,
     )

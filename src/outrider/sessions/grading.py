@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -59,7 +59,8 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 
 class Grading:
     """`async with Grading(...) as grading`: `start_ahead` when the agent's run begins, and `await grading.grade(...)`
-    once, when it has ended. Leaving stops what is left of the sandboxes that were begun here."""
+    once, when it has ended; or only `await grading.grade_again(...)`. Leaving stops what is left of the sandboxes that
+    were begun here. `keep` is awaited with the file of what was carried, if the task wants that to be kept."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Grading:
         resources: NodeResources,
         mounts: tuple[Path, ...],
         stopwatch: Stopwatch,
+        keep: Callable[[Path], Awaitable[None]],
     ) -> None:
         self._attempt = attempt
         self._task = attempt.task
@@ -80,6 +82,7 @@ class Grading:
         self._resources = resources
         self._mounts = mounts
         self._stopwatch = stopwatch
+        self._keep = keep
         self._carry = attempt.task.evaluator.carry
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
@@ -138,20 +141,42 @@ class Grading:
         assert verdict is not None
         return Grade(verdict=verdict, excess=False)
 
+    async def grade_again(self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None) -> Grade:
+        """Grade a run whose sandbox is gone. `fetch` writes what it carried into a file; None if that was not kept:
+        then the evaluator has what the agent said, and `Outcome.beside`. Raises as `grade`."""
+        if fetch is None:
+            self._carry = None
+            return Grade(verdict=await self._verdict(outcome), excess=False)
+        await self._make_folder()
+        await fetch(self._archive)
+        if self._carry == "all":
+            self._layer = self._archive
+        try:
+            return Grade(verdict=await self._verdict(outcome), excess=False)
+        except OutriderError as error:
+            if not error.inside:
+                raise
+            return Grade(verdict=await self._confirm_excess(error, outcome), excess=True)
+
     async def _stop(self, sandbox: Sandbox) -> None:
         await sandbox.stop()
         self._stopwatch.lap("stop")
 
     async def _take_out(self, runtime: Runtime) -> None:
         """Copy what is graded from the agent's sandbox to the host. Raises RuntimeFailure."""
-        self._undo.push_async_callback(asyncio.to_thread, remove_tree, self._folder)
-        await asyncio.to_thread(self._folder.mkdir, mode=0o700)
+        await self._make_folder()
         if isinstance(self._carry, list):
             # Alone: what the agent left running could change the files while they are archived.
             await runtime.snapshot(self._carry, self._archive, alone=True)
         else:  # "all": admission refuses that for other runtimes
             await cast(SavesLayers, runtime).save_layer(self._archive)
             self._layer = self._archive
+        if self._task.evaluator.keep:
+            await self._keep(self._archive)
+
+    async def _make_folder(self) -> None:
+        self._undo.push_async_callback(asyncio.to_thread, remove_tree, self._folder)
+        await asyncio.to_thread(self._folder.mkdir, mode=0o700)
 
     async def _verdict(self, outcome: Outcome) -> Verdict:
         """Evaluate, up to the task's `max_attempts` times, so that a failed evaluation does not cost the agent's work.

@@ -4,6 +4,8 @@
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
     → eval slot (then the run slot is released) → verdict → teardown → result
 
+An attempt that grades an earlier session's run again has only resources, an eval slot, and the verdict.
+
 To cancel the session is to cancel this coroutine. It knows no scheduler and no HTTP. Invariant: whatever happens,
 the sandbox is stopped exactly once and every slot is given back, the resources last.
 """
@@ -16,12 +18,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import count
+from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from outrider.concurrency.watchdog import Watchdog, Witness
 from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, record_of, storable
-from outrider.evaluators.base import FrozenReply, Outcome
+from outrider.evaluators.base import FrozenReply, NothingKept, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ModelRefused, ProgramExit
@@ -29,22 +33,25 @@ from outrider.harnesses.factory import make_harness
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code
+from outrider.runtimes.base import Runtime
 from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sandboxes.warm_pool import WarmPool
+from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, AttemptStore, session_result
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation
-from outrider.sessions.grading import Grading, mark_inside_failures
+from outrider.sessions.grading import Grade, Grading, mark_inside_failures
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
+from outrider.store.artifacts import CARRIED
 from outrider.tokens.samples import model_calls, policy_of
-from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, Turn, Verdict
+from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
 
@@ -86,14 +93,20 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     outcome: HarnessOutcome
     failure: OutriderError | None = None
 
+    @property
+    def failed_exit(self) -> HarnessExit | None:
+        code, log_tail = self.outcome.exit_code, storable(self.outcome.log_tail)
+        return HarnessExit(code=code, log_tail=log_tail) if code else None
+
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an attempt ended, and its verdict or its error."""
+    """Why an attempt ended, and its verdict or its error. `run_reason`: see `SessionResult`."""
 
     reason: StopReason
     verdict: Verdict | None = None
     error: ErrorRecord | None = None
     harness_exit: HarnessExit | None = None
+    run_reason: StopReason | None = None
 
 
 class Rollout:
@@ -108,7 +121,11 @@ class Rollout:
         self._budget = Budget(attempt.task.limits.session_seconds, node.stood_still)
         self._stopwatch = Stopwatch()
         self._at_limit = Cutoff()
-        self._artifact_bytes = 0
+        self._artifacts = ArtifactList(
+            session_id=attempt.session.id, attempt=attempt.session.attempt, artifacts=(), left_out=()
+        )
+        self._graded: AgentRun | None = None
+        """The agent's run, once it is being graded."""
         self._gradings = count()
         self.conversation = Conversation(
             node.model,
@@ -134,8 +151,11 @@ class Rollout:
             if not isinstance(failed, OutriderError):
                 log.exception("session %s failed unexpectedly", self._attempt.name)
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
+            if (run := self._graded) is not None and run.failure is None:
+                ending = msgspec.structs.replace(ending, run_reason=run.reason, harness_exit=run.failed_exit)
         self._stopwatch.lap("stop")
-        session, store = self._session, self._node.store
+        session, store, stored = self._session, self._node.store, self._attempt.stored
+        forks = {cause.value: number for cause, number in self.conversation.tree.forks.items()}
         build = partial(
             session_result,
             session,
@@ -145,10 +165,14 @@ class Rollout:
             verdict=ending.verdict,
             error=ending.error,
             harness_exit=ending.harness_exit,
-            forks={cause.value: number for cause, number in self.conversation.tree.forks.items()},
+            forks=forks if stored is None else stored.forks,
             frozen=await store.frozen_turns(session.id, session.attempt) if self._node.frozen else {},
             seconds=StageSeconds(**self._stopwatch.seconds),
-            artifact_bytes=self._artifact_bytes,
+            artifact_bytes=sum(artifact.size for artifact in self._artifacts.artifacts),
+            answer=None if self._graded is None else storable(self._graded.outcome.answer),
+            carried=any(artifact.path == CARRIED for artifact in self._artifacts.artifacts),
+            run_reason=ending.run_reason,
+            regrades=None if stored is None else stored.session_id,
         )
         return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
 
@@ -165,7 +189,10 @@ class Rollout:
             resources=self._node.resources,
             mounts=mounts,
             stopwatch=self._stopwatch,
+            keep=self._keep_carried,
         )
+        if self._attempt.stored is not None:
+            return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:
             needs = required(self._task.runtime.resources)
             await held.enter_async_context(await self._node.resources.take(needs, priority))
@@ -348,32 +375,56 @@ class Rollout:
         self._stopwatch.lap("run")
         session = self._session
         collect = self._node.artifacts.collect
-        self._artifact_bytes = await collect(sandbox.runtime, self._task, session.id, session.attempt)
+        self._artifacts = await collect(sandbox.runtime, self._task, session.id, session.attempt)
         self._stopwatch.lap("stop")
 
+    async def _keep_carried(self, file: Path) -> None:
+        self._artifacts = await self._node.artifacts.keep_carried(file, self._artifacts)
+
     async def _grade(self, grading: Grading, sandbox: Sandbox, ended: AgentRun) -> Ending:
-        turns = await self._turns(images=True)
-        policy = policy_of(self._task.branches)
-        said, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))
-        outcome = Outcome(
-            task=self._task,
-            runtime=sandbox.runtime,
-            stop_reason=ended.reason,
-            harness=ended.outcome,
-            transcript=said,
-            turns=self.conversation.turns,
-            calls=calls,
-            ask_frozen=self._ask_frozen,
-            host=self._node.sandboxes.host,
-        )
+        self._graded = ended
+        outcome = await self._outcome(sandbox.runtime, ended)
         grade = await grading.grade(
             sandbox, outcome, failure=ended.failure, model_replied=self.conversation.replies > 0
         )
-        code, log_tail = ended.outcome.exit_code, storable(ended.outcome.log_tail)
-        return Ending(
-            reason=StopReason.AGENT_EXCESS if grade.excess else ended.reason,
-            verdict=grade.verdict,
-            harness_exit=HarnessExit(code=code, log_tail=log_tail) if code else None,
+        return _graded(ended, grade)
+
+    async def _grade_again(self, grading: Grading, stored: StoredRun) -> Ending:
+        """Grade an earlier session's run, once there is room for a sandbox to do that in."""
+        code, log_tail = 0, ""
+        if stored.harness_exit is not None:
+            code, log_tail = stored.harness_exit.code, stored.harness_exit.log_tail
+        left = HarnessOutcome(log_tail=log_tail, answer=stored.answer, exit_code=code)
+        ended = AgentRun(reason=stored.reason, outcome=left)
+        if stored.excess is not None:
+            return _graded(ended, Grade(verdict=stored.excess, excess=True))
+        fetch = partial(self._node.artifacts.fetch_carried, stored.session_id, stored.attempt)
+        priority = self._attempt.priority
+        async with AsyncExitStack() as held:
+            needs = required(self._task.runtime.resources)
+            await held.enter_async_context(await self._node.resources.take(needs, priority))
+            await held.enter_async_context(await self._node.lanes.eval.take(priority))
+            self._stopwatch.lap("queued")
+            await self._enter(SessionState.EVALUATING)
+            await held.enter_async_context(grading)
+            self._graded = ended
+            outcome = await self._outcome(cast(Runtime, NothingKept()), ended)
+            return _graded(ended, await grading.grade_again(outcome, fetch if stored.carried else None))
+
+    async def _outcome(self, runtime: Runtime, ended: AgentRun) -> Outcome:
+        turns = await self._turns(images=True)
+        policy = policy_of(self._task.branches)
+        said, calls = await self._node.model.offload.run(lambda: (transcript(turns), model_calls(turns, policy)))
+        return Outcome(
+            task=self._task,
+            runtime=runtime,
+            stop_reason=ended.reason,
+            harness=ended.outcome,
+            transcript=said,
+            turns=len(turns),
+            calls=calls,
+            ask_frozen=self._ask_frozen,
+            host=self._node.sandboxes.host,
         )
 
     async def _ask_frozen(
@@ -410,6 +461,14 @@ class Rollout:
 
     async def _turns(self, *, images: bool = False) -> list[Turn]:
         return await self._node.store.turns(self._session.id, self._session.attempt, images=images)
+
+
+def _graded(ended: AgentRun, grade: Grade) -> Ending:
+    return Ending(
+        reason=StopReason.AGENT_EXCESS if grade.excess else ended.reason,
+        verdict=grade.verdict,
+        harness_exit=ended.failed_exit,
+    )
 
 
 def _talk_to(model: FrozenModel, attempt: Attempt, store: AttemptStore) -> Conversation:

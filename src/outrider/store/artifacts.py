@@ -22,12 +22,16 @@ from outrider.schemas import ArtifactList
 
 INDEX = "index.json"
 
+CARRIED = "outrider:carried"
+"""The name of the artifact with what was carried to the grading. It is no path, so no file of a sandbox has it."""
+
 
 class KeepsArtifacts(Protocol):
-    """What an attempt needs of the store. Both raise OSError, and where they are not the store itself OutriderError."""
+    """What an attempt needs of the store. All raise OSError, and where they are not the store itself OutriderError."""
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str: ...
     async def keep_index(self, listed: ArtifactList) -> None: ...
+    async def carried(self, session_id: str, attempt: int) -> bytes: ...
 
 
 class ArtifactStore:
@@ -54,6 +58,10 @@ class ArtifactStore:
     async def keep_index(self, listed: ArtifactList) -> None:
         """`index` in a thread."""
         await asyncio.to_thread(self.index, listed)
+
+    async def carried(self, session_id: str, attempt: int) -> bytes:
+        """The artifact CARRIED, read in a thread. Raises NotFound, and OSError."""
+        return await asyncio.to_thread(lambda: self.file(session_id, CARRIED, attempt).read_bytes())
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
         """The artifacts of an attempt, by default of the newest that has an index; an empty list if there is none."""

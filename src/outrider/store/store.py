@@ -39,6 +39,16 @@ ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
 ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
     SELECT id, attempt, ?, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
+ADOPT = (
+    """INSERT INTO turns (session_id, attempt, turn_index, turn)
+        SELECT sessions.id, sessions.attempt, turn_index, turn FROM sessions, turns
+        WHERE sessions.id = ? AND turns.session_id = ? AND turns.attempt = ? ON CONFLICT DO NOTHING""",
+    """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
+        SELECT sessions.id, sessions.attempt, model, turn_index, turn FROM sessions, frozen_turns
+        WHERE sessions.id = ? AND frozen_turns.session_id = ? AND frozen_turns.attempt = ? ON CONFLICT DO NOTHING""",
+    """INSERT INTO image_uses (session_id, digest) SELECT sessions.id, digest FROM sessions, image_uses
+        WHERE sessions.id = ? AND image_uses.session_id = ? ON CONFLICT DO NOTHING""",
+)
 END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0
     WHERE group_id = ? AND state <> 'done' AND ending IS NULL"""
 REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = ? WHERE given_up IS NOT NULL"""
@@ -275,9 +285,12 @@ class Store:
         found = await self._db.read(body)
         return {state: found.get(state, 0) for state in SessionState}
 
-    async def start_attempt(self, session_id: str, *, node: str, lease_until: float, policy_version: int = 0) -> int:
+    async def start_attempt(
+        self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0
+    ) -> int:
         """Move a queued session to INITIALIZING under a lease; the number of the new attempt. If it is the first of its
-        group, the group has begun at `policy_version`. Raises Conflict if the session is not queued or is to end."""
+        group, the group has begun at `policy_version`; None if the policy has no part in it. Raises Conflict if the
+        session is not queued or is to end."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
@@ -299,6 +312,22 @@ class Store:
             data = {"state": SessionState.INITIALIZING.value, "attempt": attempt, "node": node}
             await self._add_event(tx, EventKind.SESSION_STATE, session.group_id, session_id, data)
             return attempt
+
+        return await self._db.write(body)
+
+    async def adopt_turns(self, session_id: str, attempt: int, of: str) -> SessionRow:
+        """Store the turns of another session, which is done, as those of an attempt under way, too; the other session.
+        Repeating it changes nothing. Raises Conflict if the other is not done."""
+
+        async def body(tx: Connection) -> SessionRow:
+            await _under_way(tx, session_id, attempt)
+            other = await _find_session(tx, of)
+            if other.state is not SessionState.DONE:
+                raise Conflict(f"session {of} is {other.state}, not done")
+            values = (session_id, other.id, other.attempt)
+            for sql in ADOPT:
+                await tx.execute(sql, values[: sql.count("?")])
+            return other
 
         return await self._db.write(body)
 

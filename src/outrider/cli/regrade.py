@@ -1,0 +1,109 @@
+"""`outrider regrade`: grades sessions again that have ended, and shows the old rewards beside the new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli.options import Ca, Json, Token, Url, client
+from outrider.cli.progress import session_progress
+from outrider.cli.tables import number, table
+from outrider.cli.task_file import load_example
+from outrider.cli.terminal import printable, terminal_of
+from outrider.errors import InvalidField
+from outrider.schemas import Regraded, RegradedSession, SessionView
+from outrider.trajectory import Verdict
+
+NOT_GRADED = 1
+
+
+def regrade(
+    ctx: typer.Context,
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Groups, or single sessions.")],
+    task: Annotated[
+        Path | None,
+        typer.Option(metavar="TASK.toml", help="A task whose [evaluator] grades them.", show_default="their own"),
+    ] = None,
+    url: Url = None,
+    token: Token = None,
+    ca: Ca = None,
+    json: Json = False,
+) -> None:
+    """Grade sessions again, with another evaluator or the same one.
+
+    No agent runs. Each group is graded as a new group, which is delivered like any other; the old one keeps its
+    verdicts. Ctrl-C does not end the grading: cancel the new groups for that.
+
+    Exit code 0: every session was graded. 1: one was not.
+
+    Examples:
+
+        outrider regrade g-0019a4e2b6c1f3d2
+
+        outrider regrade g-0019a4e2b6c1f3d2 g-0019a4e2b6c20a11 --task mended.toml
+
+        outrider regrade s-0019a4e2b6c1f3d2-0 --json
+    """
+    terminal = terminal_of(ctx)
+    asked = {} if task is None else {"evaluator": _evaluator(task)}
+    with client(url, token, ca) as service:
+        old: dict[str, Verdict | None] = {}
+        new: list[str] = []
+        for id in ids:
+            named = (service.session(id),) if id.startswith("s-") else service.group(id).sessions
+            old |= {_graded(session): _verdict(session) for session in named}
+            group = service.regrade(id, asked)
+            new.append(group.id)
+            terminal.note(f"{id} is graded again as group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
+        with session_progress(terminal) as watch:
+            groups = service.wait(new, watch)
+    sessions = [session for group in groups for session in group.sessions]
+    regraded = Regraded(
+        sessions=tuple(
+            RegradedSession(
+                session_id=_graded(session),
+                regraded_as=session.id,
+                was=old.get(_graded(session)),
+                now=_verdict(session),
+                error=session.result.error if session.result else None,
+            )
+            for session in sessions
+        )
+    )
+    if terminal.json:
+        terminal.write_json(regraded)
+    else:
+        rows = [
+            (
+                one.session_id,
+                number(one.was.reward) if one.was else "-",
+                number(one.now.reward) if one.now else "-",
+                one.regraded_as,
+                printable(
+                    f"{one.error.code}: {one.error.message}" if one.error else (one.now and one.now.reason) or ""
+                ),
+            )
+            for one in regraded.sessions
+        ]
+        terminal.out.print(table(("session", "was>", "now>", "graded as", "why"), rows))
+    if any(one.now is None for one in regraded.sessions):
+        raise typer.Exit(NOT_GRADED)
+
+
+def _evaluator(path: Path) -> Mapping[str, Any]:
+    evaluator: Any = load_example(path).task.get("evaluator")
+    if not isinstance(evaluator, Mapping):
+        raise InvalidField(f"{path} has no [evaluator]", field="task", hint="see docs/evaluators.md")
+    return evaluator
+
+
+def _graded(session: SessionView) -> str:
+    """The session whose agent ran."""
+    return session.result.regrades or session.id if session.result else session.id
+
+
+def _verdict(session: SessionView) -> Verdict | None:
+    return session.result.verdict if session.result else None

@@ -1,0 +1,97 @@
+"""Makes the group that grades sessions again: a new group whose sessions take over the runs of earlier ones.
+
+It stores nothing and starts nothing. Invariants: the earlier sessions and their verdicts stay as they are; a run is
+graded with the files that were kept of it, or without any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pydantic import ValidationError
+
+from outrider.errors import Conflict, InvalidField
+from outrider.evaluators.nested import nested_specs
+from outrider.lifecycle import SessionState
+from outrider.spec import RegradeSpec, StoredGroupSpec
+from outrider.store.rows import SessionRow
+from outrider.store.store import Store
+from outrider.trajectory import stored_run
+
+HINT = "see how it ended: outrider show"
+
+
+async def regraded_group(store: Store, group_id: str, asked: RegradeSpec) -> StoredGroupSpec:
+    """The group that grades every session of a group again whose run ended by itself. Raises NotFound, Conflict if
+    there is none, and InvalidField."""
+    spec = await _spec_of(store, group_id)
+    # Those of a group that has graded others again took over the runs of these: so nothing is kept twice.
+    rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
+    if any(row.state is not SessionState.DONE for row in rows):
+        raise Conflict(f"group {group_id} is not done", hint="wait for it, or grade single sessions of it again")
+    runs = [row.id for row in rows if _can_be_graded(row)]
+    if not runs:
+        raise Conflict(f"no agent's run in group {group_id} ended by itself: there is nothing to grade", hint=HINT)
+    return _regrading(spec, runs, asked)
+
+
+async def regraded_session(store: Store, session_id: str, asked: RegradeSpec) -> StoredGroupSpec:
+    """The same for one session: a group of one. Raises as `regraded_group`."""
+    row = await store.session(session_id)
+    spec = await _spec_of(store, row.group_id)
+    if spec.regrades:
+        row = await store.session(spec.regrades[row.sample_index])
+    if row.state is not SessionState.DONE:
+        raise Conflict(f"session {row.id} is {row.state}, not done", hint="wait until it is")
+    if not _can_be_graded(row):
+        raise Conflict(
+            f"the agent's run in session {row.id} did not end by itself: there is nothing to grade", hint=HINT
+        )
+    return _regrading(spec, [row.id], asked)
+
+
+async def _spec_of(store: Store, group_id: str) -> StoredGroupSpec:
+    stored = await store.spec(group_id)
+    try:
+        return await asyncio.to_thread(StoredGroupSpec.model_validate_json, stored)
+    except ValidationError as error:
+        message = f"the task of group {group_id} was stored by another version of Outrider, and cannot be read"
+        raise Conflict(message, hint="submit it again") from error
+
+
+def _can_be_graded(row: SessionRow) -> bool:
+    return row.result is not None and stored_run(row.result) is not None
+
+
+def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> StoredGroupSpec:
+    """A group with the old one's task, whose evaluator is given what was kept of what the first one was. Raises
+    InvalidField."""
+    task, first = old.task, old.task.evaluator
+    evaluator = asked.evaluator or first
+    if asked.evaluator is not None and evaluator.carry not in (None, first.carry):
+        carried = "nothing was carried" if first.carry is None else f"what was carried is {first.carry!r}"
+        raise InvalidField(
+            f"{carried}, and no more can be graded again",
+            field="evaluator.carry",
+            hint="leave it out: what was kept is carried again",
+        )
+    # What a group that has graded others again carries was kept by these.
+    kept = first.carry if first.keep or old.regrades else None
+    if kept is None:
+        for part, field in nested_specs(evaluator):
+            if part.kind == "command":
+                raise InvalidField(
+                    "a command grades files, and those of these sessions were not kept",
+                    field=f"{field.removeprefix('task.')}.kind",
+                    hint="tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs",
+                )
+    evaluator = evaluator.model_copy(update={"carry": kept, "keep": False})
+    labels = {**task.labels, **asked.labels}
+    return StoredGroupSpec(
+        task=task.model_copy(update={"evaluator": evaluator, "labels": labels, "artifacts": []}),
+        n=len(runs),
+        priority=asked.priority,
+        idempotency_key=asked.idempotency_key,
+        callback_url=asked.callback_url,
+        regrades=runs,
+    )
