@@ -51,6 +51,7 @@ from outrider.schemas import (
     NodeStats,
     PolicyPause,
     PolicyStatus,
+    PulledImages,
     Redelivered,
     ResultsPage,
     SampleList,
@@ -74,6 +75,8 @@ Watch = Callable[[Sequence[GroupView]], None]
 DEFAULT_URL = "http://127.0.0.1:8700"
 TOTAL_SECONDS = 300.0
 """Seconds that a request and its reply may take."""
+PULL_SECONDS = 3600.0
+"""The same for getting an image on all machines."""
 LONG_POLL = 30.0
 """Seconds that one request waits for a group to be done. The service allows 60."""
 WATCH_PAUSE = 0.2
@@ -314,6 +317,11 @@ class AsyncClient:
     async def nodes(self) -> tuple[NodeStats, ...]:
         return (await self._call("GET", "/v1/nodes", NodeList)).nodes
 
+    async def pull_image(self, reference: str, name: str, *, seconds: float = PULL_SECONDS) -> PulledImages:
+        """Have every machine that runs sessions get an image from a container registry; what became of it on each."""
+        body = _encoded({"reference": reference, "name": name})
+        return await self._call("POST", "/v1/nodes/pull", PulledImages, body=body, seconds=seconds)
+
     async def drain_node(self, name: str) -> tuple[NodeStats, ...]:
         """Give a node no new sessions, until `resume_node`."""
         return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/drain", NodeList)).nodes
@@ -547,6 +555,7 @@ class Client:
     status = _blocking(AsyncClient.status)
     engines = _blocking(AsyncClient.engines)
     nodes = _blocking(AsyncClient.nodes)
+    pull_image = _blocking(AsyncClient.pull_image)
     drain_node = _blocking(AsyncClient.drain_node)
     resume_node = _blocking(AsyncClient.resume_node)
     add_engine = _blocking(AsyncClient.add_engine)

@@ -78,6 +78,22 @@ class NodeStats(msgspec.Struct, frozen=True, kw_only=True):
     stalls: StallStats = StallStats()
 
 
+class PulledImage(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of an image on a machine, which `node` got it for: its digest and the bytes of its files, or why it
+    is not there."""
+
+    node: str
+    digest: str | None = None
+    bytes: int | None = None
+    error: ErrorRecord | None = None
+
+
+class PulledImages(msgspec.Struct, frozen=True):
+    """An image on every machine that runs sessions."""
+
+    machines: tuple[PulledImage, ...]
+
+
 class NodeList(msgspec.Struct, frozen=True, kw_only=True):
     """The nodes that run sessions."""
 

@@ -413,6 +413,13 @@ class TokenSpec(Spec):
     expires_days: Annotated[float, Field(gt=0, le=36500)] | None = None
 
 
+class PullSpec(Spec):
+    """An image to get from a container registry by its `reference`, for tasks to use by `name`."""
+
+    reference: Name
+    name: Name
+
+
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 Mode = Literal["finish", "abort"]
 

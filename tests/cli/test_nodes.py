@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from cli.world import Cli
+from outrider.rootfs.store import ImageStore
 from support.service import running_service
+from support.skopeo import fake_skopeo
 
 
 async def test_a_node_is_listed_drained_and_resumed(cli: Cli, tmp_path: Path) -> None:
@@ -21,3 +25,16 @@ async def test_a_node_is_listed_drained_and_resumed(cli: Cli, tmp_path: Path) ->
         assert [node["drained"] for node in json.loads(resumed.out)["nodes"]] == [False]
         unknown = await cli("nodes", "drain", "elsewhere", "--url", url)
         assert (unknown.code, "no node 'elsewhere'" in unknown.err, "'local'" in unknown.err) == (2, True, True)
+
+
+async def test_an_image_is_pulled_on_every_machine(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_skopeo(tmp_path, monkeypatch)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        pulled = await cli("nodes", "pull", "registry/x", "tools", "--url", url)
+        assert (pulled.code, pulled.err) == (0, "pulling registry/x on every machine\n")
+        assert pulled.out.splitlines()[-1].split()[::-1][:2] == ["it", "has"]
+        missing = await cli("nodes", "pull", "registry/y", "tools", "--url", url, "--json")
+        [machine] = missing.document["machines"]
+        assert (missing.code, machine["node"], machine["digest"]) == (1, "local", None)
+        assert "no such image" in machine["error"]["message"]
+        assert ImageStore().image("tools").workdir == "/srv"

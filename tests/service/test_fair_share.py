@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.errors import Boundary
 from outrider.lifecycle import GroupState, StopReason
+from outrider.rootfs.store import Image
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import RESERVED_PRIORITY, Attempt
@@ -48,6 +49,9 @@ class HeldNode:
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True
+
+    async def pull_image(self, reference: str, name: str) -> Image:
+        raise NotImplementedError
 
     async def run(self, attempt: Attempt) -> SessionResult:
         session = attempt.session

@@ -16,6 +16,7 @@ import pytest
 from outrider.concurrency.backoff import Backoff
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lifecycle import GroupState, StopReason
+from outrider.rootfs.store import Image
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.scheduler import Scheduler
 from outrider.sessions.attempt import Attempt, NodeLost
@@ -80,6 +81,9 @@ class FakeNode:
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True
+
+    async def pull_image(self, reference: str, name: str) -> Image:
+        raise NotImplementedError
 
     async def run(self, attempt: Attempt) -> SessionResult:
         self.ran.append((attempt.session.id, attempt.session.attempt))

@@ -15,6 +15,7 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
+from outrider.rootfs.store import Image
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.service.allow_lists import AllowLists
 from outrider.service.delivery import Deliverer
@@ -85,6 +86,9 @@ class OnceMore:
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True
+
+    async def pull_image(self, reference: str, name: str) -> Image:
+        raise NotImplementedError
 
     async def run(self, attempt: Attempt) -> SessionResult:
         first = attempt.session.attempt == 1

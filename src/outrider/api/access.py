@@ -63,6 +63,7 @@ ROUTES: dict[str, Role] = {
     "WEBSOCKET /v1/relay/{engine}": "admin",
     "GET /v1/nodes": "read",
     "WEBSOCKET /v1/nodes/{name}/join": "node",
+    "POST /v1/nodes/pull": "admin",
     "POST /v1/nodes/{name}/drain": "admin",
     "POST /v1/nodes/{name}/resume": "admin",
     "GET /v1/policy": "read",

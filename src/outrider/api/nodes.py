@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response, WebSocket
+from fastapi import APIRouter, Request, Response, WebSocket
 
 from outrider.api.asgi_socket import AsgiSocket
-from outrider.api.control_replies import json_reply
-from outrider.api.openapi import answers
+from outrider.api.control_replies import json_reply, whole_body
+from outrider.api.openapi import answers, takes
 from outrider.engines.relay.messages import Close
 from outrider.nodes.messages import NAMING, NODE_NAME
-from outrider.schemas import NodeList
+from outrider.schemas import NodeList, PulledImages
+from outrider.service.admission import parse_body
 from outrider.service.service import Service
+from outrider.spec import PullSpec
 
 
 def node_routes(service: Service) -> APIRouter:
@@ -20,6 +22,12 @@ def node_routes(service: Service) -> APIRouter:
     async def nodes() -> Response:
         """The nodes with their lanes and resources."""
         return json_reply(service.nodes())
+
+    @routes.post("/pull", **takes(PullSpec), **answers(PulledImages))
+    async def pull(request: Request) -> Response:
+        """Have every machine that runs sessions get an image from a registry. Replies when each has it or has said why
+        not, which may take minutes."""
+        return json_reply(await service.pull_image(parse_body(PullSpec, await whole_body(request))))
 
     @routes.post("/{name}/drain", **answers(NodeList))
     async def drain(name: str) -> Response:

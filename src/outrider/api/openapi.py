@@ -31,6 +31,7 @@ from outrider.spec import (
     PolicyPauseSpec,
     PolicyResumeSpec,
     PolicyUpdateSpec,
+    PullSpec,
     RegradeSpec,
     TokenSpec,
 )
@@ -48,6 +49,7 @@ REPLIES = (
     schemas.GroupList,
     schemas.GroupView,
     schemas.NodeList,
+    schemas.PulledImages,
     schemas.PolicyStatus,
     schemas.Redelivered,
     schemas.ResultsPage,
@@ -67,6 +69,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     PolicyPauseSpec,
     PolicyResumeSpec,
     PolicyUpdateSpec,
+    PullSpec,
     RegradeSpec,
     TokenSpec,
     AckSpec,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Annotated
@@ -81,7 +82,8 @@ def pull_image(
     """
     store = ImageStore()
     terminal_of(ctx).note(f"pulling {reference}")
-    _told(ctx, ImageRow(name=name, image=pull(reference, name, store), path=str(store.root(store.image(name)))))
+    image = asyncio.run(pull(reference, name, store))
+    _told(ctx, ImageRow(name=name, image=image, path=str(store.root(image))))
 
 
 def build_image(

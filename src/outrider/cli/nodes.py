@@ -8,10 +8,12 @@ import typer
 
 from outrider.cli.join import join
 from outrider.cli.options import Ca, Json, Token, Url, client
-from outrider.cli.tables import node_table
-from outrider.cli.terminal import Terminal, terminal_of
+from outrider.cli.tables import node_table, table
+from outrider.cli.terminal import Terminal, printable, terminal_of
 from outrider.schemas import NodeList, NodeStats
 
+MEGABYTE = 1_000_000
+NO_NODES = "no nodes yet: `outrider nodes join` on a machine makes it one"
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The node's name.")]
 
 
@@ -22,6 +24,7 @@ def node_commands() -> typer.Typer:
     )
     app.command("join")(join)
     app.command("list")(list_nodes)
+    app.command("pull")(pull)
     app.command("drain")(drain)
     app.command("resume")(resume)
     return app
@@ -36,6 +39,44 @@ def list_nodes(ctx: typer.Context, url: Url = None, token: Token = None, ca: Ca 
     """
     with client(url, token, ca) as service:
         _show(terminal_of(ctx), service.nodes())
+
+
+def pull(
+    ctx: typer.Context,
+    reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The image's name in a task's `runtime.image`.")],
+    url: Url = None,
+    token: Token = None,
+    ca: Ca = None,
+    json: Json = False,
+) -> None:
+    """Get an image from a container registry, on every machine that runs sessions.
+
+    Needs the program skopeo there. A name that an image has is given to the
+    new one. Exit code 1: some machine does not have it.
+
+    Example:
+
+        outrider nodes pull docker.io/library/python:3.12-slim python
+    """
+    terminal = terminal_of(ctx)
+    with client(url, token, ca) as service:
+        terminal.note(f"pulling {reference} on every machine")
+        pulled = service.pull_image(reference, name)
+    if terminal.json:
+        terminal.write_json(pulled)
+    else:
+        rows = [
+            (
+                machine.node,
+                "-" if machine.bytes is None else f"{machine.bytes / MEGABYTE:,.1f} MB",
+                printable(machine.error.message) if machine.error else "has it",
+            )
+            for machine in pulled.machines
+        ]
+        terminal.out.print(table(("node", "size>", name), rows) if rows else NO_NODES)
+    if not pulled.machines or any(machine.error for machine in pulled.machines):
+        raise typer.Exit(1)
 
 
 def drain(
@@ -74,4 +115,4 @@ def _show(terminal: Terminal, nodes: tuple[NodeStats, ...]) -> None:
     for node in nodes:
         terminal.out.print(node_table(node))
     if not nodes:
-        terminal.out.print("no nodes yet: `outrider nodes join` on a machine makes it one")
+        terminal.out.print(NO_NODES)

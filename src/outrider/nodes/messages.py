@@ -17,6 +17,7 @@ from outrider.engines.pool.sharing import GateReport, PoolState
 from outrider.engines.relay.messages import Beat, encode
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
+from outrider.rootfs.store import Image
 from outrider.schemas import ArtifactList, NodeStats
 from outrider.store.rows import SessionRow
 from outrider.trajectory import SessionResult, StoredRun, Turn
@@ -106,6 +107,14 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     attempt: int
 
 
+class Pull(msgspec.Struct, tag="pull", frozen=True, kw_only=True):
+    """Get an image from a registry. Answered by `Pulled`."""
+
+    pull: int
+    reference: str
+    name: str
+
+
 class Answer(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_defaults=True):
     """To a call. `error`: what it raised. The rest is what it returned, by the kind of the call."""
 
@@ -165,6 +174,14 @@ class Ran(msgspec.Struct, tag="ran", frozen=True, kw_only=True):
 
     attempt: int
     result: SessionResult | None
+
+
+class Pulled(msgspec.Struct, tag="pulled", frozen=True, kw_only=True):
+    """The image is there, or why it is not."""
+
+    pull: int
+    image: Image | None = None
+    error: ErrorRecord | None = None
 
 
 class SetState(msgspec.Struct, tag="set_state", frozen=True, kw_only=True):
@@ -277,13 +294,14 @@ OfAttempt = SetState | AddTurn | ReadTurns | KeepArtifact | KeepIndex
 """Calls for an attempt, which the node must have."""
 
 Call = OfAttempt | ReadCarried | Take
-ToNode = Setup | Follow | Loads | Run | Cancel | Answer | Generated | Beat
+ToNode = Setup | Follow | Loads | Run | Cancel | Pull | Answer | Generated | Beat
 ToService = (
     Ready
     | Report
     | Gate
     | Doubt
     | Ran
+    | Pulled
     | SetState
     | AddTurn
     | ReadTurns

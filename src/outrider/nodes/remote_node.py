@@ -27,7 +27,7 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.sharing import PoolState
 from outrider.engines.relay.link import Disconnected, Link, Socket
 from outrider.engines.relay.messages import Beat, Close
-from outrider.errors import Conflict, ErrorRecord, OutriderError, ServiceError, record_of
+from outrider.errors import Conflict, ErrorRecord, OutriderError, ServiceError, error_from, record_of
 from outrider.nodes.messages import (
     TO_SERVICE,
     Abort,
@@ -46,6 +46,8 @@ from outrider.nodes.messages import (
     Leaving,
     Loads,
     OfAttempt,
+    Pull,
+    Pulled,
     Ran,
     ReadCarried,
     ReadTurns,
@@ -58,7 +60,7 @@ from outrider.nodes.messages import (
     ToService,
     framed,
 )
-from outrider.rootfs.store import has_image
+from outrider.rootfs.store import Image, has_image
 from outrider.schemas import NodeStats
 from outrider.sessions.attempt import Attempt, NodeLost
 from outrider.sessions.priority_semaphore import Slot
@@ -166,6 +168,11 @@ class RemoteNode:
             raise NodeLost(f"node {self.name} is gone")
         return await self._connection.run_attempt(attempt)
 
+    async def pull_image(self, reference: str, name: str) -> Image:
+        if self._connection is None:
+            raise ServiceError(f"node {self.name} is gone")
+        return await self._connection.pull_image(reference, name)
+
     def _note_report(self, report: Report) -> None:
         more = report.stats.capacity > self._stats.capacity
         self._stats, self._images = report.stats, report.images
@@ -200,6 +207,7 @@ class Connection:
         self._attempts: dict[int, asyncio.Future[SessionResult | None]] = {}
         self._running: dict[tuple[str, int], Attempt] = {}
         """These by their session's id and their number in it."""
+        self._pulls: dict[int, asyncio.Future[Image]] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._slots: dict[int, Slot] = {}
         """What is set aside for the node, by the number of its `Take`."""
@@ -218,6 +226,9 @@ class Connection:
         for attempt in self._attempts.values():
             if not attempt.done():
                 attempt.set_exception(self._lost())
+        for pulled in self._pulls.values():
+            if not pulled.done():
+                pulled.set_exception(ServiceError(f"node {self._name} is gone"))
         for task in (*self._calls.values(), *self._generations.values()):
             task.cancel()
 
@@ -259,6 +270,16 @@ class Connection:
             raise self._lost()
         return result
 
+    async def pull_image(self, reference: str, name: str) -> Image:
+        number = next(self._numbers)
+        pulled: asyncio.Future[Image] = asyncio.get_running_loop().create_future()
+        self._pulls[number] = pulled
+        self.link.send(Pull(pull=number, reference=reference, name=name))
+        try:
+            return await pulled
+        finally:
+            del self._pulls[number]
+
     def _let_go(self) -> None:
         if self.leaving and not self._attempts:
             self.link.close(Close.LEFT, "it has ended all its sessions")
@@ -284,6 +305,13 @@ class Connection:
             case Ran():
                 if not (attempt := self._attempts[message.attempt]).done():
                     attempt.set_result(message.result)
+            case Pulled():
+                if (pulled := self._pulls.get(message.pull)) is None or pulled.done():
+                    pass
+                elif message.image is not None:
+                    pulled.set_result(message.image)
+                else:
+                    pulled.set_exception(error_from(message.error) if message.error else ServiceError("no image"))
             case Report():
                 self._note_report(message)
                 for used in message.uses:

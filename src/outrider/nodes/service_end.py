@@ -44,6 +44,8 @@ from outrider.nodes.messages import (
     Leaving,
     Loads,
     ModelUses,
+    Pull,
+    Pulled,
     Ran,
     ReadCarried,
     ReadTurns,
@@ -252,6 +254,8 @@ class ServiceEnd:
             case Cancel():
                 if (running := self._attempts.get(message.attempt)) is not None:
                     running.cancel()
+            case Pull():
+                attempts.create_task(self._pull(node, message), name=f"image {message.name}")
             case Follow():
                 pools[message.model].follow(message.state)
             case Loads():
@@ -268,6 +272,14 @@ class ServiceEnd:
         except Exception as error:  # a bug, which must not end the other sessions
             log.exception("session %s cannot be run", message.session.id)
             return _failed(message.session, error)
+
+    async def _pull(self, node: LocalNode, asked: Pull) -> None:
+        try:
+            self._link.send(Pulled(pull=asked.pull, image=await node.pull_image(asked.reference, asked.name)))
+        except Exception as error:
+            if not isinstance(error, OutriderError):
+                log.exception("image %s cannot be had", asked.name)
+            self._link.send(Pulled(pull=asked.pull, error=record_of(error)))
 
     def _note_end(self, run: Run, task: asyncio.Task[SessionResult]) -> None:
         del self._attempts[run.attempt]

@@ -5,21 +5,26 @@ It unpacks nothing itself. Invariant: what skopeo writes is kept only until it i
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
 from outrider.errors import InvalidField, RuntimeUnavailable
-from outrider.rootfs.store import Image, ImageStore
+from outrider.rootfs.store import Image, ImageStore, checked_name
 from outrider.rootfs.unpack import BadImage
 
 PULL_SECONDS = 3600
 
 
-def pull(reference: str, name: str, store: ImageStore) -> Image:
-    """Import the image of a reference such as `docker.io/library/python:3.12`. Blocks. Raises InvalidField,
-    RuntimeUnavailable without skopeo, and BadImage with skopeo's words when it fails."""
+async def pull(reference: str, name: str, store: ImageStore) -> Image:
+    """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo.
+
+    Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage with skopeo's words when it fails."""
+    checked_name(name)
     tool = shutil.which("skopeo")
     if tool is None:
         raise RuntimeUnavailable(
@@ -33,12 +38,23 @@ def pull(reference: str, name: str, store: ImageStore) -> Image:
         )
     with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
         layout = Path(folder, "layout")
-        done = subprocess.run(
-            [tool, "copy", "--quiet", f"docker://{reference}", f"oci:{layout}"],
+        process = await asyncio.create_subprocess_exec(
+            tool,
+            *("copy", "--quiet", f"docker://{reference}", f"oci:{layout}"),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PULL_SECONDS,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
-        if done.returncode != 0:
-            raise BadImage(f"skopeo cannot get {reference}: {done.stderr.decode(errors='replace').strip()[-500:]}")
-        return store.import_(layout, name)
+        try:
+            async with asyncio.timeout(PULL_SECONDS):
+                _, said = await process.communicate()
+        except TimeoutError as error:
+            raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process.returncode != 0:
+            raise BadImage(f"skopeo cannot get {reference}: {said.decode(errors='replace').strip()[-500:]}")
+        return await asyncio.to_thread(store.import_, layout, name)

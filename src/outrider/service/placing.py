@@ -103,6 +103,11 @@ class Places(Generic[N]):
             for name, place in self._places.items()
         ]
 
+    def machines(self) -> list[N]:
+        """A node of each machine, and of several the one with the most slots: others may just be starting."""
+        nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
+        return list({node.machine: node for node in nodes}.values())
+
     def check_known(self, name: str) -> None:
         """Raises NotFound."""
         if name not in self._places:

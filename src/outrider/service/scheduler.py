@@ -148,6 +148,10 @@ class Scheduler:
     def stats(self) -> list[NodeStats]:
         return self._places.stats()
 
+    def machines(self) -> list[Node]:
+        """See `Places`."""
+        return self._places.machines()
+
     def may_fit(self, needs: ResourceAmount, *, others: bool) -> bool:
         """See `Places`."""
         return self._places.may_fit(needs, others=others)

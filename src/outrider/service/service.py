@@ -6,6 +6,7 @@ It knows no HTTP, and of a node only the protocol. Invariant: a group is stored 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -21,11 +22,22 @@ from outrider.concurrency.offload import Steps
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.relay.link import Socket
-from outrider.errors import Forbidden, InvalidField, NotFound
+from outrider.errors import Forbidden, InvalidField, NotFound, OutriderError, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
+from outrider.rootfs.store import checked_name
 from outrider.runtimes.node_host import Host
-from outrider.schemas import EngineStatus, EventView, GroupView, NodeList, PolicyStatus, ServiceStatus, SessionView
+from outrider.schemas import (
+    EngineStatus,
+    EventView,
+    GroupView,
+    NodeList,
+    PolicyStatus,
+    PulledImage,
+    PulledImages,
+    ServiceStatus,
+    SessionView,
+)
 from outrider.service.admission import check_evaluator, check_group, check_resources, parse_group
 from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
@@ -41,10 +53,12 @@ from outrider.sessions.attempt import Node
 from outrider.sessions.calls.body_limits import LARGE, Capacity
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.resources import required
-from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, RegradeSpec, StoredGroupSpec
+from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, StoredGroupSpec
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
+
+log = logging.getLogger("outrider.service")
 
 T = TypeVar("T")
 
@@ -382,6 +396,24 @@ class Service:
         """Give a node no new sessions, or some again; also after a restart. Raises NotFound."""
         await self._scheduler.drain(name, drained)
         return self.nodes()
+
+    async def pull_image(self, asked: PullSpec) -> PulledImages:
+        """Have every machine that runs sessions get an image from a registry. Raises InvalidField for a name that no
+        image can have."""
+        checked_name(asked.name)
+
+        async def pull(node: Node) -> PulledImage:
+            try:
+                image = await node.pull_image(asked.reference, asked.name)
+            except Exception as error:  # what one machine lacks must not hide what the others have
+                if not isinstance(error, OutriderError):
+                    log.exception("node %s cannot get image %s", node.name, asked.name)
+                return PulledImage(node=node.name, error=record_of(error))
+            return PulledImage(node=node.name, digest=image.digest, bytes=image.bytes)
+
+        pulled = await asyncio.gather(*map(pull, self._scheduler.machines()))
+        self._scheduler.wake()  # a node that has a session's image is a better place for it
+        return PulledImages(machines=tuple(pulled))
 
     def _on_group_done(self) -> None:
         self._group_done.send()

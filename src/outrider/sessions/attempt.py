@@ -13,6 +13,7 @@ import msgspec
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import SessionState, StopReason
 from outrider.redaction import redacted, secrets_in
+from outrider.rootfs.store import Image
 from outrider.schemas import NodeStats
 from outrider.spec import Run, RuntimeSpec, TaskSpec
 from outrider.store.rows import SessionRow
@@ -59,14 +60,15 @@ class NodeLost(Exception):
 
 class Node(Protocol):
     """Where sessions run. `run` returns how the attempt ended; it raises nothing but CancelledError and NodeLost.
-    `has_image` tells whether a sandbox of this kind can start without getting its image first. Nodes on one `machine`
-    share its resources."""
+    `has_image` tells whether a sandbox of this kind can start without getting its image first; `pull_image` gets one
+    from a registry, and raises OutriderError. Nodes on one `machine` share its resources and its images."""
 
     name: str
     machine: str
 
     def stats(self) -> NodeStats: ...
     def has_image(self, runtime: RuntimeSpec) -> bool: ...
+    async def pull_image(self, reference: str, name: str) -> Image: ...
     async def run(self, attempt: Attempt) -> SessionResult: ...
 
 

@@ -22,7 +22,8 @@ from outrider.errors import OutriderError, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
-from outrider.rootfs.store import has_image
+from outrider.rootfs.pull import pull
+from outrider.rootfs.store import Image, ImageStore, has_image
 from outrider.runtimes.node_host import Host
 from outrider.sandboxes.node_folder import NodeFolder, keep_sweeping, sweep
 from outrider.sandboxes.sandbox import Sandboxes
@@ -148,6 +149,9 @@ class LocalNode:
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return has_image(runtime.image)
+
+    async def pull_image(self, reference: str, name: str) -> Image:
+        return await pull(reference, name, ImageStore())
 
     async def run(self, attempt: Attempt) -> SessionResult:
         """The attempt's result, whatever fails. Raises only CancelledError."""

@@ -1,0 +1,26 @@
+"""A script in place of skopeo, whose registry has one image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rootfs.archives import as_folder, oci_files
+
+
+def fake_skopeo(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> Callable[[], list[str]]:
+    """Put it first in the PATH, and make this test's images its own. It knows `registry/x`, and takes `seconds` for
+    it. Returns what tells which references were asked for."""
+    layout = as_folder(oci_files(), folder / "layout")
+    asked = folder / "asked"
+    skopeo = folder / "bin" / "skopeo"
+    skopeo.parent.mkdir()
+    check = '[ "$3" = docker://registry/x ] || { echo no such image >&2; exit 1; }'
+    skopeo.write_text(f'#!/bin/sh\necho "$3" >> {asked}\n{check}\nsleep {seconds}\ncp -r {layout} "${{4#oci:}}"\n')
+    skopeo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{skopeo.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("OUTRIDER_HOME", str(folder / "home"))
+    return lambda: asked.read_text().split() if asked.exists() else []
