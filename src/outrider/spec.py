@@ -259,14 +259,25 @@ class HarnessSpec(Spec):
         return self
 
 
+Pathspec = Annotated[str, StringConstraints(pattern=r"^[^:]", max_length=4096), AfterValidator(without_nul)]
+
+
+class DiffSpec(Spec):
+    """Carries what the agent changed in a git repository: the folder `diff` (absolute or relative to the working
+    directory), but for what git ignores and the pathspecs in `exclude`."""
+
+    diff: SandboxPath
+    exclude: Annotated[list[Pathspec], Field(max_length=256)] = []
+
+
 class EvaluatorSpec(Spec):
     """The evaluator: kind `command` runs `run` in the sandbox, kind `callable` calls the function at `path`.
 
     The reward of a command is the number (or JSON object with "reward") that it writes to $OUTRIDER_VERDICT, else 1.0
     for exit code 0 and 0.0 for exit code 1; any other exit code is an error. With `carry` the outcome is graded in a
-    new sandbox that has only these paths of the agent's sandbox, or everything that was written there ("all"). Without
-    it, the outcome is graded in the agent's sandbox. With `keep`, what was carried is kept as an artifact, so that it
-    can be graded again.
+    new sandbox that has only these paths of the agent's sandbox, everything that was written there ("all"), or the
+    changes to a repository. Without it, the outcome is graded in the agent's sandbox. With `keep`, what was carried is
+    kept as an artifact, so that it can be graded again; changes always are.
     """
 
     kind: Name = "command"
@@ -274,7 +285,7 @@ class EvaluatorSpec(Spec):
     path: Name | None = None
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
     seconds: Seconds = 300
-    carry: Annotated[list[SandboxPath], Field(max_length=256)] | Literal["all"] | None = None
+    carry: Annotated[list[SandboxPath], Field(max_length=256)] | Literal["all"] | DiffSpec | None = None
     keep: bool = False
 
     @model_validator(mode="after")

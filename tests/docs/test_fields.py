@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import PurePath
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import msgspec
 import pytest
@@ -75,15 +75,17 @@ def fields_of(model: type[BaseModel], above: str = "", *, lists: bool = True) ->
             found |= fields_of(field.annotation, f"{path}.", lists=lists)
             continue
         found[path] = REQUIRED if field.is_required() else default(field.get_default(call_default_factory=True))
-        for inner in models_in(field.annotation) if lists else ():
-            found |= fields_of(inner, f"{path}[].")
+        for inner, within in models_in(field.annotation) if lists else ():
+            found |= fields_of(inner, f"{path}{within}.")
     return found
 
 
-def models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any, within: str = "") -> list[tuple[type[BaseModel], str]]:
+    """The models that a field may have, each with `[]` if they are in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in models_in(inner)]
+        return [(annotation, within)]
+    within = "[]" if get_origin(annotation) in (list, tuple) else within
+    return [model for inner in get_args(annotation) for model in models_in(inner, within)]
 
 
 def struct_fields(kind: type[msgspec.Struct]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from outrider.api.control_replies import json_reply
 from outrider.api.openapi import answers, binary_answers
 from outrider.schemas import ArtifactList
 from outrider.service.service import Service
-from outrider.store.artifacts import CARRIED
+from outrider.store.artifacts import KEPT
 
 UNKNOWN = "application/octet-stream"
 SAFE = {"Content-Security-Policy": "default-src 'none'; sandbox", "X-Content-Type-Options": "nosniff"}
@@ -61,7 +61,7 @@ def artifact_routes(service: Service) -> APIRouter:
     async def artifact(session_id: str, path: str, attempt: Attempt = None) -> Response:
         """The bytes of an artifact, by its path in the sandbox without the first slash."""
         session = await service.reader.session(session_id)
-        name = path if path == CARRIED else f"/{path}"
+        name = path if path in KEPT else f"/{path}"
         file = await asyncio.to_thread(service.artifacts.file, session.id, name, attempt)
         return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
 

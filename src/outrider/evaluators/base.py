@@ -66,7 +66,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     calls, and `calls` these, in the order in which they ended.
 
     `runtime` is the sandbox that is graded. Of an outcome that was kept without files it refuses everything
-    (`NothingKept`).
+    (`NothingKept`). `patch` is what the agent changed in a repository, as `git diff` says it, if that is carried.
 
     `beside()` is another sandbox of the task's runtime for as long as its block runs, prepared as the agent's was: no
     agent has touched it, and nothing that runs in `runtime` can reach it. It sets no resources aside. Raises
@@ -80,6 +80,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transcript: tuple[Message, ...]
     turns: int
     calls: tuple[ModelCall, ...] = ()
+    patch: bytes | None = None
     beside: Callable[[], AbstractAsyncContextManager[Runtime]] = no_sandbox
     ask_frozen: AskFrozen = no_model
     host: Host | None = None

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from outrider.errors import Conflict, InvalidField
 from outrider.evaluators.nested import nested_specs
 from outrider.lifecycle import SessionState
-from outrider.spec import RegradeSpec, StoredGroupSpec
+from outrider.spec import DiffSpec, RegradeSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
 from outrider.trajectory import stored_run
@@ -76,7 +76,7 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
             hint="leave it out: what was kept is carried again",
         )
     # What a group that has graded others again carries was kept by these.
-    kept = first.carry if first.keep or old.regrades else None
+    kept = first.carry if first.keep or old.regrades or isinstance(first.carry, DiffSpec) else None
     if kept is None:
         for part, field in nested_specs(evaluator):
             if part.kind == "command":

@@ -18,7 +18,7 @@ from outrider.errors import RuntimeFailure, ServiceError, storable
 from outrider.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
-from outrider.store.artifacts import CARRIED, KeepsArtifacts
+from outrider.store.artifacts import KeepsArtifacts
 
 log = logging.getLogger("outrider.session")
 
@@ -61,19 +61,20 @@ class ArtifactCollector:
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return collection.listed()
 
-    async def keep_carried(self, file: Path, listed: ArtifactList) -> ArtifactList:
-        """Keep a file of this machine, with what is carried to the grading, beside those in the list; the new list."""
+    async def keep_carried(self, file: Path, name: str, listed: ArtifactList) -> ArtifactList:
+        """Keep a file of this machine, with what is carried to the grading, beside those in the list, under one of the
+        names KEPT; the new list."""
         session_id, attempt, limit = listed.session_id, listed.attempt, self._limits.file_bytes
         assert attempt is not None
         try:
             size = (await asyncio.to_thread(file.stat)).st_size
             if size > limit:
-                note = LeftOut(path=CARRIED, reason=f"it has {size} bytes, and {limit} is the most that is kept")
+                note = LeftOut(path=name, reason=f"it has {size} bytes, and {limit} is the most that is kept")
                 listed = msgspec.structs.replace(listed, left_out=(*listed.left_out, note))
             else:
                 async with self._reading:
                     digest = await self._store.keep(session_id, attempt, await asyncio.to_thread(file.read_bytes))
-                kept = Artifact(path=CARRIED, size=size, sha256=digest)
+                kept = Artifact(path=name, size=size, sha256=digest)
                 listed = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(listed)
         except Exception as error:  # as above

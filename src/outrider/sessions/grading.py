@@ -34,8 +34,11 @@ from outrider.sandboxes.sandbox import Sandbox, Sandboxes
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.clock import Stopwatch
 from outrider.sessions.lanes import Lane, Lanes
+from outrider.sessions.patches import apply_patch, carried_paths, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
+from outrider.spec import DiffSpec
+from outrider.store.artifacts import CARRIED, PATCH
 from outrider.trajectory import Verdict
 
 log = logging.getLogger("outrider.session")
@@ -60,7 +63,8 @@ class Grade(msgspec.Struct, frozen=True, kw_only=True):
 class Grading:
     """`async with Grading(...) as grading`: `start_ahead` when the agent's run begins, and `await grading.grade(...)`
     once, when it has ended; or only `await grading.grade_again(...)`. Leaving stops what is left of the sandboxes that
-    were begun here. `keep` is awaited with the file of what was carried, if the task wants that to be kept."""
+    were begun here. `keep` is awaited with a file of what was carried, if that is to be kept, and its name as an
+    artifact."""
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Grading:
         resources: NodeResources,
         mounts: tuple[Path, ...],
         stopwatch: Stopwatch,
-        keep: Callable[[Path], Awaitable[None]],
+        keep: Callable[[Path, str], Awaitable[None]],
     ) -> None:
         self._attempt = attempt
         self._task = attempt.task
@@ -84,9 +88,17 @@ class Grading:
         self._stopwatch = stopwatch
         self._keep = keep
         self._carry = attempt.task.evaluator.carry
+        self._repository = (
+            place_of(self._carry, self._task.runtime.workdir) if isinstance(self._carry, DiffSpec) else ""
+        )
+        """Where that is whose changes are carried."""
         self._folder = sandboxes.host.folder / f"{attempt.name}-graded"
         self._archive = self._folder / "carried"
         self._layer: Path | None = None
+        self._paths = self._carry if isinstance(self._carry, list) else []
+        """What the archive is of."""
+        self._patch: bytes | None = None
+        """The changes to a repository, if these are carried: made in the first sandbox for grading."""
         self._second_share: Slot | None = None
         """The resources of a sandbox beside the agent's. The last sandbox of the session uses the session's own."""
         self._ahead: GraderSandbox | None = None
@@ -103,7 +115,7 @@ class Grading:
 
     def start_ahead(self) -> None:
         """Start a new sandbox now, if it needs nothing of the agent's to start and the resources for both are free."""
-        if isinstance(self._carry, list):
+        if isinstance(self._carry, list | DiffSpec):
             self._second_share = self._resources.try_take(required(self._task.runtime.resources))
             if self._second_share is not None:
                 self._undo.callback(self._second_share.release)
@@ -151,6 +163,8 @@ class Grading:
         await fetch(self._archive)
         if self._carry == "all":
             self._layer = self._archive
+        elif isinstance(self._carry, DiffSpec):
+            self._patch = await asyncio.to_thread(self._archive.read_bytes)
         try:
             return Grade(verdict=await self._verdict(outcome), excess=False)
         except OutriderError as error:
@@ -165,14 +179,16 @@ class Grading:
     async def _take_out(self, runtime: Runtime) -> None:
         """Copy what is graded from the agent's sandbox to the host. Raises RuntimeFailure."""
         await self._make_folder()
-        if isinstance(self._carry, list):
-            # Alone: what the agent left running could change the files while they are archived.
-            await runtime.snapshot(self._carry, self._archive, alone=True)
-        else:  # "all": admission refuses that for other runtimes
+        if self._carry == "all":  # admission refuses that for other runtimes
             await cast(SavesLayers, runtime).save_layer(self._archive)
             self._layer = self._archive
-        if self._task.evaluator.keep:
-            await self._keep(self._archive)
+        else:
+            if isinstance(self._carry, DiffSpec):
+                self._paths = await carried_paths(runtime, self._repository)
+            # Alone: what the agent left running could change the files while they are archived.
+            await runtime.snapshot(self._paths, self._archive, alone=True)
+        if self._task.evaluator.keep and not isinstance(self._carry, DiffSpec):
+            await self._keep(self._archive, CARRIED)
 
     async def _make_folder(self) -> None:
         self._undo.push_async_callback(asyncio.to_thread, remove_tree, self._folder)
@@ -192,7 +208,8 @@ class Grading:
             tries += 1
             try:
                 async with self._place(outcome.runtime) as runtime:
-                    return await self._evaluate(msgspec.structs.replace(outcome, runtime=runtime))
+                    placed = msgspec.structs.replace(outcome, runtime=runtime, patch=self._patch)
+                    return await self._evaluate(placed)
             except EvaluatorError as error:
                 failure = error
             except RuntimeFailure as error:
@@ -213,7 +230,14 @@ class Grading:
             return
         async with self._new_sandbox(self._layer) as runtime, mark_inside_failures(runtime):
             if isinstance(self._carry, list):
-                await runtime.restore(self._archive, self._carry)
+                await runtime.restore(self._archive, self._paths)
+            elif isinstance(self._carry, DiffSpec):
+                if self._patch is None:
+                    self._patch = await make_patch(runtime, self._carry, self._repository, self._archive, self._paths)
+                    file = self._folder / "patch"
+                    await asyncio.to_thread(file.write_bytes, self._patch)
+                    await self._keep(file, PATCH)
+                await apply_patch(runtime, self._repository, self._patch)
             yield runtime
 
     async def _confirm_excess(self, failure: OutriderError, outcome: Outcome) -> Verdict:

@@ -49,7 +49,7 @@ from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, required
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
-from outrider.store.artifacts import CARRIED
+from outrider.store.artifacts import KEPT
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
 
@@ -170,7 +170,7 @@ class Rollout:
             seconds=StageSeconds(**self._stopwatch.seconds),
             artifact_bytes=sum(artifact.size for artifact in self._artifacts.artifacts),
             answer=None if self._graded is None else storable(self._graded.outcome.answer),
-            carried=any(artifact.path == CARRIED for artifact in self._artifacts.artifacts),
+            carried=any(artifact.path in KEPT for artifact in self._artifacts.artifacts),
             run_reason=ending.run_reason,
             regrades=None if stored is None else stored.session_id,
         )
@@ -378,8 +378,8 @@ class Rollout:
         self._artifacts = await collect(sandbox.runtime, self._task, session.id, session.attempt)
         self._stopwatch.lap("stop")
 
-    async def _keep_carried(self, file: Path) -> None:
-        self._artifacts = await self._node.artifacts.keep_carried(file, self._artifacts)
+    async def _keep_carried(self, file: Path, name: str) -> None:
+        self._artifacts = await self._node.artifacts.keep_carried(file, name, self._artifacts)
 
     async def _grade(self, grading: Grading, sandbox: Sandbox, ended: AgentRun) -> Ending:
         self._graded = ended

@@ -24,6 +24,10 @@ INDEX = "index.json"
 
 CARRIED = "outrider:carried"
 """The name of the artifact with what was carried to the grading. It is no path, so no file of a sandbox has it."""
+PATCH = "outrider:patch.diff"
+"""The same, of the changes to a repository."""
+KEPT = (CARRIED, PATCH)
+"""Of these an attempt has one at most."""
 
 
 class KeepsArtifacts(Protocol):
@@ -60,8 +64,14 @@ class ArtifactStore:
         await asyncio.to_thread(self.index, listed)
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        """The artifact CARRIED, read in a thread. Raises NotFound, and OSError."""
-        return await asyncio.to_thread(lambda: self.file(session_id, CARRIED, attempt).read_bytes())
+        """The one of KEPT that the attempt has, read in a thread. Raises NotFound, and OSError."""
+
+        def read() -> bytes:
+            names = [artifact.path for artifact in self.listed(session_id, attempt).artifacts]
+            name = next((name for name in KEPT if name in names), CARRIED)
+            return self.file(session_id, name, attempt).read_bytes()
+
+        return await asyncio.to_thread(read)
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
         """The artifacts of an attempt, by default of the newest that has an index; an empty list if there is none."""
