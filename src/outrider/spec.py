@@ -317,6 +317,34 @@ class Branches(Spec):
     aborted: Policy = "drop"
 
 
+FilterKind = Literal["not_completed", "truncated", "over_long", "repeated_calls", "malformed_calls", "no_patch"]
+
+
+class Filter(Spec):
+    """What becomes of a session that was graded and whose run is of kind `when`.
+
+    not_completed: the agent did not end by itself. truncated: a limit of turns, tokens, context or time ended it, or
+    its last reply was cut off. over_long: it sampled more than `limit` tokens. repeated_calls: it called the same tool
+    with the same arguments `limit` times in a row, or 4 times. malformed_calls: a call of a tool could not be read.
+    no_patch: it changed nothing in the repository whose changes are carried.
+
+    `then` zero: the reward is 0 at most, and trains. mask: its rows are delivered, and nothing in them trains. drop: it
+    has no rows.
+    """
+
+    when: FilterKind
+    limit: Annotated[int, Field(ge=2, le=1 << 30)] | None = None
+    then: Literal["zero", "mask", "drop"]
+
+    @model_validator(mode="after")
+    def _limited(self) -> Self:
+        if self.when == "over_long" and self.limit is None:
+            raise ValueError("'over_long' needs a 'limit': more sampled tokens are too many")
+        if self.limit is not None and self.when not in ("over_long", "repeated_calls"):
+            raise ValueError(f"{self.when!r} takes no 'limit'")
+        return self
+
+
 class TaskSpec(Spec):
     """A task: everything that one session needs.
 
@@ -333,6 +361,7 @@ class TaskSpec(Spec):
     sampling: Sampling = Sampling()
     history: Literal["recorded", "template"] = "recorded"
     branches: Branches = Branches()
+    filters: Annotated[list[Filter], Field(max_length=16)] = []
     artifacts: Annotated[list[SandboxPath], Field(max_length=64)] = []
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
@@ -342,6 +371,8 @@ class TaskSpec(Spec):
         carry = self.evaluator.carry
         if isinstance(carry, list) and PurePosixPath("/") in (self.runtime.workdir / PurePosixPath(p) for p in carry):
             raise ValueError("evaluator.carry must name files and folders, not the sandbox's root")
+        if any(each.when == "no_patch" for each in self.filters) and not isinstance(carry, DiffSpec):
+            raise ValueError("the filter 'no_patch' needs evaluator.carry with 'diff'")
         return self
 
 

@@ -18,7 +18,16 @@ from outrider.schemas import NodeStats
 from outrider.spec import Run, RuntimeSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
-from outrider.trajectory import FrozenUse, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
+from outrider.trajectory import (
+    BranchPolicy,
+    FrozenUse,
+    HarnessExit,
+    SessionResult,
+    StageSeconds,
+    StoredRun,
+    Turn,
+    Verdict,
+)
 
 RESERVED_PRIORITY = 1 << 20
 """Above every priority that a group can have."""
@@ -96,6 +105,7 @@ def session_result(
     *,
     task: TaskSpec | None,
     verdict: Verdict | None = None,
+    at_most: BranchPolicy = BranchPolicy.TRAIN,
     error: ErrorRecord | None = None,
     harness_exit: HarnessExit | None = None,
     forks: Mapping[str, int] = {},
@@ -111,9 +121,12 @@ def session_result(
     `frozen` are its turns of frozen models.
 
     `task` is None if the stored task cannot be read: then the default branch policy applies and there are no labels.
-    `forks` are counted by cause while the attempt runs, and take precedence over those counted from `turns`.
+    `at_most` is the most that is done with rows of any kind. `forks` are counted by cause while the attempt runs, and
+    take precedence over those counted from `turns`.
     """
     policy = {} if task is None else policy_of(task.branches)
+    order = list(BranchPolicy)  # from what uses most of a session to what uses least
+    policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(
         session_id=session.id,

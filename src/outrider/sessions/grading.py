@@ -54,10 +54,12 @@ PROBE_SECONDS = 30.0
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on an attempt, and whether the agent made going on or grading impossible (`agent_excess`)."""
+    """The verdict on an attempt, whether the agent made going on or grading impossible (`agent_excess`), and what it
+    changed in a repository, if that was carried."""
 
     verdict: Verdict
     excess: bool
+    patch: bytes | None = None
 
 
 class Grading:
@@ -151,7 +153,7 @@ class Grading:
             self._stopwatch.lap("eval")
             return Grade(verdict=verdict or confirmed, excess=True)
         assert verdict is not None
-        return Grade(verdict=verdict, excess=False)
+        return Grade(verdict=verdict, excess=False, patch=self._patch)
 
     async def grade_again(self, outcome: Outcome, fetch: Callable[[Path], Awaitable[None]] | None) -> Grade:
         """Grade a run whose sandbox is gone. `fetch` writes what it carried into a file; None if that was not kept:
@@ -166,7 +168,7 @@ class Grading:
         elif isinstance(self._carry, DiffSpec):
             self._patch = await asyncio.to_thread(self._archive.read_bytes)
         try:
-            return Grade(verdict=await self._verdict(outcome), excess=False)
+            return Grade(verdict=await self._verdict(outcome), excess=False, patch=self._patch)
         except OutriderError as error:
             if not error.inside:
                 raise

@@ -43,6 +43,7 @@ from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation
+from outrider.sessions.filters import Run, filtered
 from outrider.sessions.grading import Grade, Grading, mark_inside_failures
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
@@ -51,7 +52,7 @@ from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, Sampling
 from outrider.store.artifacts import KEPT
 from outrider.tokens.samples import model_calls, policy_of
-from outrider.trajectory import HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
+from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
 
@@ -100,13 +101,14 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an attempt ended, and its verdict or its error. `run_reason`: see `SessionResult`."""
+    """Why an attempt ended, and its verdict or its error. `run_reason`: see `SessionResult`. `patch`: see `Grade`."""
 
     reason: StopReason
     verdict: Verdict | None = None
     error: ErrorRecord | None = None
     harness_exit: HarnessExit | None = None
     run_reason: StopReason | None = None
+    patch: bytes | None = None
 
 
 class Rollout:
@@ -155,14 +157,18 @@ class Rollout:
                 ending = msgspec.structs.replace(ending, run_reason=run.reason, harness_exit=run.failed_exit)
         self._stopwatch.lap("stop")
         session, store, stored = self._session, self._node.store, self._attempt.stored
+        turns, verdict, fate = await self._turns(), ending.verdict, BranchPolicy.TRAIN
+        if verdict is not None and ending.reason is not StopReason.AGENT_EXCESS:
+            verdict, fate = filtered(Run(ending.reason, turns, ending.patch), verdict, self._task.filters)
         forks = {cause.value: number for cause, number in self.conversation.tree.forks.items()}
         build = partial(
             session_result,
             session,
             ending.reason,
-            await self._turns(),
+            turns,
             task=self._task,
-            verdict=ending.verdict,
+            verdict=verdict,
+            at_most=fate,
             error=ending.error,
             harness_exit=ending.harness_exit,
             forks=forks if stored is None else stored.forks,
@@ -468,6 +474,7 @@ def _graded(ended: AgentRun, grade: Grade) -> Ending:
         reason=StopReason.AGENT_EXCESS if grade.excess else ended.reason,
         verdict=grade.verdict,
         harness_exit=ended.failed_exit,
+        patch=grade.patch,
     )
 
 

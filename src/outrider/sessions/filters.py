@@ -1,0 +1,68 @@
+"""Decides what becomes of a graded session whose run is of a kind that a task filters, such as one that was cut off.
+
+It knows no rows and no store. Invariant: a filter never raises a reward, and changes nothing of a session that has no
+verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+import msgspec
+
+from outrider.lifecycle import StopReason
+from outrider.spec import Filter, FilterKind
+from outrider.trajectory import BranchPolicy, FinishReason, Turn, Verdict
+
+CUT_OFF = frozenset(
+    {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
+)
+REPEATS = 4
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What filters look at: why the agent's run ended, its model calls, and its patch if one is carried."""
+
+    reason: StopReason
+    turns: Sequence[Turn]
+    patch: bytes | None
+
+
+def filtered(run: Run, verdict: Verdict, filters: Sequence[Filter]) -> tuple[Verdict, BranchPolicy]:
+    """The verdict, and the most that is done with the session's rows. Each filter that matches is in the verdict's
+    metrics, as `filter_NAME`, and in its reason."""
+    matching = [each for each in filters if MATCHES[each.when](run, each)]
+    if not matching:
+        return verdict, BranchPolicy.TRAIN
+    fates = {each.then for each in matching}
+    names = dict.fromkeys(each.when for each in matching)
+    reason = f"filtered: {', '.join(names)}" + (f"; {verdict.reason}" if verdict.reason else "")
+    verdict = msgspec.structs.replace(
+        verdict, reason=reason, metrics={**verdict.metrics, **{f"filter_{name}": 1.0 for name in names}}
+    )
+    if "zero" in fates:
+        verdict = msgspec.structs.replace(verdict, reward=min(0.0, verdict.reward), turns={}, rows={})
+    if "drop" in fates:
+        return verdict, BranchPolicy.DROP
+    return verdict, BranchPolicy.MASK if "mask" in fates else BranchPolicy.TRAIN
+
+
+def _cut_off(run: Run, each: Filter) -> bool:
+    return run.reason in CUT_OFF or (bool(run.turns) and run.turns[-1].finish is FinishReason.LENGTH)
+
+
+def _repeated(run: Run, each: Filter) -> bool:
+    calls = ((call.name, call.arguments) for turn in run.turns if turn.reply for call in turn.reply.tool_calls)
+    return any(len(list(same)) >= (each.limit or REPEATS) for _, same in groupby(calls))
+
+
+MATCHES: Mapping[FilterKind, Callable[[Run, Filter], bool]] = {
+    "not_completed": lambda run, each: run.reason is not StopReason.COMPLETED,
+    "truncated": _cut_off,
+    "over_long": lambda run, each: sum(len(turn.output_ids) // 4 for turn in run.turns) > (each.limit or 0),
+    "repeated_calls": _repeated,
+    "malformed_calls": lambda run, each: any(turn.malformed_calls for turn in run.turns),
+    "no_patch": lambda run, each: not run.patch,
+}
+"""Whether a run is of a kind."""
