@@ -50,7 +50,7 @@ async def test_a_refused_change_leaves_no_event(store: Store) -> None:
     with pytest.raises(Conflict):
         await start(store, "g.0")
     with pytest.raises(Conflict):
-        await store.set_state("g.0", 1, SessionState.EVALUATING)
+        await store.set_state("g.0", 1, SessionState.RUNNING)
     assert await kinds(store) == before
 
 
