@@ -116,6 +116,7 @@ def episode(name: str) -> dict[str, Any]:
     return task
 
 
+@pytest.mark.deep
 async def test_the_same_seeds_give_the_same_sessions_while_other_groups_train(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "model": ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name="demo-policy"),

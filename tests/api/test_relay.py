@@ -75,6 +75,7 @@ async def test_sessions_survive_cut_connections(tmp_path: Path) -> None:
                 assert [session.attempt for session in done.sessions] == [1] * 8
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("weights", [None, "weights"], ids=["trainer loads", "workers load"])
 @pytest.mark.parametrize("mode", ["finish", "abort"])
 async def test_weights_change_at_two_workers_while_their_connections_are_cut(

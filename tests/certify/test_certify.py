@@ -42,6 +42,7 @@ async def test_an_honest_program_passes_every_row_that_applies(habits: tuple[str
             assert row.branches == {"main": 1}, "an echoed history is one row, however it is written"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["namespace", "process-landlock", "process"])
 async def test_an_agent_in_its_own_environment_is_certified(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

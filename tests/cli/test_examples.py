@@ -53,6 +53,7 @@ def outside(body: dict[str, Any]) -> Any:
     return {"choices": [{"message": {"content": said}}]}
 
 
+@pytest.mark.deep
 @needs_namespaces
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("reward", [1.0, 0.0])

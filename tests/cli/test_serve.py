@@ -80,6 +80,7 @@ async def until_stopping(process: asyncio.subprocess.Process) -> None:
         assert line, "the service ended"
 
 
+@pytest.mark.deep
 async def test_sessions_under_way_end_before_a_stopped_service_does(tmp_path: Path) -> None:
     async with serving_a_slow_agent(tmp_path) as (process, client, group_id):
         process.terminate()

@@ -208,6 +208,7 @@ def test_what_sbatch_says_is_shown(cli: Cli, tmp_path: Path, monkeypatch: pytest
     )
 
 
+@pytest.mark.deep
 async def test_sessions_that_a_stopped_service_has_left_are_counted(tmp_path: Path) -> None:
     async def count() -> bytes:
         words = ("-m", "outrider.cli.unfinished", "--insecure", "--data", "state", "--processes", "2")

@@ -142,6 +142,7 @@ async def test_near_the_time_limit_it_ends_in_order_and_comes_back(tmp_path: Pat
         assert not (running.folder / "url").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("variables", "code", "said"),
     [

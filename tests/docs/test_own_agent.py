@@ -52,6 +52,7 @@ def certificate(task: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     return made
 
 
+@pytest.mark.deep
 def test_an_agent_in_a_virtual_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As `python -m venv` makes one, of the interpreter that runs this. What it imports lies beside it, editable."""
     made = tmp_path / "mine/.venv"
@@ -71,6 +72,7 @@ def test_an_agent_in_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     certificate(WITH_NODE, tmp_path, capsys)
 
 
+@pytest.mark.deep
 def test_an_agent_in_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The image has no Python: its agent runs by the interpreter that every such sandbox is shown."""
     root = small_root(tmp_path / "root")

@@ -75,6 +75,7 @@ async def test_a_share_counts_each_case_and_all_stops_at_the_first(bench: Bench)
     assert (whole.reward, whole.metrics, whole.reason) == (0.0, {"passed": 1.0, "cases": 3.0}, share.reason)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("given", "output", "program"),
     [
@@ -87,6 +88,7 @@ async def test_blanks_at_the_ends_do_not_count(bench: Bench, given: Any, output:
     assert (await bench.grade(spec(inputs=[given], outputs=[output]), fenced(f"{program}\n"))).reward == 1.0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("given", "output", "body", "reward"),
     [
@@ -106,6 +108,7 @@ async def test_rows_of_each_kind_of_data_set(bench: Bench, given: Any, output: A
         ).reward == reward
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("said", ["", "I cannot do this.", "```\n\n```", "```python\nprint(3)"])
 async def test_no_program_is_worth_nothing(bench: Bench, said: str) -> None:
     for form in FORMS.values():
@@ -181,7 +184,8 @@ def add(a, b):
 }
 
 
-@pytest.mark.parametrize("form", ["texts", pytest.param("calls", marks=pytest.mark.deep), "check"])
+@pytest.mark.deep
+@pytest.mark.parametrize("form", ["texts", "calls", "check"])
 async def test_what_a_program_does_instead_earns_nothing(bench: Bench, form: str) -> None:
     for attack, program in (ATTACKS if form == "texts" else ATTACKS | LATER).items():
         options = FORMS[form] | {"case_seconds": 1.5, "total_seconds": 20}
@@ -201,6 +205,7 @@ async def test_a_share_of_an_attack_is_what_it_answers(bench: Bench) -> None:
         await bench.renew()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("program", "options", "reason"),
     [
@@ -245,6 +250,7 @@ def add(a, b):
 """
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("form", ["calls", "check"])
 @pytest.mark.parametrize("value", ['{"set": numbers}', '{"dict": [[k, 0] for k in numbers]}'])
@@ -289,6 +295,7 @@ def test_what_is_not_of_jsons_types_is_not_compared(coded: Any) -> None:
         json_value(coded)
 
 
+@pytest.mark.deep
 async def test_a_second_sandbox_that_starts_slowly_costs_the_candidate_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +391,7 @@ async def test_a_check_that_swallows_errors_passes_no_program_that_ends_itself(b
     assert (await bench.grade(spec(**options), fenced(ADD))).reward == 1.0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["StopIteration", "StopAsyncIteration"])
 async def test_a_program_ends_no_loop_of_its_check(bench: Bench, name: str) -> None:
     test = (
@@ -410,6 +418,7 @@ def check(candidate):
     assert (graded.reward, graded.reason) == (1.0, None)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("test", "message"),
     [
@@ -426,6 +435,7 @@ async def test_a_check_that_does_not_work_is_an_error(bench: Bench, test: str, m
         await bench.grade(spec(**CHECK | {"test": test, "total_seconds": 4}), fenced(ADD))
 
 
+@pytest.mark.deep
 async def test_a_check_that_a_value_holds_up_is_the_candidates_doing(bench: Bench) -> None:
     test = "def check(candidate):\n    for _ in range(candidate(1, 2)): pass\n"
     options = CHECK | {"test": test, "total_seconds": 4}
@@ -433,6 +443,7 @@ async def test_a_check_that_a_value_holds_up_is_the_candidates_doing(bench: Benc
     assert (graded.reward, graded.reason) == (0.0, "the check did not end in time with this candidate")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("form", FORMS)
 async def test_without_python_in_the_sandbox_it_is_an_error(bench: Bench, form: str) -> None:
     with pytest.raises(EvaluatorError, match="does not run in the sandbox") as caught:

@@ -30,6 +30,7 @@ async def small() -> AsyncIterator[Runtime]:
             await sandbox.stop()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("fill", [FILES, BYTES], ids=["files", "bytes"])
 @pytest.mark.parametrize("number", [0, 1])
 async def test_a_verdict_that_could_not_be_written_is_no_reward(

@@ -126,6 +126,7 @@ CALCULATIONS = [
 ]
 
 
+@pytest.mark.deep
 async def test_a_question_is_not_its_own_answer(grade: Grade) -> None:
     for question, gold in CALCULATIONS:
         for reply in (f"\\boxed{{{question}}}", f"The answer is ${question}$"):
@@ -160,6 +161,7 @@ ATTACKS = (
 )
 
 
+@pytest.mark.deep
 async def test_an_attack_is_worth_nothing_and_does_no_harm(grade: Grade) -> None:
     for attack, verdict in zip(
         ATTACKS, await asyncio.gather(*(grade(a, "5", seconds=0.4) for a in ATTACKS)), strict=True
@@ -251,6 +253,7 @@ async def submitted(options: dict[str, Any], host: Host) -> None:
     await evaluator.check_spec(host)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_a_whole_session_is_graded(tmp_path: Path, processes: int) -> None:
     def task(gold: str) -> dict[str, Any]:

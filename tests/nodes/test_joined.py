@@ -115,6 +115,7 @@ async def test_a_machine_joins_and_runs_sessions(
     assert node_processes() == set()
 
 
+@pytest.mark.deep
 async def test_a_machine_grades_again_what_another_has_kept(start: Starts, tokenizer: Path, tmp_path: Path) -> None:
     files = EvaluatorSpec(kind="callable", path="nodes.acts:grade_files")
     kept: dict[str, Any] = {"evaluator": {"kind": "callable", "path": GRADER, "carry": ["answer"], "keep": True}}
@@ -245,6 +246,7 @@ async def test_of_many_that_come_for_a_name_at_once_one_gets_it(tokenizer: Path)
         again.cut()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("token", "error", "says"),
     [
@@ -275,6 +277,7 @@ async def test_who_may_not_join_is_told_why(
         assert says in f"{found} {found.hint}"
 
 
+@pytest.mark.deep
 async def test_a_node_may_do_nothing_but_join(start: Starts, tmp_path: Path) -> None:
     async with start(processes=0, token="root") as running:
         new = await running.service.tokens.create(TokenSpec(name="far", role="node"))
@@ -282,6 +285,7 @@ async def test_a_node_may_do_nothing_but_join(start: Starts, tmp_path: Path) -> 
             await known(running, "far")
 
 
+@pytest.mark.deep
 async def test_a_machine_that_leaves_ends_its_sessions_first(start: Starts, tokenizer: Path, tmp_path: Path) -> None:
     machine = Machine()
     async with start(processes=0) as running:

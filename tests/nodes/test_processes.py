@@ -222,6 +222,7 @@ async def test_time_in_which_the_service_stood_still_is_charged_to_no_session(st
         assert "stood still" in view.sessions[0].last_error.message  # type: ignore[union-attr]
 
 
+@pytest.mark.deep
 async def test_cancelled_sessions_are_torn_down_in_their_process(start: Starts, tokenizer: Path) -> None:
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))
@@ -235,6 +236,7 @@ async def test_cancelled_sessions_are_torn_down_in_their_process(start: Starts, 
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.deep
 async def test_sessions_that_are_cancelled_as_they_start_end(start: Starts, tokenizer: Path) -> None:
     """A node may read that an attempt is cancelled before anything of it has run."""
     async with start() as running:
@@ -263,6 +265,7 @@ async def test_a_version_that_is_told_without_a_pause_is_known_everywhere(start:
                 versions = {version for sample in view.samples or () for version in sample.versions}
 
 
+@pytest.mark.deep
 async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Starts, tokenizer: Path) -> None:
     """Such as of a relay, whose worker comes after it has joined."""
     engine = StampingEngine(tokenizer, length=4)
@@ -279,6 +282,7 @@ async def test_what_the_service_says_of_a_forwarded_engine_is_heeded(start: Star
                 kind = turn.logprob_kind
 
 
+@pytest.mark.deep
 async def test_a_result_that_cannot_be_sent_ends_its_session_alone(start: Starts, tokenizer: Path) -> None:
     async with start() as running:
         await running.service.pool.add_engine(StampingEngine(tokenizer, length=4))

@@ -17,6 +17,7 @@ from .conftest import Starts
 from .test_joined import Machine, known
 
 
+@pytest.mark.deep
 async def test_each_machine_gets_it_once(start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "host_id", lambda: "another machine")
     pulls = fake_skopeo(tmp_path, monkeypatch)
@@ -50,6 +51,7 @@ async def test_a_service_that_stops_meanwhile_does_not_wait(
     assert not ImageStore().names()
 
 
+@pytest.mark.deep
 async def test_a_machine_that_goes_meanwhile_says_so(
     start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

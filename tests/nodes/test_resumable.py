@@ -66,6 +66,7 @@ async def connect(one: ResumableSocket, other: ResumableSocket, messages: int) -
         tasks.create_task(other.carry(wire.ends[1], one.received, replaced[1]))
 
 
+@pytest.mark.deep
 @settings(deadline=None, max_examples=200)
 @given(
     frames=st.lists(st.binary(min_size=1, max_size=40), max_size=12),

@@ -114,6 +114,7 @@ def rendered(workshop: Workshop) -> str:
     return definition.render(workshop.folder / "lines")
 
 
+@pytest.mark.deep
 def test_a_recipe_as_a_definition(workshop: Workshop) -> None:
     assert rendered(workshop) == GOLDEN.format(folder=workshop.folder, version=version("outrider"))
 

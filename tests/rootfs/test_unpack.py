@@ -239,6 +239,7 @@ def test_entries_that_are_there_often_are_there_once(tmp_path: Path) -> None:
     assert found == {"a": b"4", "d": b"3"}
 
 
+@pytest.mark.deep
 def test_a_tree_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
     top = tmp_path / "top"
     top.mkdir()

@@ -52,6 +52,7 @@ async def real(request: pytest.FixtureRequest, world: World, mounts: tuple[Path,
     return await world.start(request.param, mounts=mounts)
 
 
+@pytest.mark.deep
 async def test_merged_output_is_in_order(sandbox: Runtime) -> None:
     result = await sandbox.exec("echo a; echo b >&2; echo c", merged=True, seconds=10)
     assert (result.stdout, result.stderr) == (b"a\nb\nc\n", b"")
@@ -119,6 +120,7 @@ async def test_ipython_waits_exits_and_forgets_nothing(real: Runtime) -> None:
     assert left.stdout == b""
 
 
+@pytest.mark.deep
 async def test_ipython_is_interrupted_with_its_children(real: Runtime) -> None:
     shell = await real.open_shell("ipython")
     late = await shell.run("!sleep 3010", seconds=0.5)

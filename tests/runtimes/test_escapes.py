@@ -53,6 +53,7 @@ async def succeeds(sandbox: Runtime, program: str) -> bool:
     return result.exit_code == 0
 
 
+@pytest.mark.deep
 async def test_the_hosts_files(world: World, folder: Path, kind: str) -> None:
     (folder / "secret").write_text("s3cret")
     sandbox = await world.start(kind)
@@ -131,6 +132,7 @@ async def test_the_hosts_network_and_abstract_sockets(world: World, kind: str) -
             assert not await succeeds(sandbox, program), program
 
 
+@pytest.mark.deep
 async def test_the_control_api(world: World, kind: str) -> None:
     """The way to the model is the only one, and what is behind it is the gateway, not the control API."""
     sandbox = await world.start(kind)

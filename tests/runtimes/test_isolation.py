@@ -187,6 +187,7 @@ async def test_rootfs_is_used_and_kept_clean(world: World, folder: Path) -> None
     assert not (root / "work").exists()
 
 
+@pytest.mark.deep
 async def test_an_image_is_used_with_what_it_sets(world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(folder / "home"))
     with tarfile.open(folder / "layer.tar", "w") as archive:

@@ -86,6 +86,7 @@ def test_a_deep_folder_of_the_host_is_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.deep
 def test_as_many_folders_as_a_path_has_are_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     make_folders(f"{tmp_path}/" + "a/" * 1900)

@@ -67,6 +67,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", IN_PLACE)
 async def test_a_sandbox_in_which_nothing_can_be_graded_any_more(world: MakeWorld, temporary: Path, how: str) -> None:
@@ -83,6 +84,7 @@ CARRIED = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", CARRIED)
 async def test_what_cannot_be_carried(world: MakeWorld, temporary: Path, how: str) -> None:
@@ -209,6 +211,7 @@ async def graded_by_turns(outcome: Outcome) -> float:
     return outcome.turns / 4
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("there", [True, False])
 async def test_a_tool_that_the_agent_has_taken_away(world: MakeWorld, temporary: Path, there: bool) -> None:

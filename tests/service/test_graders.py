@@ -69,6 +69,7 @@ async def test_a_second_sandbox_is_untouched_and_sets_nothing_aside(world: MakeW
         w.assert_quiet()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("does", "reason", "reward"), [("rm py", "agent_excess", 0.0), ("true", "completed", 1.0)])
 async def test_an_agent_that_removes_the_interpreter_earns_nothing(
     tmp_path: Path, does: str, reason: str, reward: float

@@ -303,6 +303,7 @@ async def test_nothing_of_the_agent_lives_when_its_work_is_graded(world: MakeWor
         assert result.verdict == Verdict(reward=1.0)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["process", "namespace"])
 async def test_no_agent_escapes_its_grade_by_what_it_leaves(world: MakeWorld, temporary: Path, kind: str) -> None:

@@ -81,6 +81,7 @@ CHANGES = {  # what the agent does in the repository, and what of it is seen
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("what", CHANGES)
 async def test_the_repository_has_the_changes_and_nothing_else(world: MakeWorld, temporary: Path, what: str) -> None:
     agent, then = CHANGES[what]

@@ -143,6 +143,7 @@ async def test_killed_with_sessions_at_every_stage(
     assert names(temporary) == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["process", "namespace"])
 async def test_the_gateway_is_there_before_and_after_every_session(world: MakeWorld, kind: str, tmp_path: Path) -> None:
     """Stopping the service fails no program that is talking to its model, and starting it fails none either."""

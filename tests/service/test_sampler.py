@@ -27,6 +27,7 @@ def task(number: int) -> dict[str, Any]:
     return coin_task(number, teaches=teaches(number))
 
 
+@pytest.mark.deep
 async def test_batches_of_informative_groups_with_their_tokens(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=SAYS) as (_, url), AsyncClient(url) as client:
         before = await client.submit({"task": task(0), "n": 1})
@@ -63,6 +64,7 @@ async def test_what_is_not_needed_is_stopped(tmp_path: Path) -> None:
         await sampler.stop()
 
 
+@pytest.mark.deep
 async def test_a_restart_of_trainer_and_service_loses_nothing(tmp_path: Path) -> None:
     """The trainer dies with its last batch untrained, the service with groups in flight."""
     prompts = 12

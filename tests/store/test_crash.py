@@ -110,6 +110,7 @@ def hammer_and_kill(place: Place, seed: int, lines: int) -> list[str]:
     return [line for line in said if line.endswith("\n")]
 
 
+@pytest.mark.deep
 def test_nothing_acknowledged_is_lost_by_kill_9(place: Place) -> None:
     told = Acknowledged()
     history: dict[str, list[Any]] = {"events": [], "results": []}
