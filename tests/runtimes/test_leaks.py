@@ -31,11 +31,20 @@ class Traces:
         lines = Path("/proc/mounts").read_text().splitlines()
         # Others of this machine mount things meanwhile.
         self.mounts = [line for line in lines if f"/or-{os.getpid()}-" in line]
-        self.descriptors = len(os.listdir("/proc/self/fd"))
+        self.descriptors = descriptors()
 
-    def left(self) -> tuple[set[int], bool, int]:
+    def left(self) -> tuple[set[int], bool, set[str]]:
         now = Traces()
         return now.processes - self.processes, now.mounts != self.mounts, now.descriptors - self.descriptors
+
+
+def descriptors() -> set[str]:
+    """The descriptors of this process, each with what it is open on."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            found.add(f"{name}: {os.readlink(f'/proc/self/fd/{name}')}")
+    return found
 
 
 def children() -> set[int]:
@@ -84,7 +93,7 @@ async def test_twenty_at_once(world: World, kind: str) -> None:
     async with asyncio.TaskGroup() as group:
         for number in range(20):
             group.create_task(live(number))
-    assert before.left() == (set(), False, 0)
+    assert before.left() == (set(), False, set())
     assert not lives("sleep\x004001")
 
 
@@ -109,7 +118,7 @@ async def test_cancelled_starts(world: World, kind: str) -> None:
             with pytest.raises(RuntimeFailure):
                 await sandbox.exec("true", seconds=1)
         await sandbox.stop()
-    assert before.left() == (set(), False, 0)
+    assert before.left() == (set(), False, set())
 
 
 async def test_server_killed_from_outside(world: World, kind: str) -> None:
@@ -174,7 +183,7 @@ async def test_starts_that_run_out_of_descriptors(world: World, kind: str) -> No
             try:
                 await sandbox.start()
             except RuntimeFailure:
-                assert before.left() == (set(), False, 0)
+                assert before.left() == (set(), False, set())
             else:
                 break
             finally:
@@ -182,7 +191,7 @@ async def test_starts_that_run_out_of_descriptors(world: World, kind: str) -> No
     else:
         pytest.fail("20 descriptors must do")
     assert available > 2
-    assert before.left() == (set(), False, 0)
+    assert before.left() == (set(), False, set())
 
 
 KILLED_WHILE_STARTING = """
@@ -257,7 +266,7 @@ async def test_program_that_is_not_a_server(folder: Path) -> None:
     noise = ["/bin/sh", "-c", "head -c 100000 /dev/zero | tr '\\0' '\\377'; cat >/dev/null"]
     with pytest.raises(RuntimeFailure):
         await started(noise)
-    assert before.left() == (set(), False, 0)
+    assert before.left() == (set(), False, set())
 
 
 async def started(command: list[str]) -> None:
