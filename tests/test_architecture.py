@@ -78,7 +78,8 @@ SIDEWAYS = {
     ("cli", "certify"),
     ("outrider", "cli"),
 }
-INSIDE_SANDBOXES = "outrider.runtimes.guest"  # a program of its own: it has no configuration but its environment
+# Programs of their own: they have no configuration but their environment.
+INSIDE_SANDBOXES = ("outrider.runtimes.guest", "outrider.evaluators.swebench.pytest_plugin")
 
 
 @dataclass(frozen=True)
