@@ -43,6 +43,7 @@ LAYERS = (
         "store",
         "client",
         "datasets",
+        "datasets_swebench",
         "sample_files",
         "sampling",
         "evaluation",
@@ -59,6 +60,9 @@ SIDEWAYS = {
     ("runtimes", "rootfs"),
     ("evaluators", "runtimes"),
     ("datasets", "evaluators"),
+    ("datasets_swebench", "datasets"),
+    ("datasets_swebench", "evaluators"),
+    ("datasets_swebench", "runtimes"),
     ("runtimes", "pythons"),
     ("harnesses", "pythons"),
     ("relay", "engines"),
@@ -78,7 +82,8 @@ SIDEWAYS = {
     ("cli", "certify"),
     ("outrider", "cli"),
 }
-INSIDE_SANDBOXES = "outrider.runtimes.guest"  # a program of its own: it has no configuration but its environment
+# Programs of their own: they have no configuration but their environment.
+INSIDE_SANDBOXES = ("outrider.runtimes.guest", "outrider.evaluators.swebench.pytest_plugin")
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,10 @@ The reward is the value "reward", or the only one; all values stay as metrics.""
 
 
 class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A known solution of a task: `run` is a command for its sandbox, `reply` what the agent says in the end."""
+    """A known solution of a task: `patch` is a diff of its working directory, `run` a command for its sandbox, `reply`
+    what the agent says in the end."""
 
+    patch: str | None = None
     run: str | None = None
     reply: str | None = None
 

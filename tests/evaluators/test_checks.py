@@ -23,7 +23,7 @@ from outrider.runtimes.guest.isolation.seccomp import MACHINES
 from outrider.runtimes.kernel.process_marks import marked
 from outrider.runtimes.node_host import Host
 
-HOSTILE = Library(distribution="pytest", package="pytest", extra="none", checks="evaluators.hostile_checks")
+HOSTILE = Library(distribution="pytest", packages=("pytest",), install="none", checks="evaluators.hostile_checks")
 PART = partial(Checks, library=HOSTILE)
 
 
@@ -202,7 +202,7 @@ async def test_nothing_outlives_a_service_that_is_killed(tmp_path: Path) -> None
 
 
 async def test_a_library_that_cannot_be_imported_is_an_error_with_its_traceback(host: Host) -> None:
-    missing = Library(distribution="x", package="no_such_package", extra="x", checks="evaluators.no_such_checks")
+    missing = Library(distribution="x", packages=("no_such_package",), install="x", checks="evaluators.no_such_checks")
     with pytest.raises(EvaluatorError) as caught:
         await (await host.part(partial(Checks, library=missing))).check({}, seconds=1)
     assert "no_such_checks" in str(caught.value.log_tail)

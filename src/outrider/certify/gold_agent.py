@@ -11,13 +11,15 @@ from typing import Any
 from outrider.errors import HarnessError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
+from outrider.runtimes.base import PatchConflict
 
 
 class GoldAgent:
-    """Options: `run`, a command for the sandbox; `ask`, the words by which the scripted model knows what to reply;
-    `seconds` for the command."""
+    """Options: `patch`, a diff of the working directory; `run`, a command for the sandbox; `ask`, the words by which
+    the scripted model knows what to reply; `seconds` for the command."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        self._patch: str | None = options.get("patch")
         self._run: str | None = options.get("run")
         self._ask: str = options["ask"]
         self._seconds: float = options["seconds"]
@@ -26,6 +28,11 @@ class GoldAgent:
         """Nothing to prepare."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
+        if self._patch is not None:
+            try:
+                await context.runtime.patch(self._patch)
+            except PatchConflict as error:
+                raise HarnessError(f"the gold patch does not apply: {error}") from error
         if self._run is not None:
             done = await context.runtime.exec(self._run, seconds=self._seconds)
             if done.exit_code != 0:

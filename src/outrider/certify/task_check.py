@@ -113,7 +113,9 @@ def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
     gold = example.gold
     assert gold is not None
     limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": 1}
-    options = {"run": gold.run, "ask": asked(number)} if kind == "gold" else {"ask": "Nothing, please."}
+    options = (
+        {"patch": gold.patch, "run": gold.run, "ask": asked(number)} if kind == "gold" else {"ask": "Nothing, please."}
+    )
     harness = {"agent": AGENT, "options": {**options, "seconds": limits["agent_seconds"]}}
     return {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from outrider.datasets import Example, Gold, harbor_examples, human_eval_examples, reasoning_gym_examples
+from outrider.datasets_swebench import swebench_examples
 from outrider.errors import InvalidField, TooLarge
 from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
@@ -25,6 +26,8 @@ Step = dict[str, Any]
 
 HUMAN_EVAL = "human-eval"
 REASONING_GYM = "reasoning-gym:"
+RELEASE_PAIRS = "release-pairs"
+SWEBENCH = "swebench:"
 ENTRIES = 4
 """Of a data set of reasoning-gym, where nothing is said."""
 
@@ -61,6 +64,12 @@ def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Ex
         return human_eval_examples(limit=limit)
     if source.startswith(REASONING_GYM):
         return reasoning_gym_examples(source.removeprefix(REASONING_GYM), size=limit or ENTRIES)
+    if source == RELEASE_PAIRS:
+        from outrider.certify.release_pairs import release_pair_examples  # it can run sandboxes: much to import
+
+        return release_pair_examples(limit=limit)
+    if source.startswith(SWEBENCH):
+        return swebench_examples(Path(source.removeprefix(SWEBENCH)), limit=limit, image=image)
     path = Path(source)
     if path.is_dir() and not any(path.rglob("task.toml")):
         files = sorted(path.glob("*.toml"))[:limit]

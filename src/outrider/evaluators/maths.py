@@ -22,8 +22,8 @@ from outrider.trajectory import Verdict
 
 LIBRARY = Library(
     distribution="math-verify",
-    package="math_verify",
-    extra="math",
+    packages=("math_verify",),
+    install="'outrider[math]'",
     checks="outrider.evaluators.checks.math_check",
 )
 CHECKS = partial(Checks, library=LIBRARY)

@@ -53,12 +53,12 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
-    """The spec of a part, which has the whole's time limit. Raises InvalidField below `field`."""
+    """The spec of a part, which has the whole's time limit and carried files. Raises InvalidField below `field`."""
     for name in ("seconds", "carry"):
         if name in given:
             raise InvalidField("is the whole's, and no part has one of its own", field=f"{field}.{name}")
     try:
-        return EvaluatorSpec.model_validate({**given, "seconds": whole.seconds})
+        return EvaluatorSpec.model_validate({**given, "seconds": whole.seconds, "carry": whole.carry})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         message = first["msg"].removeprefix("Value error, ")

@@ -23,8 +23,8 @@ from outrider.trajectory import Verdict
 
 LIBRARY = Library(
     distribution="reasoning-gym",
-    package="reasoning_gym",
-    extra="reasoning-gym",
+    packages=("reasoning_gym",),
+    install="'outrider[reasoning-gym]'",
     checks="outrider.evaluators.checks.reasoning_check",
 )
 CHECKS = partial(Checks, library=LIBRARY)

@@ -59,21 +59,21 @@ version = functools.cache(importlib.metadata.version)
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
-    """`distribution` is its name on PyPI, `package` what is imported, `extra` what of Outrider brings it, and `checks`
-    the module of this folder that uses it."""
+    """`distribution` is its name on PyPI, `packages` are what is imported, `install` what pip is told to bring it, and
+    `checks` is the module of this folder that uses it."""
 
     distribution: str
-    package: str
-    extra: str
+    packages: tuple[str, ...]
+    install: str
     checks: str
 
     def require(self) -> None:
         """Raises InvalidField where it is not installed. Does not import it."""
-        if importlib.util.find_spec(self.package) is None:
+        if any(importlib.util.find_spec(package) is None for package in self.packages):
             raise InvalidField(
                 f"this evaluator needs {self.distribution}",
                 field="task.evaluator.kind",
-                hint=f"pip install 'outrider[{self.extra}]'",
+                hint=f"pip install {self.install}",
             )
 
     def __str__(self) -> str:

@@ -1,0 +1,247 @@
+"""Judges the log of a test run by swebench's parsers and grading; runs in a process of its own (see `zygote.py`).
+
+The candidate has written the log, and may have written what pytest told of each test as well. This module knows no
+sandbox and no reward. Invariant: what it says of a log is never better than what swebench's `get_eval_report` says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import swebench
+
+# Nothing of swebench's own `harness/__init__.py` is wanted: it imports docker, datasets and modal.
+harness = types.ModuleType("swebench.harness")
+harness.__path__ = [str(Path(swebench.__file__).parent / "harness")]
+sys.modules.setdefault("swebench.harness", harness)
+grading: Any = importlib.import_module("swebench.harness.grading")
+constants: Any = importlib.import_module("swebench.harness.constants")
+classify_text: Any = importlib.import_module("swebench.harness.infra_failure").classify_text
+
+LANGUAGES = ("c", "go", "java", "javascript", "php", "python", "ruby", "rust")
+START, END, EXIT_CODE = constants.START_TEST_OUTPUT, constants.END_TEST_OUTPUT, constants.TEST_EXIT_CODE
+MARKS = (
+    *(START, END, EXIT_CODE, constants.APPLY_PATCH_FAIL, constants.RESET_FAILED),
+    *(constants.TESTS_ERROR, constants.TESTS_TIMEOUT),
+)
+"""What only the grader's own script prints."""
+OF_PYTEST = frozenset(
+    ("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib", "parse_log_seaborn")
+)
+"""Parsers of pytest's log. The registry has them under more names."""
+LINE_BY_LINE = OF_PYTEST | {"parse_log_cargo", "parse_log_gotest", "parse_log_googletest", "parse_log_jest_json"}
+"""Parsers that look at each line by itself, and whose names of tests are distinct."""
+SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
+ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
+"""As pytest's own summary has it: of a test that is there twice, the parsers take the last."""
+ENDED_WELL, NO_TESTS = (0, 1), 5
+NAMED = 5
+"""How many failing tests a reason names."""
+
+
+CONTRADICTS = "the log contradicts itself"
+
+
+class NotBelieved(Exception):
+    """What was printed cannot be the log of the run that it tells of. The text says why."""
+
+
+def warm_up() -> None:
+    for module in LANGUAGES:
+        importlib.import_module(f"swebench.harness.log_parsers.{module}")
+    request = {"instance_id": "a-1", "log_parser": "parse_log_pytest", "exit_code": 0, "log": "PASSED a.py::a\n"}
+    check({**request, "fail_to_pass": ["a.py::a"], "pass_to_pass": [], "records": "{}", "key": ""})
+
+
+def check(request: dict[str, Any]) -> dict[str, Any]:
+    """With `log`: whether the row is `resolved`, how many tests of `fail_to_pass` and `pass_to_pass` pass, and `why`
+    not all. Without: why the row is `unusable`, and the option that is to blame. With `statuses`: those of all tests
+    in the log."""
+    parser = parser_of(request)
+    if parser is None:
+        field = "log_parser" if request.get("log_parser") else "repo"
+        return {"unusable": f"swebench has no parser for {request.get(field)!r}", "field": field}
+    spec = spec_of(request, parser)
+    if "log" not in request:
+        try:
+            grading.PARSER_REGISTRY[parser]("", spec)
+        except Exception as error:  # a parser that cannot read this row's logs says so in any way
+            return {"unusable": f"{parser} refuses it: {error}", "field": "instance_id"}
+        return {"unusable": None}
+    log = request["log"]
+    try:
+        if request.get("exit_code") is not None:
+            for mark in MARKS:
+                if mark in log:
+                    raise NotBelieved(f"{CONTRADICTS}: the tests print {mark!r}")
+            log = f"{START}\n{log}\n{END}\n{EXIT_CODE}: {request['exit_code']}\n"
+        if "statuses" in request:
+            return {"statuses": grading.PARSER_REGISTRY[parser](log, spec)}
+        check_marks(log)
+        report = report_of(spec, log)
+        if "tests_status" in report:
+            check_log(spec, log)
+        elif why := report.get("infra_failure_reason"):
+            return nothing_of(f"the tests left no results: it looks like {why}")
+        else:
+            return nothing_of("the tests left no results")
+        passed = passing(report)
+        in_pytest = request["pytest"] if request.get("pytest") is not None else name_of(parser) in OF_PYTEST
+        if in_pytest:
+            told = report_of(spec, log_of(request["records"], request["key"]))
+            passed = {kind: tests & passing(told)[kind] for kind, tests in passed.items()}
+            report["resolved"] = report["resolved"] and told["resolved"]
+    except NotBelieved as error:
+        return nothing_of(str(error))
+    except Exception as error:  # parsers raise anything for a log that they were not made for
+        return nothing_of(f"{parser} cannot read the log: {type(error).__name__}")
+    wanted = dict.fromkeys((*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS))
+    failing = [test for test in wanted if not any(test in tests for tests in passed.values())]
+    named = ", ".join(failing[:NAMED]) + (f" and {len(failing) - NAMED} more" if len(failing) > NAMED else "")
+    return {
+        "resolved": report["resolved"],
+        "fail_to_pass": sum(test in passed["FAIL_TO_PASS"] for test in spec.FAIL_TO_PASS),
+        "pass_to_pass": sum(test in passed["PASS_TO_PASS"] for test in spec.PASS_TO_PASS),
+        "why": f"these do not pass: {named}" if failing else None,
+    }
+
+
+def nothing_of(why: str) -> dict[str, Any]:
+    return {"resolved": False, "fail_to_pass": 0, "pass_to_pass": 0, "why": why}
+
+
+def name_of(parser: str) -> str:
+    """The function's own name: the registry has many under several."""
+    return str(grading.PARSER_REGISTRY[parser].__name__)
+
+
+def parser_of(request: dict[str, Any]) -> str | None:
+    """The parser of a row by the name that swebench's registry has for it: 5.x names it, of 4.x its repository does."""
+    registry = grading.PARSER_REGISTRY
+    if named := request.get("log_parser"):
+        return named if named in registry else None
+    for language in LANGUAGES:
+        module = importlib.import_module(f"swebench.harness.log_parsers.{language}")
+        for name, parsers in vars(module).items():
+            if name.startswith("MAP_REPO_TO_PARSER") and (found := parsers.get(request.get("repo"))):
+                registry.setdefault(found.__name__, found)
+                return str(found.__name__)
+    return None
+
+
+def spec_of(request: dict[str, Any], parser: str) -> Any:
+    repo = request.get("repo") or ""
+    fails_only = repo in constants.FAIL_ONLY_REPOS and not request.get("log_parser")
+    return grading.TestSpec(
+        instance_id=request["instance_id"],
+        image="",
+        eval_script_list=[],
+        repo=repo,
+        version=request.get("version") or "",
+        FAIL_TO_PASS=list(request.get("fail_to_pass") or ()),
+        PASS_TO_PASS=list(request.get("pass_to_pass") or ()),
+        log_parser=parser,
+        eval_type=request.get("eval_type") or ("fail_only" if fails_only else "pass_and_fail"),
+    )
+
+
+def report_of(spec: Any, log: str) -> dict[str, Any]:
+    """swebench's report. It reads the log from a file, and this process has none."""
+    grading.open = lambda path: io.StringIO(log, newline=None)
+    grading.classify_logs = lambda path: classify_text(log)
+    prediction = {"instance_id": spec.instance_id, "model_name_or_path": "", "model_patch": ""}
+    report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
+    return report
+
+
+def passing(report: dict[str, Any]) -> dict[str, set[str]]:
+    """The tests that pass, by the list that they are in."""
+    status = report.get("tests_status", {})
+    return {kind: set(status.get(kind, {}).get("success", ())) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
+
+
+def check_marks(log: str) -> None:
+    """Raise NotBelieved for marks that the script did not print: what swebench reads is between the first two."""
+    ends = log.split(END)
+    # A script that echoes the mark under `set -x` prints it twice, with a quote and a line's end between.
+    if log.count(START) > 1 or any(between.strip() not in ("", "'", '"') for between in ends[1:-1]):
+        raise NotBelieved(f"{CONTRADICTS}: a mark of the test output is there more than once")
+    if EXIT_CODE in ends[0] or len(set(grading.TEST_EXIT_CODE_RE.findall(log))) > 1:
+        raise NotBelieved(f"{CONTRADICTS}: the exit code is there more than once")
+
+
+def check_log(spec: Any, log: str) -> None:
+    """Raise NotBelieved for a test that both passes and fails, and for a summary of pytest that counts fewer passing
+    tests than the log lists. Only tests of the row are looked at: others may print what they like."""
+    name = name_of(spec.log_parser)
+    if name not in LINE_BY_LINE:
+        return
+    text = COLOUR.sub("", log.split(START)[1].split(END)[0])
+    parser = grading.PARSER_REGISTRY[spec.log_parser]
+    last, first = parser(text, spec), parser("\n".join(reversed(text.split("\n"))), spec)
+    for test in (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS):
+        cut = test.count("[") > test.count("]")  # such a name stands for several tests
+        if not cut and (last.get(test) in PASSING) != (first.get(test) in PASSING):
+            raise NotBelieved(f"{CONTRADICTS}: {test} is {first[test]} and {last[test]}")
+    if name in OF_PYTEST and (printed := SUMMARY.findall(text)):
+        files = {test.partition("::")[0] for test in (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS)}
+        listed = sum(status == "PASSED" and test.partition("::")[0] in files for test, status in last.items())
+        counted = sum(int(number) for line in printed for number in re.findall(r"(\d+) passed", line))
+        if listed > counted:
+            raise NotBelieved(f"{CONTRADICTS}: {listed} tests are PASSED, and pytest counts {counted}")
+
+
+def log_of(records: str, key: str) -> str:
+    """What pytest's own reports amount to, as the log that swebench reads. Raises NotBelieved."""
+    lines: list[tuple[str, str]] = []
+    runs: Counter[Any] = Counter()
+    canaries: Counter[tuple[str, str]] = Counter()
+    for line in records.splitlines():
+        try:
+            record = json.loads(line)
+            known = record.get("key") == key
+        except (ValueError, AttributeError, RecursionError):
+            known = False
+        if not known:
+            raise NotBelieved("pytest's report has lines that its plugin did not write")
+        if "canary" in record:
+            canaries[record["when"], record["canary"]] += 1
+        elif "test" in record:
+            if status := status_of(record):
+                lines.append((status, record["test"]))
+        else:
+            runs[record.get("ended", "begun")] += 1
+    begun = runs.pop("begun", 0)
+    if not begun:
+        raise NotBelieved("pytest has not reported to the evaluator's plugin")
+    if begun != sum(runs.values()) or not runs.keys() <= {*ENDED_WELL, NO_TESTS}:
+        raise NotBelieved("pytest did not come to its end")
+    failed = sum(number for (_, outcome), number in canaries.items() if outcome == "failed")
+    if failed < sum(runs[code] for code in ENDED_WELL) or canaries["call", "passed"] or canaries["call", "skipped"]:
+        raise NotBelieved("the test that always fails did not fail")
+    lines.sort(key=lambda line: ORDER.index(line[0]))
+    return "\n".join([START, *(f"{status} {test}" for status, test in lines), END])
+
+
+def status_of(record: dict[str, Any]) -> str | None:
+    """The word of pytest's summary for one part of a test, if it has one."""
+    match record["when"], record["outcome"], record["expected"]:
+        case _, "skipped", expected:
+            return "XFAIL" if expected else "SKIPPED"
+        case "call", "passed", expected:
+            return "XPASS" if expected else "PASSED"
+        case "call", "failed", _:
+            return "FAILED"
+        case _, "failed", _:
+            return "ERROR"
+    return None

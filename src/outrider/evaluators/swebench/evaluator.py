@@ -1,0 +1,191 @@
+"""The SWE-bench evaluator: runs a repository's tests on what the agent made of it, and judges them as swebench does.
+
+The tests run in a new sandbox that has only the carried paths of the agent's, so that no program of the agent's runs
+them. What else decides about tests there (the test patch's files, the configuration of pytest) is first made what it
+was in a sandbox that no agent has touched. The log is taken out and judged by swebench's own parsers, in a confined
+process (see `checks/pool.py`). Invariants: what the code under test does to its run costs it the reward; and a machine
+or a task that cannot run the tests is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import secrets
+import shlex
+from functools import cache, partial
+from pathlib import Path
+
+from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.checks.pool import Checks, Library, checks_of
+from outrider.evaluators.options import read_options
+from outrider.evaluators.swebench.options import CONFIGURATION, SwebenchOptions, restored_paths
+from outrider.runtimes.base import MAX_OUTPUT, MAX_PATHS, PatchConflict, Runtime
+from outrider.runtimes.node_host import Host
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+LIBRARY = Library(
+    distribution="swebench",
+    packages=("swebench", "unidiff"),
+    # By itself: what it depends on takes 362 MB, and its grading needs none of that.
+    install="--no-deps 'swebench>=5.0.2,<6' unidiff",
+    checks="outrider.evaluators.checks.swebench_check",
+)
+CHECKS = partial(Checks, library=LIBRARY)
+END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
+FILE_SECONDS = 60.0
+"""How long it may take to find, remove or look at files."""
+SHARE_OF_TIME = 0.75
+"""Of the evaluation's time, what the tests may take by default."""
+
+
+class SwebenchEvaluator:
+    """Reward 1 where swebench says that the row is resolved, and pytest's own reports say so, too; else 0."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._options = options = read_options(SwebenchOptions, spec)
+        if not isinstance(spec.carry, list):
+            raise InvalidField(
+                "must list what is tested: with anything else of the agent's, its own programs would run the tests",
+                field="task.evaluator.carry",
+                hint='such as carry = ["src"]; never a folder of programs',
+            )
+        self._seconds = options.test_seconds or spec.seconds * SHARE_OF_TIME
+        if self._seconds >= spec.seconds:  # else a slow candidate would be an error, and no reward
+            raise InvalidField(
+                f"must be below task.evaluator.seconds, which is {spec.seconds:g}",
+                field="task.evaluator.options.test_seconds",
+            )
+        LIBRARY.require()
+
+    async def check_spec(self, host: Host) -> None:
+        """Raises InvalidField for a parser that swebench does not have, or that cannot be used for this row."""
+        request = self._options.model_dump(include=ROW)
+        checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.check_seconds)
+        answer = checked.answer or {"unusable": checked.fault, "field": "log_parser"}
+        if answer["unusable"] is not None:
+            raise InvalidField(f"{answer['unusable']} ({LIBRARY})", field=f"task.evaluator.options.{answer['field']}")
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        options, runtime = self._options, outcome.runtime
+        checks = await checks_of(outcome.host, CHECKS)
+        assert outcome.host is not None
+        async with outcome.beside() as untouched:
+            await self._restore(untouched, runtime, outcome.host.folder)
+        if options.test_patch is not None and options.test_patch.strip():
+            try:
+                await runtime.patch(options.test_patch, cwd=options.folder)
+            except PatchConflict as error:
+                raise EvaluatorError(f"the test patch does not apply: {error}", inside=True) from error
+        key, name = secrets.token_hex(16), secrets.token_hex(8)
+        place = f"{runtime.scratch}/outrider-{name}"
+        await runtime.write(f"{place}/outrider_{name}.py", plugin(f"{place}/report", key, name).encode())
+        await runtime.write(f"{place}/run.sh", script(options, place, name).encode())
+        done = await runtime.exec(
+            f". {shlex.quote(place)}/run.sh", cwd=options.folder, merged=True, seconds=self._seconds
+        )
+        alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises where the whole sandbox is broken
+        if alive.exit_code != 0:
+            raise EvaluatorError("the sandbox runs no program after the tests", log_tail=alive.log_tail(), inside=True)
+        metrics = {
+            "fail_to_pass": 0.0,
+            "fail_to_pass_total": float(len(options.fail_to_pass)),
+            "pass_to_pass": 0.0,
+            "pass_to_pass_total": float(len(options.pass_to_pass)),
+            "test_seconds": done.seconds,
+        }
+        if done.timed_out:
+            reason = f"the tests did not end within {self._seconds:g} s ({LIBRARY})"
+            return Verdict(reward=0.0, metrics=metrics, reason=reason)
+        request = {
+            **options.model_dump(include=ROW),
+            "log": await asyncio.to_thread(done.stdout.decode, "utf-8", "replace"),
+            "exit_code": done.exit_code if options.test_command is not None else None,
+            "records": await records_at(runtime, f"{place}/report"),
+            "key": key,
+        }
+        checked = await checks.check(request, seconds=options.check_seconds)
+        metrics["check_seconds"] = checked.seconds
+        if checked.answer is None:
+            return Verdict(reward=0.0, metrics=metrics, reason=f"{checked.fault} ({LIBRARY})")
+        for count in ("fail_to_pass", "pass_to_pass"):
+            metrics[count] = float(checked.answer[count])
+        why = checked.answer["why"]
+        return Verdict(
+            reward=float(checked.answer["resolved"]), metrics=metrics, reason=f"{why or 'resolved'} ({LIBRARY})"
+        )
+
+    async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
+        """Make what decides about tests in `runtime` what it is in a sandbox that no agent has touched."""
+        options, found = self._options, set[str]()
+        if options.restored is None:
+            names = [word for name in CONFIGURATION for word in ("-o", "-name", name)][1:]
+            for sandbox in (untouched, runtime):
+                done = await sandbox.exec(
+                    ["find", ".", "(", *names, ")", "-print0"], cwd=options.folder, seconds=FILE_SECONDS
+                )
+                if done.exit_code != 0 or len(done.stdout) >= MAX_OUTPUT:
+                    raise EvaluatorError(
+                        "the configuration of the tests cannot be listed", log_tail=done.log_tail(), inside=True
+                    )
+                found |= {
+                    posixpath.normpath(path) for path in done.stdout.decode("utf-8", "surrogateescape").split("\0")
+                }
+        paths = [posixpath.join(options.folder, path) for path in restored_paths(options, found - {"."})]
+        if len(paths) > MAX_PATHS:
+            raise EvaluatorError(f"the repository configures its tests in more than {MAX_PATHS} files", inside=True)
+        archive = folder / f"restored-{secrets.token_hex(8)}"
+        try:
+            await untouched.snapshot(paths, archive)
+            # Before they are restored: an agent may have put symbolic links in their places.
+            await runtime.exec(["rm", "-rf", "--", *paths], seconds=FILE_SECONDS)
+            await runtime.restore(archive, paths)
+        finally:
+            await asyncio.to_thread(archive.unlink, missing_ok=True)
+
+
+ROW = {
+    *("instance_id", "fail_to_pass", "pass_to_pass", "log_parser", "repo", "version", "eval_type", "pytest"),
+}
+"""The options that swebench's grading needs."""
+
+
+@cache
+def plugin_text() -> str:
+    return Path(__file__).with_name("pytest_plugin.py").read_text("utf-8")
+
+
+def plugin(path: str, key: str, name: str) -> str:
+    """The plugin of one evaluation, which reports to the file `path`."""
+    words = ", ".join(map(repr, (path, key, f"-p outrider_{name} ")))
+    return f"{plugin_text()}\n\ndef pytest_configure(config):\n    plant(config, {words})\n"
+
+
+def script(options: SwebenchOptions, place: str, name: str) -> str:
+    """What is run: the task's own commands, in which pytest finds the plugin."""
+    lines = []
+    if options.pytest is not False:
+        lines += [
+            f"export PYTHONPATH={shlex.quote(place)}${{PYTHONPATH:+:$PYTHONPATH}}",
+            f'export PYTEST_ADDOPTS="-p outrider_{name} ${{PYTEST_ADDOPTS-}}"',
+        ]
+    for line in (options.eval_script or options.test_command or "").split("\n"):
+        # swebench's own harness adds these two lines to every script, too.
+        marked = options.eval_script is not None and END_MARK in line
+        lines += ["SWEBENCH_TEST_EXIT_CODE=$?"] if marked else []
+        lines.append(line)
+        lines += [f'echo "{EXIT_CODE}: $SWEBENCH_TEST_EXIT_CODE"'] if marked else []
+    return "\n".join(lines) + "\n"
+
+
+async def records_at(runtime: Runtime, path: str) -> str:
+    """What the plugin has written; what cannot be read, it has not written."""
+    try:
+        return (await runtime.read(path, follow=False)).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    except (IsADirectoryError, RuntimeFailure) as error:
+        await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises where the whole sandbox is broken
+        return str(error)

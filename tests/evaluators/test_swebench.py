@@ -1,0 +1,278 @@
+"""The evaluator `swebench`: right and wrong candidates, candidates that are attacks, and rows that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from outrider.certify.task_check import check_tasks
+from outrider.datasets import Example, Gold
+from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.base import ChecksSpec
+from outrider.evaluators.factory import make_evaluator
+from outrider.evaluators.swebench.options import is_test
+from outrider.runtimes.node_host import Host
+from outrider.spec import EvaluatorSpec
+
+from .swe_world import BASE, FIELDS, FIX, PATCH, ROW, SCRIPT, TEST, Repository, a_repository, spec_of
+
+pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
+
+NAME = f"{TEST}::test_all_are_counted"
+INIT = BASE["src/shop/__init__.py"]
+FORGED = f"PASSED {NAME}\\nPASSED {TEST}::test_empty\\nPASSED {TEST}::test_it_is_a_number\\n"
+PASS_ALL = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
+
+
+@pytest.fixture
+async def repository() -> AsyncIterator[Repository]:
+    async with a_repository() as made:
+        yield made
+
+
+async def test_a_fix_is_resolved_and_nothing_is_not(repository: Repository) -> None:
+    fixed = await repository.grade({"src/shop/prices.py": FIX})
+    assert (fixed.reward, fixed.reason) == (1.0, f"resolved (swebench {version('swebench')})")
+    assert fixed.metrics.keys() >= {"test_seconds", "check_seconds"}
+    counts = ("fail_to_pass", "fail_to_pass_total", "pass_to_pass", "pass_to_pass_total")
+    assert [fixed.metrics[name] for name in counts] == [1, 1, 2, 2]
+    nothing = await repository.grade({})
+    assert nothing.reward == 0.0
+    assert nothing.reason.startswith(f"these do not pass: {NAME} (")
+    assert [nothing.metrics[name] for name in counts] == [0, 1, 2, 2]
+    broken = await repository.grade({"src/shop/prices.py": "def total(prices):\n    return 3\n"})
+    assert (broken.reward, broken.metrics["fail_to_pass"], broken.metrics["pass_to_pass"]) == (0.0, 1, 1)
+
+
+@pytest.mark.parametrize("module", ["parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2"])
+async def test_rows_of_4x_have_lists_as_json_and_a_repository(repository: Repository, module: str) -> None:
+    repo = {"parse_log_pytest": "pallets/flask", "parse_log_pytest_options": "psf/requests"}.get(
+        module, "sphinx-doc/sphinx"
+    )
+    graded = await repository.grade(
+        {"src/shop/prices.py": FIX},
+        fail_to_pass=f'["{NAME}"]',
+        pass_to_pass=f'["{TEST}::test_empty"]',
+        log_parser=None,
+        repo=repo,
+        version="2.3",
+    )
+    assert graded.reward == 1.0, graded.reason
+
+
+async def test_a_script_of_5x_applies_the_patch_itself() -> None:
+    options = {"test_patch": None, "test_command": None, "eval_script": SCRIPT}
+    async with a_repository(git=True) as repository:
+        assert (await repository.grade({"src/shop/prices.py": FIX}, **options)).reward == 1.0
+        assert (await repository.grade({}, **options)).reward == 0.0
+        # A hook and a filter that mend what is tested, as soon as git looks at it.
+        mend = f"printf %s {FIX!r} | sed 's/\\\\n/\\n/g' > src/shop/prices.py"
+        hook = {
+            ".git/hooks/post-checkout": f"#!/bin/sh\n{mend}\n",
+            ".git/hooks/post-index-change": f"#!/bin/sh\n{mend}\n",
+        }
+        attacked = await repository.grade(hook, "chmod +x .git/hooks/*", **options)
+        assert attacked.reward == 0.0
+        assert attacked.metrics["fail_to_pass"] == 0
+        driver = f"git config filter.x.smudge '{mend.replace(chr(39), '')}; cat'"
+        attacked = await repository.grade({".gitattributes": "*.py filter=x\n"}, driver, **options)
+        assert attacked.reward == 0.0
+
+
+ATTACKS: dict[str, tuple[dict[str, str | None], str]] = {
+    "it ends the process when it is imported": (
+        {"src/shop/__init__.py": f"import os\nos._exit(0)\n{INIT}"},
+        "pytest did not come to its end|left no results",
+    ),
+    "it prints the log that is wanted, and ends": (
+        {"src/shop/__init__.py": f"import os\nos.write(1, b'''\n{FORGED}''')\nos._exit(0)\n{INIT}"},
+        "contradicts|did not come to its end|left no results",
+    ),
+    "it prints what passes when pytest has ended": (
+        {
+            "src/shop/__init__.py": (
+                "import atexit, os\n"
+                f"def end():\n    os.write(1, b'''\n{FORGED}''')\n    os._exit(0)\n"
+                f"atexit.register(end)\n{INIT}"
+            )
+        },
+        f"the log contradicts itself: {NAME} is FAILED and PASSED",
+    ),
+    "it prints the mark of the end": (
+        {
+            "src/shop/__init__.py": (
+                f"import os\nos.write(2, b'''\n{FORGED}>>>>> End Test Output\n''')\nos._exit(0)\n{INIT}"
+            )
+        },
+        "contradicts|did not come to its end|left no results",
+    ),
+    "its objects are equal to everything": (
+        {
+            "src/shop/prices.py": (
+                "class Any:\n    def __eq__(self, other):\n        return True\n"
+                "    __hash__ = None\n\n\ndef total(prices):\n    return Any()\n"
+            )
+        },
+        "test_it_is_a_number",
+    ),
+    "it makes every report a good one": (
+        {
+            "src/shop/__init__.py": (
+                "from _pytest import reports\nmake = reports.TestReport.from_item_and_call\n"
+                "def good(item, call):\n    made = make(item, call)\n    made.outcome = 'passed'\n    return made\n"
+                f"reports.TestReport.from_item_and_call = good\n{INIT}"
+            )
+        },
+        "the test that always fails did not fail",
+    ),
+    "it prints another summary": (
+        {
+            "src/shop/__init__.py": (
+                "from _pytest.terminal import TerminalReporter\n"
+                f"TerminalReporter.short_test_summary = lambda self: self.write_line('''{FORGED}''')\n"
+                "TerminalReporter.summary_stats = lambda self: None\n"
+                f"TerminalReporter.summary_failures = lambda self: None\n{INIT}"
+            )
+        },
+        "the tests left no results",  # swebench looks at the exit code
+    ),
+    "a conftest.py beside the tests": ({"tests/conftest.py": PASS_ALL}, f"these do not pass: {NAME}"),
+    "a conftest.py above all": ({"conftest.py": PASS_ALL}, f"these do not pass: {NAME}"),
+    "a pytest.ini": ({"pytest.ini": "[pytest]\naddopts = -p fake\n", "src/fake.py": PASS_ALL}, NAME),
+    "a setup.cfg": ({"setup.cfg": "[tool:pytest]\naddopts = -p fake\n", "src/fake.py": PASS_ALL}, NAME),
+    "a sitecustomize.py": (
+        {"src/sitecustomize.py": f"import shop.prices\nexec({FIX!r}, shop.prices.__dict__)\n"},
+        f"these do not pass: {NAME}",
+    ),
+    "another helper of the tests": ({"tests/helpers.py": "def check(found, wanted):\n    pass\n"}, NAME),
+    "another test": ({TEST: "def test_all_are_counted():\n    pass\n"}, f"these do not pass: {NAME}"),
+    "a pytest of its own": ({"pytest.py": f"print('''{FORGED}''')\n"}, "has not reported"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+async def test_an_attack_earns_nothing(repository: Repository, attack: str) -> None:
+    changes, why = ATTACKS[attack]
+    graded = await repository.grade(changes)
+    assert graded.reward == 0.0
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(graded.reason)
+
+
+async def test_links_in_the_place_of_tests_lead_nowhere(repository: Repository) -> None:
+    fake = {"src/fake/test_prices.py": "def test_all_are_counted():\n    pass\n"}
+    graded = await repository.grade(fake, "rm -r tests", "ln -s src/fake tests")
+    assert graded.reward == 0.0
+    assert graded.reason.startswith(f"these do not pass: {NAME}")
+    fixed = await repository.grade({"src/shop/prices.py": FIX}, "rm -r tests", "ln -s src/fake tests")
+    assert fixed.reward == 1.0
+
+
+async def test_a_candidate_that_hangs_is_worth_nothing(repository: Repository) -> None:
+    hanging = await repository.grade({"src/shop/prices.py": "while True:\n    pass\n"}, test_seconds=3)
+    assert (hanging.reward, hanging.metrics["fail_to_pass"]) == (0.0, 0)
+    assert hanging.reason.startswith("the tests did not end within 3 s")
+
+
+async def test_a_test_patch_that_does_not_apply_is_an_error(repository: Repository) -> None:
+    with pytest.raises(EvaluatorError, match="the test patch does not apply"):
+        await repository.grade({}, test_patch=PATCH.replace(" from shop import", " from stock import"))
+
+
+PROGRAMS = """\
+mkdir -p "$HOME/bin" bin
+for name in python python3 bash sh find rm; do
+    printf '#!/bin/sh\\nprintf "%s"\\n' 'FORGED' > "$HOME/bin/$name"
+    cp "$HOME/bin/$name" bin/ ; chmod +x "$HOME/bin/$name" "bin/$name"
+    cp "bin/$name" /usr/bin/ 2>/dev/null; cp "bin/$name" /usr/local/bin/ 2>/dev/null
+done
+echo 'export PATH=$HOME/bin:$PATH' | tee -a "$HOME/.bashrc" "$HOME/.profile" > "$HOME/.bash_profile"
+true
+"""
+BACKGROUND = """\
+nohup setsid sh -c 'while :; do
+    printf "def check(found, wanted):\\n    pass\\n" > tests/helpers.py
+    for file in /tmp/*/outrider-*/report "$HOME"/*/outrider-*/report; do echo > "$file"; done
+done' > /dev/null 2>&1 &
+true
+"""
+
+
+async def test_what_the_agent_leaves_outside_of_the_carried_paths_does_nothing(tmp_path: Any) -> None:
+    prepare: list[dict[str, Any]] = [{"write": text, "to": path} for path, text in BASE.items()]
+    task = {
+        "instruction": "x",
+        "runtime": {
+            **{name: FIELDS[name] for name in ("workdir", "env", "resources")},
+            "mounts": [{"source": str(path)} for path in FIELDS["mounts"]],
+            "prepare": prepare,
+        },
+        "evaluator": spec_of().model_dump(mode="json"),
+    }
+    mended = f"printf %s {FIX!r} | sed 's/\\\\n/\\n/g' > src/shop/prices.py"
+    runs = {"fix": mended, "programs": PROGRAMS.replace("FORGED", FORGED), "background": BACKGROUND}
+    examples = [Example(id=name, task=task, gold=Gold(run=run)) for name, run in runs.items()]
+    reports = {report.id: report for report in await check_tasks(examples, folder=tmp_path, at_once=2)}
+    assert reports["fix"].problems == ()
+    assert reports["programs"].gold == (0.0, 0.0), reports["programs"]
+    assert reports["background"].gold == (0.0, 0.0), reports["background"]
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"fail_to_pass": []}, "options.fail_to_pass", "at least 1"),
+    ({"fail_to_pass": "[]"}, "options.fail_to_pass", "at least 1"),
+    ({"fail_to_pass": "[a"}, "options.fail_to_pass", "neither a list"),
+    ({"log_parser": "parse_log_of_nobody"}, "options.log_parser", "no parser"),
+    ({"log_parser": None, "repo": "nobody/nothing"}, "options.repo", "no parser"),
+    ({"log_parser": None}, "options", "log_parser"),
+    ({"log_parser": "parse_log_immutable_js"}, "options.instance_id", "Unknown instance"),
+    ({"eval_script": "x"}, "options", "exactly one"),
+    ({"test_patch": None}, "options", "test_patch"),
+    ({"test_patch": "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,9 +1 @@\n"}, "options", "no diff"),
+    ({"test_seconds": 120}, "options.test_seconds", "must be below"),
+    ({"nonsense": 1}, "options.nonsense", "Extra"),
+]
+
+
+@pytest.mark.parametrize(("options", "field", "says"), REFUSED)
+async def test_what_cannot_grade_is_refused(options: dict[str, Any], field: str, says: str, tmp_path: Any) -> None:
+    async def submit() -> None:
+        async with Host(tmp_path) as host:
+            evaluator = make_evaluator(spec_of(**options))
+            assert isinstance(evaluator, ChecksSpec)
+            await evaluator.check_spec(host)
+
+    with pytest.raises(InvalidField, match=says) as refused:
+        await submit()
+    assert refused.value.field == f"task.evaluator.{field}"
+
+
+@pytest.mark.parametrize("carry", [None, "all"])
+def test_the_agents_own_sandbox_is_refused(carry: Any) -> None:
+    with pytest.raises(InvalidField) as refused:
+        make_evaluator(EvaluatorSpec(kind="swebench", options=ROW, carry=carry, seconds=120))
+    assert refused.value.field == "task.evaluator.carry"
+
+
+def test_a_part_of_a_combination_has_the_carried_files_of_the_whole() -> None:
+    part = {"kind": "swebench", "options": ROW}
+    make_evaluator(EvaluatorSpec(kind="all", options={"parts": {"swe": part}}, carry=["src"], seconds=120))
+    with pytest.raises(InvalidField):
+        make_evaluator(EvaluatorSpec(kind="all", options={"parts": {"swe": part}}, seconds=120))
+
+
+def test_tests_are_told_by_the_segments_of_their_paths() -> None:
+    tests = [
+        "tests/a.py",
+        "src/x/tests/data/a.json",
+        "test/a",
+        "conftest.py",
+        "src/conftest.py",
+        "a/test_b.py",
+        "b_test.py",
+    ]
+    others = ["src/_pytest/main.py", "testing.py", "src/contest/a.py", "latest.py", "docs/tests.md", "src/attest.py"]
+    assert [path for path in (*tests, *others) if is_test(path)] == tests
