@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import importlib.util
-import io
 import json
-import random
-import re
-import tarfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from outrider.client import AsyncClient
 from outrider.datasets import (
     Example,
     examples_of,
@@ -29,12 +23,10 @@ from outrider.datasets import (
     verl_parquet,
     verl_rows,
 )
-from outrider.doctor import diagnose
-from outrider.errors import InvalidField, TooLarge
+from outrider.errors import InvalidField
 from outrider.evaluators.factory import make_evaluator
 from outrider.service.admission import validate_group
 from outrider.spec import EvaluatorSpec
-from support.service import call, running_service, say
 
 TEMPLATE = {
     "instruction": "Question: {row.question}",
@@ -55,147 +47,6 @@ def harbor_task(folder: Path, toml: str = "", test: str = "echo 1 > /logs/verifi
 def as_task(task: dict[str, Any]) -> Any:
     """The task as the service reads it, with a harness."""
     return validate_group({"task": {"harness": {"agent": "tools"}, **task}}).task
-
-
-def test_a_harbor_folder_is_a_task(tmp_path: Path) -> None:
-    toml = """
-schema_version = "1.4"
-artifacts = ["/work/out.txt"]
-[task]
-name = "org/hello"
-[agent]
-timeout_sec = 120.0
-[verifier]
-timeout_sec = 30.0
-env = { MODE = "it's strict" }
-[environment]
-docker_image = "debian:13"
-workdir = "/app"
-cpus = 2
-memory_mb = 512
-storage_mb = 1024
-env = { LANG = "C" }
-"""
-    harbor_task(tmp_path / "b", toml)
-    harbor_task(tmp_path / "a")
-    (tmp_path / "c").mkdir()
-    first, second = harbor_examples(tmp_path)
-    assert (first.id, second.id) == ("a", "b")
-    task = as_task(second.task)
-    assert task.instruction == "Write hello into out.txt.\n"
-    assert (task.runtime.image, task.runtime.workdir, task.runtime.env) == ("debian:13", "/app", {"LANG": "C"})
-    resources = task.runtime.resources
-    assert (resources.cpus, resources.memory_mb, resources.disk_mb) == (2, 512, 1024)
-    assert (task.limits.agent_seconds, task.evaluator.seconds) == (120.0, 30.0)
-    assert task.labels == {"harbor": "org/hello"}
-    assert "export MODE='it'\"'\"'s strict'\n" in task.evaluator.run
-    assert as_task(first.task).evaluator.seconds == 600
-    assert [one.id for one in harbor_examples(tmp_path, tasks=["b"])] == ["b"]
-    assert [one.id for one in harbor_examples(tmp_path, limit=1)] == ["a"]
-
-
-def test_the_tests_travel_in_the_grading_command_and_nowhere_else(tmp_path: Path) -> None:
-    folder = harbor_task(tmp_path / "a", test="exit 1")
-    (folder / "tests" / "data").mkdir()
-    (folder / "tests" / "data" / "expected").write_bytes(b"\0\xff")
-    [example] = harbor_examples(tmp_path)
-    packed = re.search(r"printf %s (\S+) \|", example.task["evaluator"]["run"])
-    assert packed
-    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed[1]))) as tar:
-        assert tar.getnames() == ["data", "data/expected", "test.sh"]
-        content = tar.extractfile("data/expected")
-        assert content is not None
-        assert content.read() == b"\0\xff"
-    assert "prepare" not in example.task["runtime"]
-    assert harbor_examples(tmp_path) == [example]  # the same bytes for the same files
-
-
-def test_a_separate_verifier_gets_the_artifacts_alone(tmp_path: Path) -> None:
-    harbor_task(tmp_path / "a", 'artifacts = ["out.txt", {source = "/x"}]\n[verifier]\nenvironment_mode = "separate"')
-    [example] = harbor_examples(tmp_path)
-    assert as_task(example.task).evaluator.carry == ["out.txt", "/x"]
-
-
-@pytest.mark.parametrize(
-    ("toml", "message"),
-    [
-        ("[environment]\ngpus = 1", "environment.gpus = 1, which Outrider does not do"),
-        ("[[steps]]\nname = 'x'", "has steps"),
-        ("[environment]\nnetwork_mode = 'allowlist'", "allowlist"),
-        ("[environment]\nenv = { KEY = '${SECRET}' }", "takes KEY from the environment"),
-        ("[environment", "cannot read"),
-        ("environment = 'docker'", "task.toml has environment = 'docker', which must be a table"),
-        ("agent = 5", "has agent = 5, which must be a table"),
-        ("verifier = 5", "has verifier = 5, which must be a table"),
-        ("task = 'hello'", "has task = 'hello', which must be a table"),
-        ("[environment]\nenv = 'A=1'", "has environment.env = 'A=1', which must be a table"),
-        ("[verifier]\nenv = 'A=1'", "has verifier.env = 'A=1', which must be a table"),
-        ("artifacts = 'out'\n[verifier]\nenvironment_mode = 'separate'", "has artifacts = 'out', which must be a list"),
-    ],
-)
-def test_what_a_harbor_task_asks_for_in_vain_is_named(tmp_path: Path, toml: str, message: str) -> None:
-    harbor_task(tmp_path / "a", toml)
-    with pytest.raises(InvalidField, match=re.escape(message)):
-        harbor_examples(tmp_path)
-
-
-def test_a_dockerfile_needs_an_image_that_was_built(tmp_path: Path) -> None:
-    folder = harbor_task(tmp_path / "a")
-    (folder / "environment").mkdir()
-    (folder / "environment" / "Dockerfile").write_text("FROM debian:13")
-    with pytest.raises(InvalidField, match="has a Dockerfile") as raised:
-        harbor_examples(tmp_path)
-    assert "outrider image build" in (raised.value.hint or "")
-    assert harbor_examples(tmp_path, image="mine")[0].task["runtime"]["image"] == "mine"
-
-
-def test_tests_that_are_too_large_and_tasks_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InvalidField, match="no folder below"):
-        harbor_examples(tmp_path)
-    folder = harbor_task(tmp_path / "a")
-    with pytest.raises(InvalidField, match="there is no task 'b'"):
-        harbor_examples(tmp_path, tasks=["b"])
-    (folder / "tests" / "noise").write_bytes(bytes(number * number % 251 for number in range(1 << 19)))
-    (folder / "tests" / "more").write_bytes(random.Random(1).randbytes(1 << 18))
-    with pytest.raises(TooLarge, match="120000 is the maximum"):
-        harbor_examples(tmp_path)
-    (folder / "tests" / "test.sh").unlink()
-    with pytest.raises(InvalidField, match=r"has no tests/test\.sh"):
-        harbor_examples(tmp_path)
-
-
-@pytest.mark.skipif(
-    not next(found.ok for found in diagnose().runtimes if found.name == "namespace"),
-    reason="user namespaces do not work on this machine",
-)
-@pytest.mark.parametrize(
-    ("test", "reward", "metrics"),
-    [
-        ("grep -q hello out.txt && echo 0.5 > /logs/verifier/reward.txt; exit 7", 0.5, {}),
-        ("""echo '{"reward": 0.25, "speed": 3}' > /logs/verifier/reward.json""", 0.25, {"reward": 0.25, "speed": 3.0}),
-        ("""echo '{"passed": 1}' > /logs/verifier/reward.json""", 1.0, {"passed": 1.0}),
-        ("echo nothing written", None, {}),
-        ("""echo '{"a": 1, "b": 2}' > /logs/verifier/reward.json""", None, {}),
-    ],
-)
-async def test_a_harbor_task_is_graded_as_harbor_does(
-    tmp_path: Path, test: str, reward: float | None, metrics: dict[str, float]
-) -> None:
-    harbor_task(tmp_path / "tasks" / "a", test=test)
-    [example] = harbor_examples(tmp_path / "tasks")
-    task = example.task | {"harness": {"agent": "tools", "options": {"tools": ["bash"]}}, "max_attempts": 1}
-    replies = [call("ls /tests; echo hello > out.txt"), say("Done.")]
-    async with running_service(tmp_path=tmp_path, replies=replies) as (_, url), AsyncClient(url) as client:
-        [group] = await client.wait([(await client.submit({"task": task})).id])
-        result: Any = group.sessions[0].result
-        turns = await client.turns(group.sessions[0].id)
-    assert "No such file" in turns[1].context  # the agent saw no tests
-    if reward is None:
-        assert result.verdict is None
-        assert result.error.code == "evaluator_error"
-    else:
-        assert result.error is None, result.error
-        assert (result.verdict.reward, result.verdict.metrics) == (reward, metrics)
 
 
 def test_a_template_fills_rows_in_and_keeps_types() -> None:

@@ -13,13 +13,10 @@ import gzip
 import hashlib
 import importlib
 import importlib.util
-import io
 import json
 import re
 import secrets
 import shlex
-import tarfile
-import tomllib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +24,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from outrider.errors import InvalidField, TooLarge
+from outrider.errors import InvalidField
 from outrider.evaluators.checks.reasoning_sets import can_be_scored, check_data_set
+from outrider.examples import Example as Example
+from outrider.examples import Gold as Gold
+from outrider.harbor.tasks import harbor_examples as harbor_examples
 
 FORMAT = 1
 """Part of the cache's key: raised when the same source gives other rows."""
@@ -49,62 +49,9 @@ HUMAN_EVAL: dict[str, Any] = {
     "labels": {"human_eval": "{row.task_id}"},
 }
 """The template of `human_eval_examples`."""
-MAX_COMMAND = 120_000
-"""Maximum bytes of a command that holds a task's tests: Linux takes 131,072 bytes in one argument."""
-UNSUPPORTED = (
-    "environment.mcp_servers",
-    "environment.gpus",
-    "environment.healthcheck",
-    "verifier.environment",
-    "steps",
-)
-"""Tables and fields of task.toml that change what a task is, and that have no counterpart in a task of Outrider."""
-TABLES = ("task", "agent", "environment", "environment.env", "verifier", "verifier.env")
-LISTS = ("artifacts",)
-PREPARE_TESTS = """\
-mkdir -p /tests && printf %s {packed} | base64 -d | tar -xz -C /tests || exit 3
-"""
 ANSWER_FORMAT = "Give your final answer, and nothing else, between <answer> and </answer>."
 SPARE_ENTRIES = 2
 """How many entries of reasoning-gym are at hand for each that is asked for."""
-GRADE = """\
-rm -rf /logs/verifier && mkdir -p /logs/verifier || exit 3
-bash /tests/test.sh || true
-if [ -s /logs/verifier/reward.json ]; then
-    python3 - "$OUTRIDER_VERDICT" <<'END' || exit 3
-import json, sys
-values = json.load(open("/logs/verifier/reward.json"))
-[name] = ["reward"] if "reward" in values else values
-json.dump({"reward": values[name], "metrics": values}, open(sys.argv[1], "w"))
-END
-elif [ -s /logs/verifier/reward.txt ]; then
-    cat /logs/verifier/reward.txt > "$OUTRIDER_VERDICT"
-else
-    echo "test.sh wrote neither reward.json nor reward.txt in /logs/verifier" >&2
-    exit 3
-fi
-"""
-"""Harbor's grading: the exit code of test.sh is ignored, reward.json comes before reward.txt, and neither is an error.
-The reward is the value "reward", or the only one; all values stay as metrics."""
-
-
-class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A known solution of a task: `patch` is a diff of its working directory, `run` a command for its sandbox, `reply`
-    what the agent says in the end."""
-
-    patch: str | None = None
-    run: str | None = None
-    reply: str | None = None
-
-
-class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of a dataset. `id` is unique in it. `task` is the task of a group, or the part of it that is the row's own.
-    `row` has the columns that it was made from. `gold` is for `outrider task check`: no agent is given it."""
-
-    id: str
-    task: dict[str, Any]
-    row: dict[str, Any] = {}
-    gold: Gold | None = None
 
 
 class Written(NamedTuple):
@@ -113,33 +60,6 @@ class Written(NamedTuple):
     path: Path
     rows: int
     cached: bool
-
-
-def harbor_examples(
-    root: Path, *, tasks: Sequence[str] | None = None, limit: int | None = None, image: str | None = None
-) -> list[Example]:
-    """The Harbor tasks below a folder: each folder with `task.toml` and `instruction.md`, sorted by path.
-
-    `tasks` chooses some by their paths below `root`. `image` is for tasks that name no image of their own. The files of
-    `tests/` travel inside the grading command, so that the agent never sees them. Raises InvalidField for a broken task
-    and for what it asks for and Outrider cannot give, and TooLarge for tests that do not fit.
-    """
-    folders = {
-        str(found.parent.relative_to(root)): found.parent
-        for found in sorted(root.rglob("task.toml"))
-        if (found.parent / "instruction.md").is_file()
-    }
-    if not folders:
-        raise InvalidField(f"no folder below {root} has task.toml and instruction.md", field="source")
-    for name in tasks or ():
-        if name not in folders:
-            raise InvalidField(
-                f"there is no task {name!r} below {root}", field="tasks", hint=f"such as {next(iter(folders))!r}"
-            )
-    chosen = list(tasks if tasks is not None else folders)[:limit]
-    return [
-        Example(id=name, task=_harbor_task(folders[name], image), gold=_harbor_gold(folders[name])) for name in chosen
-    ]
 
 
 def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
@@ -358,111 +278,6 @@ def verl_parquet(
 def _check_there(path: Path) -> None:
     if not path.exists():
         raise InvalidField(f"there is no {path}", field="source")
-
-
-def _harbor_task(folder: Path, image: str | None) -> dict[str, Any]:
-    """The part of a task that its folder decides: no harness."""
-    file = folder / "task.toml"
-    try:
-        config = tomllib.loads(file.read_text("utf-8"))
-        instruction = (folder / "instruction.md").read_text("utf-8")
-    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
-        raise InvalidField(f"cannot read {error.filename if isinstance(error, OSError) else file}: {error}") from error
-    for path in (*TABLES, *LISTS):
-        value, kind = _value_at(config, path), "table" if path in TABLES else "list"
-        if not isinstance(value, (dict if path in TABLES else list) | None):
-            raise InvalidField(f"{file} has {path} = {value!r}, which must be a {kind}", field=path)
-    for path in UNSUPPORTED:
-        if value := _value_at(config, path):
-            raise InvalidField(f"{file} has {path} = {str(value)[:80]}, which Outrider does not do", field=path)
-    environment, agent = config.get("environment", {}), config.get("agent", {})
-    if environment.get("network_mode", "no-network") == "allowlist":
-        raise InvalidField(f"{file} asks for a network allowlist, and sandboxes have no network", field="environment")
-    image = environment.get("docker_image") or image
-    if image is None and (folder / "environment" / "Dockerfile").exists():
-        raise InvalidField(
-            f"{folder} has a Dockerfile and no docker_image",
-            field="environment.docker_image",
-            hint="build it with `outrider image build`, and name the image: harbor_examples(..., image=NAME)",
-        )
-    resources = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb"}
-    given = {ours: environment[theirs] for theirs, ours in resources.items() if theirs in environment}
-    runtime: dict[str, Any] = {"env": _literal(environment.get("env", {}), file)}
-    runtime |= {"image": image} if image else {}
-    runtime |= {"workdir": environment["workdir"]} if "workdir" in environment else {}
-    runtime |= {"resources": given} if given else {}
-    task: dict[str, Any] = {
-        "instruction": instruction,
-        "runtime": runtime,
-        "evaluator": _harbor_evaluator(folder, file, config),
-        "labels": {"harbor": config.get("task", {}).get("name") or folder.name},
-    }
-    if "timeout_sec" in agent:
-        task["limits"] = {"agent_seconds": agent["timeout_sec"]}
-    return task
-
-
-def _value_at(config: Any, path: str) -> Any:
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None
-    return config
-
-
-def _harbor_evaluator(folder: Path, file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    verifier = config.get("verifier", {})
-    if not (folder / "tests" / "test.sh").is_file():
-        raise InvalidField(f"{folder} has no tests/test.sh", field="evaluator")
-    exports = [
-        f"export {name}={shlex.quote(value)}\n" for name, value in _literal(verifier.get("env", {}), file).items()
-    ]
-    packed = base64.b64encode(_packed(folder / "tests")).decode()
-    command = PREPARE_TESTS.format(packed=packed) + "".join(exports) + GRADE
-    if len(command) > MAX_COMMAND:
-        raise TooLarge(
-            f"the tests of {folder} make a command of {len(command)} bytes; {MAX_COMMAND} is the maximum",
-            field="task.evaluator.run",
-            hint="put large files of the tests into the task's image",
-        )
-    evaluator = {"kind": "command", "run": command, "seconds": verifier.get("timeout_sec", 600)}
-    if verifier.get("environment_mode", "shared") == "separate":
-        evaluator["carry"] = [one if isinstance(one, str) else one["source"] for one in config.get("artifacts", [])]
-    return evaluator
-
-
-def _harbor_gold(folder: Path) -> Gold | None:
-    """Its solution runs in the working directory, with its files in /solution, as Harbor's oracle agent runs it."""
-    if not (folder / "solution" / "solve.sh").is_file():
-        return None
-    packed = base64.b64encode(_packed(folder / "solution")).decode()
-    return Gold(
-        run=f"mkdir -p /solution && printf %s {packed} | base64 -d | tar -xz -C /solution && bash /solution/solve.sh"
-    )
-
-
-def _packed(folder: Path) -> bytes:
-    """A gzipped tar of a folder, the same bytes for the same files: no times, no owners."""
-    written = io.BytesIO()
-    with tarfile.open(fileobj=written, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for path in sorted(folder.rglob("*")):
-            entry = tar.gettarinfo(path, arcname=str(path.relative_to(folder)))
-            entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
-            if entry.isreg():
-                with path.open("rb") as content:
-                    tar.addfile(entry, content)
-            else:
-                tar.addfile(entry)
-    return gzip.compress(written.getvalue(), mtime=0)
-
-
-def _literal(env: Mapping[str, Any], file: Path) -> dict[str, str]:
-    for name, value in env.items():
-        if "${" in str(value):
-            raise InvalidField(
-                f"{file} takes {name} from the environment of its reader ({value})",
-                field=f"env.{name}",
-                hint="write the value into task.toml",
-            )
-    return {name: str(value) for name, value in env.items()}
 
 
 def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:

@@ -46,6 +46,7 @@ Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 EnvValue = Annotated[Text, AfterValidator(without_nul)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
+Pause = Annotated[float, Field(ge=0, le=7 * 86400, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):
@@ -90,12 +91,18 @@ class Run(Spec):
     """Prepare step: a shell command in the sandbox, with `env` added to the sandbox's environment.
 
     It fails with a non-zero exit code or after `seconds`. If all of its `attempts` fail, the session's attempt fails.
+    Attempts that begin within `grace_seconds` of the step's begin do not count when they fail. `pause_seconds` is the
+    wait after one that counts, `grace_pause_seconds` after one that does not (default: as the other); if it is left
+    out, the wait is random and grows.
     """
 
     run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
     seconds: Seconds = 300
     env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
     attempts: Annotated[int, Field(ge=1, le=100)] = 1
+    pause_seconds: Pause | None = None
+    grace_seconds: Pause = 0
+    grace_pause_seconds: Pause | None = None
 
 
 class Upload(Spec):
@@ -153,6 +160,14 @@ def checked_target(value: str) -> str:
 
 
 PrepareStep = Run | Upload | Write
+
+
+class Collect(Spec):
+    """A shell command that runs in the agent's sandbox when the agent has ended, before anything of it is kept or
+    graded. It may fail, and is killed after `seconds`: the session goes on."""
+
+    run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    seconds: Seconds = 60
 
 
 AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096), AfterValidator(checked_target)]
@@ -349,8 +364,8 @@ class TaskSpec(Spec):
     """A task: everything that one session needs.
 
     `history`: "recorded" keeps the sampled ids of earlier turns even if the chat template would remove their reasoning;
-    "template" follows the template, by an explicit fork. `artifacts`: patterns of files in the sandbox that are kept
-    when the agent has ended, whether it succeeded or failed.
+    "template" follows the template, by an explicit fork. `collect`: commands that run in the sandbox when the agent has
+    ended. `artifacts`: patterns of files in the sandbox that are kept then, whether the agent succeeded or failed.
     """
 
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
@@ -362,6 +377,7 @@ class TaskSpec(Spec):
     history: Literal["recorded", "template"] = "recorded"
     branches: Branches = Branches()
     filters: Annotated[list[Filter], Field(max_length=16)] = []
+    collect: Annotated[list[Collect], Field(max_length=64)] = []
     artifacts: Annotated[list[SandboxPath], Field(max_length=64)] = []
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}

@@ -31,6 +31,7 @@ from outrider.errors import ErrorRecord, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.reasoning_sets import EVALUATED, UNUSABLE
 from outrider.evaluators.code.cases import CodeOptions
+from outrider.evaluators.harbor import HarborOptions
 from outrider.evaluators.http import HttpOptions
 from outrider.evaluators.judge.questions import JudgeOptions
 from outrider.evaluators.maths import MathOptions
@@ -282,6 +283,7 @@ def test_each_evaluators_page_has_its_options() -> None:
         "code": CodeOptions,
         "judge": JudgeOptions,
         "http": HttpOptions,
+        "harbor": HarborOptions,
     }
     for kind, options in kinds.items():
         (table,) = page(f"docs/evaluators/{kind}.md").tables("Option")

@@ -19,5 +19,5 @@ async def test_the_end_comes_in_any_case(script: str, by_itself: bool) -> None:
         child = Child.spawn(["/bin/sh", "-c", f"{script}; exit 3"], {"PATH": "/usr/bin:/bin"}, theirs)
     ours.close()
     assert await child.end(30.0 if by_itself else 0.0) is by_itself
-    assert before.left() == (set(), False, 0)
+    assert before.left() == (set(), False, set())
     assert child.log_tail() == ""

@@ -46,7 +46,7 @@ async def test_a_file_that_was_opened_for_nobody_is_closed(world: World, tmp_pat
     await sandbox.start()
     before = Traces()
     assert await cancelled_late(use(sandbox, tmp_path), number=number)
-    assert before.left() == (set(), False, 0)
+    assert before.left() == (set(), False, set())
     assert os.listdir(tmp_path) == ["file"]
     await client.close()
     theirs.close()

@@ -81,4 +81,4 @@ async def test_a_zygote_is_buried_though_its_host_is_cancelled(folder: Path) -> 
         await asyncio.sleep(0)
         os.kill(zygote, signal.SIGCONT)
     assert leaving.cancelled()
-    assert before.left() == (set(), False, 0)
+    assert before.left() == (set(), False, set())

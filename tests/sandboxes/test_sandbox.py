@@ -7,14 +7,15 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from outrider.errors import RuntimeFailure
+from outrider.runtimes.base import ExecResult, Runtime
 from outrider.runtimes.node_host import Host
-from outrider.sandboxes.sandbox import Sandboxes
-from outrider.spec import RuntimeSpec
+from outrider.sandboxes.sandbox import Sandboxes, run_step
+from outrider.spec import Run, RuntimeSpec
 from outrider.testing.memory_runtime.runtime import MemoryLedger, MemoryRuntime
 
 STOPPED_ONCE = {("s", 1): 1}
@@ -102,3 +103,40 @@ async def test_the_address_of_the_gateway_is_the_one_of_the_innermost_block(tmp_
         assert [sandbox.runtime.endpoint for sandbox in made] == ["http://two", "http://one"]
         for sandbox in made:
             await sandbox.stop()
+
+
+class Failing:
+    """A sandbox whose command fails so many times."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.tries = 0
+
+    async def exec(self, *_: Any, **__: Any) -> ExecResult:
+        self.tries += 1
+        return ExecResult(exit_code=int(self.tries <= self.failures), stdout=b"", stderr=b"")
+
+
+@pytest.mark.parametrize(
+    ("failures", "fields", "tries"),
+    [
+        (4, {"grace_seconds": 3600, "grace_pause_seconds": 0, "pause_seconds": 3600}, 5),
+        (4, {"grace_seconds": 3600, "pause_seconds": 0}, 5),
+        (4, {"attempts": 5, "pause_seconds": 0, "grace_pause_seconds": 3600}, 5),
+        (4, {"attempts": 4, "pause_seconds": 0}, None),
+        (9, {"attempts": 2, "pause_seconds": 0, "grace_seconds": 0.1, "grace_pause_seconds": 0.2}, None),
+    ],
+)
+async def test_a_health_check_fails_when_failures_that_count_are_too_many(
+    failures: int, fields: dict[str, Any], tries: int | None
+) -> None:
+    """What begins to fail in the time of grace does not count, and has a pause of its own."""
+    runtime = Failing(failures)
+    step = Run.model_validate({"run": "x", **fields})
+    if tries is None:
+        with pytest.raises(RuntimeFailure, match=rf"the check exited with 1, the last of {step.attempts} times"):
+            await run_step(cast(Runtime, runtime), step, name="the check")
+        assert runtime.tries == step.attempts + bool(step.grace_seconds)
+    else:
+        await run_step(cast(Runtime, runtime), step, name="the check")
+        assert runtime.tries == tries

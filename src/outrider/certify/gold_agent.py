@@ -12,17 +12,21 @@ from outrider.errors import HarnessError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
 from outrider.runtimes.base import PatchConflict
+from outrider.spec import Write
 
 
 class GoldAgent:
-    """Options: `patch`, a diff of the working directory; `run`, a command for the sandbox; `ask`, the words by which
-    the scripted model knows what to reply; `seconds` for the command."""
+    """Options: `patch`, a diff of the working directory; `run`, a command for the sandbox, with `env`; `files`, prepare
+    steps that write, which are carried out before; `ask`, the words by which the scripted model knows what to reply;
+    `seconds` for the command."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._patch: str | None = options.get("patch")
         self._run: str | None = options.get("run")
         self._ask: str = options["ask"]
         self._seconds: float = options["seconds"]
+        self._env: dict[str, str] = options.get("env", {})
+        self._files = [Write.model_validate(file) for file in options.get("files", ())]
 
     async def init(self, context: HarnessContext) -> None:
         """Nothing to prepare."""
@@ -33,8 +37,10 @@ class GoldAgent:
                 await context.runtime.patch(self._patch)
             except PatchConflict as error:
                 raise HarnessError(f"the gold patch does not apply: {error}") from error
+        for file in self._files:
+            await context.runtime.write(file.to, file.data(), executable=file.executable)
         if self._run is not None:
-            done = await context.runtime.exec(self._run, seconds=self._seconds)
+            done = await context.runtime.exec(self._run, env=self._env, seconds=self._seconds)
             if done.exit_code != 0:
                 ended = "did not end in time" if done.exit_code is None else f"exited with code {done.exit_code}"
                 raise HarnessError(f"the gold solution {ended}", log_tail=done.log_tail())

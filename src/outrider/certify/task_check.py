@@ -16,8 +16,8 @@ import msgspec
 from outrider.api.server import serving
 from outrider.client import AsyncClient
 from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig, SandboxesConfig
-from outrider.datasets import Example
 from outrider.errors import OutriderError
+from outrider.examples import Example
 from outrider.schemas import GroupView
 from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
@@ -113,9 +113,10 @@ def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
     gold = example.gold
     assert gold is not None
     limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": 1}
-    options = (
-        {"patch": gold.patch, "run": gold.run, "ask": asked(number)} if kind == "gold" else {"ask": "Nothing, please."}
-    )
+    options: dict[str, Any] = {"ask": "Nothing, please."}
+    if kind == "gold":
+        files = list(gold.files)
+        options = {"patch": gold.patch, "run": gold.run, "env": gold.env, "files": files, "ask": asked(number)}
     harness = {"agent": AGENT, "options": {**options, "seconds": limits["agent_seconds"]}}
     return {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
 

@@ -13,10 +13,13 @@ import typer
 from outrider.cli.options import Json
 from outrider.cli.tables import table
 from outrider.cli.terminal import terminal_of
+from outrider.errors import InvalidField
 from outrider.rootfs.build import Builder, Reuse
 from outrider.rootfs.pull import pull
 from outrider.rootfs.recipe import load_recipe
 from outrider.rootfs.store import Image, ImageStore
+from outrider.sandboxes.image_build import RUN_SECONDS
+from outrider.sandboxes.image_build import build_image as build_dockerfile
 
 MEGABYTE = 1_000_000
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name in a task's `runtime.image`.")]
@@ -88,23 +91,46 @@ def pull_image(
 
 def build_image(
     ctx: typer.Context,
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML file, as docs/images.md describes it.")],
-    name: Name,
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE", help="A TOML file, as docs/images.md describes it, or a folder with a Dockerfile."
+        ),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Its name in a task's `runtime.image`.",
+            show_default="of a Dockerfile, a name by which Harbor tasks find it",
+        ),
+    ] = None,
     reuse: Annotated[
         Reuse, typer.Option(help="Reuse an earlier build: never, of the same recipe, or with the same packages.")
     ] = Reuse.VERSIONED,
+    seconds: Annotated[float, typer.Option(metavar="N", help="Time limit of each RUN of a Dockerfile.")] = RUN_SECONDS,
     json: Json = False,
 ) -> None:
-    """Build an image from a recipe.
+    """Build an image from a recipe or a Dockerfile.
 
-    A recipe names a base image, packages, files and commands. Needs the
-    program apptainer.
+    A recipe names a base image, packages, files and commands, and needs the
+    program apptainer. A Dockerfile's FROM names an image of this machine; its
+    commands run in a sandbox, and no container engine is needed.
 
-    Example:
+    Examples:
 
         outrider image build tools.toml tools
+
+        outrider image build my-task/environment
     """
     terminal, store = terminal_of(ctx), ImageStore()
+    if recipe.is_dir():
+        image = build_dockerfile(recipe, store, name=name, seconds=seconds, note=terminal.note)
+        known = name or next(known for known, other in store.images().items() if other == image)
+        _told(ctx, ImageRow(name=known, image=image, path=str(store.root(image))))
+        return
+    if name is None:
+        raise InvalidField("the image of a recipe needs a name", field="name")
     sif = Builder(store, note=terminal.note).build(load_recipe(recipe), reuse)
     terminal.note(f"importing {sif}")
     _told(ctx, ImageRow(name=name, image=store.import_(sif, name), path=str(store.root(store.image(name)))))

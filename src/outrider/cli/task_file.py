@@ -16,9 +16,11 @@ from typing import Any
 
 import msgspec
 
-from outrider.datasets import Example, Gold, harbor_examples, human_eval_examples, reasoning_gym_examples
+from outrider.datasets import harbor_examples, human_eval_examples, reasoning_gym_examples
 from outrider.datasets_swebench import swebench_examples
 from outrider.errors import InvalidField, TooLarge
+from outrider.examples import Example, Gold
+from outrider.harbor.tasks import TASK_TOML
 from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
 
@@ -71,14 +73,14 @@ def examples_in(source: str, *, limit: int | None, image: str | None) -> list[Ex
     if source.startswith(SWEBENCH):
         return swebench_examples(Path(source.removeprefix(SWEBENCH)), limit=limit, image=image)
     path = Path(source)
-    if path.is_dir() and not any(path.rglob("task.toml")):
-        files = sorted(path.glob("*.toml"))[:limit]
-        if not files:
-            raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
-        return [load_example(file) for file in files]
-    if path.is_dir():
-        return harbor_examples(path, limit=limit, image=image)
-    return [load_example(path)]
+    if not path.is_dir():
+        return [load_example(path)]
+    files = sorted(path.glob("*.toml"))
+    if files and path / TASK_TOML not in files:
+        return [load_example(file) for file in files[:limit]]
+    if not any(path.rglob(TASK_TOML)):
+        raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
+    return harbor_examples(path, limit=limit, image=image)
 
 
 def _inlined(step: Any, number: int, folder: Path) -> Iterator[Step]:

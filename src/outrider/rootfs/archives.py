@@ -7,6 +7,7 @@ digest is read only if it has that digest.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import tarfile
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ MAX_NESTING = 4
 """Maximum indexes on the way to an image. Nothing else ends a circle of them."""
 MAX_MEMBERS = 10_000
 """Entries of a tar that are searched for an image's documents. A root file system may have millions."""
+CHUNK = 1 << 20
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 """The names of machines in image indexes, by those of `uname -m`."""
 NESTED = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
@@ -190,3 +192,24 @@ def digest_of_file(file: BinaryIO) -> str:
     """The SHA-256 of an open file, which is closed."""
     with file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # BinaryIO does not name readinto
+
+
+def digest_of(path: Path) -> str:
+    """A digest of a file or of a folder's content: names, kinds, contents, and which files may be executed."""
+    found = hashlib.sha256()
+    names = [str(path)]
+    for folder, folders, files in os.walk(path):
+        folders.sort()  # os.walk then goes through them in this order on every machine
+        names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
+    for name in names:
+        status = os.lstat(name)
+        mode = status.st_mode & 0o170111
+        found.update(f"{os.path.relpath(name, path)}\0{mode:o}\0".encode("utf-8", "surrogateescape"))
+        if os.path.islink(name):
+            found.update(os.fsencode(os.readlink(name)))
+        elif os.path.isfile(name):
+            found.update(f"{status.st_size}\0".encode())
+            with open(name, "rb") as file:
+                while chunk := file.read(CHUNK):
+                    found.update(chunk)
+    return found.hexdigest()

@@ -8,7 +8,6 @@ section of the definition that it is meant for: nothing in it can begin another 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shlex
 import tomllib
@@ -20,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from outrider.errors import InvalidField
+from outrider.rootfs.archives import digest_of
 from outrider.rootfs.store import ImageStore
 
 FORMAT = "2"
@@ -28,7 +28,6 @@ REQUIREMENTS_AT = "/opt/outrider-requirements.txt"
 PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9]+)?([=/][A-Za-z0-9.+:~-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECTION = re.compile(r"^\s*%", re.MULTILINE)
-CHUNK = 1 << 20
 INDENT = "    "
 
 
@@ -164,27 +163,6 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
 
 def local_base(sif: Path) -> Header:
     return Header("localimage", (("From", str(sif)),))
-
-
-def digest_of(path: Path) -> str:
-    """A digest of a file or of a folder's content: names, kinds, contents, and which files may be executed."""
-    found = hashlib.sha256()
-    names = [str(path)]
-    for folder, folders, files in os.walk(path):
-        folders.sort()  # os.walk then goes through them in this order on every machine
-        names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
-    for name in names:
-        status = os.lstat(name)
-        mode = status.st_mode & 0o170111
-        found.update(f"{os.path.relpath(name, path)}\0{mode:o}\0".encode("utf-8", "surrogateescape"))
-        if os.path.islink(name):
-            found.update(os.fsencode(os.readlink(name)))
-        elif os.path.isfile(name):
-            found.update(f"{status.st_size}\0".encode())
-            with open(name, "rb") as file:
-                while chunk := file.read(CHUNK):
-                    found.update(chunk)
-    return found.hexdigest()
 
 
 def _existing(path: str, field: str) -> Path:

@@ -61,13 +61,24 @@ class ImageStore:
             image = self._import_sif(source) if source.is_file() and is_sif(source) else self._import_layers(source)
         except UNREADABLE as error:
             raise BadImage(f"{source} cannot be read: {error}") from error
+        self.give(name, image)
+        return image
+
+    def make(self, digest: str, name: str, put: Callable[[Path], Image]) -> Image:
+        """As `import_`, of content that has that digest; `put` fills the empty root if it is not there."""
+        image = self._made(digest, put)
+        self.give(name, image)
+        return image
+
+    def give(self, name: str, image: Image) -> None:
+        """Give an image a name; one that had it loses it. Raises InvalidField for the name."""
+        checked_name(name)
         place = self._name(name)
         place.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=place.parent, prefix=".")
         with os.fdopen(handle, "w") as file:
             file.write(_hex(image.digest))
         os.replace(draft, place)  # others may be reading it: they see the old content or the new, never a part
-        return image
 
     def images(self) -> dict[str, Image]:
         """By name."""

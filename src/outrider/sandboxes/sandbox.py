@@ -120,26 +120,34 @@ async def prepare(
     for number, step in enumerate(steps):
         match step:
             case Run():
-                # Only a command that fails is tried again, not a sandbox: its RuntimeFailure is raised.
-                for failures in range(step.attempts):
-                    if failures:
-                        await asyncio.sleep(pauses.wait(failures - 1))
-                    result = await runtime.exec(step.run, env=step.env, seconds=step.seconds)
-                    if result.exit_code == 0:
-                        break
-                else:
-                    ended = (
-                        f"took longer than {step.seconds:g} s"
-                        if result.timed_out
-                        else f"exited with {result.exit_code}"
-                    )
-                    tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
-                    raise RuntimeFailure(
-                        f"prepare step {number} {ended}{tried}: {step.run[:200]}",
-                        field=f"task.runtime.prepare.{number}",
-                        log_tail=result.log_tail(),
-                    )
+                await run_step(
+                    runtime, step, name=f"prepare step {number}", field=f"task.runtime.prepare.{number}", pauses=pauses
+                )
             case Upload():
                 await runtime.upload(files / step.upload, step.to)
             case Write():
                 await runtime.write(step.to, await asyncio.to_thread(step.data), executable=step.executable)
+
+
+async def run_step(
+    runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: Backoff = PREPARE_PAUSES
+) -> None:
+    """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of its output, when it has failed
+    as often as it may. Only a command that fails is tried again, not a sandbox: its RuntimeFailure is raised."""
+    clock = asyncio.get_running_loop().time
+    began, failures = clock(), 0
+    while True:
+        counts = clock() - began >= step.grace_seconds
+        result = await runtime.exec(step.run, env=step.env, seconds=step.seconds)
+        if result.exit_code == 0:
+            return
+        failures += counts
+        if failures >= step.attempts:
+            break
+        pause = step.pause_seconds
+        if not counts and step.grace_pause_seconds is not None:
+            pause = step.grace_pause_seconds
+        await asyncio.sleep(pauses.wait(max(failures - 1, 0)) if pause is None else pause)
+    ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
+    tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
+    raise RuntimeFailure(f"{name} {ended}{tried}: {step.run[:200]}", field=field, log_tail=result.log_tail())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,7 +24,16 @@ from typing import cast
 import msgspec
 
 from outrider.concurrency.watchdog import Watchdog, Witness
-from outrider.errors import ContextOverflow, ErrorRecord, HarnessError, OutriderError, ServiceError, record_of, storable
+from outrider.errors import (
+    ContextOverflow,
+    ErrorRecord,
+    HarnessError,
+    OutriderError,
+    RuntimeFailure,
+    ServiceError,
+    record_of,
+    storable,
+)
 from outrider.evaluators.base import FrozenReply, NothingKept, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
@@ -376,9 +385,12 @@ class Rollout:
             ) from error
 
     async def _collect(self, sandbox: Sandbox) -> None:
-        """End the agent's calls, and keep the artifacts that it left."""
+        """End the agent's calls, run what collects the outcome, and keep the artifacts that are left."""
         await self.models.close()
         self._stopwatch.lap("run")
+        for hook in self._task.collect:
+            with suppress(RuntimeFailure):  # what it would have collected is missing, and the grader sees that
+                await sandbox.runtime.exec(hook.run, seconds=hook.seconds)
         session = self._session
         collect = self._node.artifacts.collect
         self._artifacts = await collect(sandbox.runtime, self._task, session.id, session.attempt)

@@ -1,0 +1,4 @@
+#!/bin/bash
+while read -r word; do
+    echo "${word^^}"
+done < words.txt >> log.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+grep -c . /app/ready > /app/answer.txt

@@ -1,0 +1,9 @@
+#!/bin/bash
+# Only the artifacts are here: /app/out without what is excluded, and what was collected when the agent had ended.
+reward=0
+if [ "$(cat /app/out/squares.txt 2> /dev/null | tr '\n' ' ')" = "1 4 9 16 25 " ]; then
+    if [ ! -e /app/notes ] && [ ! -e /app/out/scratch.tmp ] && grep -qx notes /logs/artifacts/listing.txt; then
+        reward=1
+    fi
+fi
+echo "$reward" > /logs/verifier/reward.txt

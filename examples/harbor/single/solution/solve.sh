@@ -1,0 +1,3 @@
+#!/bin/bash
+set -- $TEXT
+echo $# > /app/count.txt

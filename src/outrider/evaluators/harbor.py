@@ -1,0 +1,153 @@
+"""The evaluator of Harbor tasks: runs the task's test.sh in the sandbox, and reads the rewards that it writes.
+
+It knows no task folder: the tests are in its options, where no agent sees them. The rules are Harbor's: rewards that
+were there before are removed, the tests are written after the agent has ended, the exit code of test.sh says nothing,
+reward.json counts before reward.txt, and what writes neither is an error. Invariant: every value is a finite number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from outrider.errors import EvaluatorError
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.options import read_options
+from outrider.runtimes.base import ExecResult, Runtime
+from outrider.spec import EnvName, EnvValue, EvaluatorSpec, SandboxPath, Spec, Text, Write
+from outrider.trajectory import Verdict
+
+LOGS = "/logs/verifier"
+OUTPUT = f"{LOGS}/test-stdout.txt"
+REWARD_JSON, REWARD_TEXT = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
+TEST = "/tests/test.sh"
+REWARD = "reward"
+"""The key of the reward, where there are several."""
+MAX_REWARDS = 1 << 20
+"""Bytes."""
+STEP_SECONDS = 60.0
+"""How long anything may take but the tests themselves."""
+BEFORE = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {OUTPUT} && mkdir -p {LOGS}"
+RUN = f"chmod +x {TEST} && ({TEST}) > {OUTPUT} 2>&1"
+TAIL = f"tail -c 4000 {OUTPUT}"
+
+
+class Without(Spec):
+    """What is taken out of a carried folder before the tests run: `patterns` as tar's --exclude has them."""
+
+    folder: SandboxPath
+    patterns: list[Text]
+
+
+class HarborOptions(Spec):
+    """`tests`: the files of the tests, as prepare steps `write`. `env`: variables of test.sh. `without`: what is taken
+    out of folders that were carried."""
+
+    tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict)
+    without: list[Without] = Field(default_factory=list)
+
+
+class HarborEvaluator:
+    """The reward is the value "reward", or the only one; all values are metrics."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._options = read_options(HarborOptions, spec)
+        self._seconds = spec.seconds
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        for one in self._options.without:
+            await leave_out(outcome.runtime, one.folder, one.patterns)
+        rewards = await verify(outcome.runtime, self._options.tests, self._options.env, seconds=self._seconds)
+        return verdict_of(rewards)
+
+
+async def verify(
+    runtime: Runtime, tests: Sequence[Write], env: Mapping[str, str], *, seconds: float
+) -> dict[str, float]:
+    """Run test.sh and read what it wrote. Raises EvaluatorError where that is no rewards."""
+    done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
+    if done.exit_code != 0:
+        raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
+    if tests:  # an agent may have made files there that cannot be written
+        await runtime.exec(["rm", "-rf", "--", *(file.to for file in tests)], seconds=STEP_SECONDS)
+    for file in tests:
+        await runtime.write(file.to, file.data(), executable=file.executable)
+    done = await runtime.exec(RUN, env=env, seconds=seconds)
+    if done.exit_code is None:
+        raise EvaluatorError(f"test.sh did not end within {seconds:g} s", log_tail=await output(runtime, done))
+    for path, parse in ((REWARD_JSON, parse_json), (REWARD_TEXT, parse_text)):
+        try:
+            text = await runtime.read(path, limit=MAX_REWARDS)
+        except FileNotFoundError:
+            continue
+        except IsADirectoryError as error:
+            raise await failure(runtime, done, f"{path} is a folder") from error
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise await failure(runtime, done, f"{path} is no rewards: {error}") from error
+    raise await failure(runtime, done, f"test.sh wrote neither {REWARD_JSON} nor {REWARD_TEXT}")
+
+
+async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:
+    """The tests ran in a sandbox in which an agent may have worked: it may be the cause."""
+    return EvaluatorError(message, log_tail=await output(runtime, done), inside=True)
+
+
+async def output(runtime: Runtime, done: ExecResult) -> str:
+    """The end of what test.sh wrote to its standard output and error."""
+    told = await runtime.exec(TAIL, seconds=STEP_SECONDS)
+    return "\n".join(filter(None, (told.log_tail() if told.exit_code == 0 else "", done.log_tail())))
+
+
+async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
+    """Remove what matches a pattern with the end of its path below the folder, `*` matching slashes as well, as tar
+    leaves it out."""
+    words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
+    found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])
+    done = await runtime.exec(f"cd {shlex.quote(folder)} 2> /dev/null || exit 0; {found}", seconds=STEP_SECONDS)
+    if done.exit_code != 0:
+        raise EvaluatorError(f"what is excluded of {folder} cannot be removed", log_tail=done.log_tail(), inside=True)
+
+
+def parse_json(text: bytes) -> dict[str, float]:
+    """Raises ValueError."""
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("it is not an object of numbers")
+    return {name: number(value, name) for name, value in values.items()}
+
+
+def parse_text(text: bytes) -> dict[str, float]:
+    """Raises ValueError."""
+    return {REWARD: number(float(text.decode()), REWARD)}
+
+
+def number(value: Any, name: str) -> float:
+    """Truth values are numbers, as they are to Harbor. Raises ValueError."""
+    if not isinstance(value, int | float):
+        raise ValueError(f"{name!r} is {value!r}, which is no number")
+    try:
+        found = float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name!r} is too large") from error
+    if not math.isfinite(found):
+        raise ValueError(f"{name!r} is {found}, which is not finite")
+    return found
+
+
+def verdict_of(rewards: Mapping[str, float]) -> Verdict:
+    """Raises EvaluatorError for several values of which none is the reward."""
+    if REWARD not in rewards and len(rewards) != 1:
+        named = ", ".join(map(repr, sorted(rewards))) or "nothing"
+        raise EvaluatorError(
+            f"the tests reward {named}, and none of it is {REWARD!r}", hint=f"have test.sh write {REWARD!r} as well"
+        )
+    reward = rewards[REWARD] if REWARD in rewards else next(iter(rewards.values()))
+    return Verdict(reward=reward, metrics=dict(rewards))

@@ -1,0 +1,96 @@
+"""The files of a Harbor task folder: its instruction, and its tests and solution as steps that write them.
+
+It knows no task. Invariant: no byte is read from outside the task's folder, whatever links are in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from outrider.errors import InvalidField, TooLarge
+from outrider.spec import MAX_INLINE_FILE
+
+MAX_FILES = 16 << 20
+"""Maximum bytes of a folder that travels with a task: a request may have 32 MiB."""
+MAX_NUMBER = 1024
+CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
+"""Lines by which data sets are found in training data. No agent is shown them."""
+IGNORED_BY = ".harborignore"
+
+
+def read_text(path: Path) -> str:
+    """Raises InvalidField."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8
+        raise InvalidField(f"cannot read {path}: {error}", field="source") from error
+
+
+def instruction_in(folder: Path, task: Path) -> str:
+    """The instruction, without the canaries at its beginning. Raises InvalidField."""
+    path = folder / "instruction.md"
+    if not path.resolve().is_relative_to(task.resolve()):
+        raise InvalidField(f"{path} is a link that leaves the task's folder", field="source")
+    lines = read_text(path).split("\n")
+    while lines and CANARY.fullmatch(lines[0].strip()):
+        lines.pop(0)
+    while lines and not lines[0].strip():
+        lines.pop(0)
+    return "\n".join(lines)
+
+
+def written(folder: Path, task: Path, to: str) -> list[dict[str, Any]]:
+    """Prepare steps that write the files of a folder of the task below `to`; none if there is no such folder.
+
+    Links within the task are followed. Raises InvalidField for one that leaves it or leads in a circle, and TooLarge.
+    """
+    steps: list[dict[str, Any]] = []
+    total = 0
+    for path, name in files_below(folder, task):
+        data = path.read_bytes()
+        total += len(data)
+        if total > MAX_FILES or len(steps) == MAX_NUMBER:
+            raise TooLarge(
+                f"{folder} has more than {MAX_NUMBER} files or {MAX_FILES >> 20} MiB",
+                field="source",
+                hint="put large files into the task's image",
+            )
+        steps.append(write_step(data, f"{to}/{name}", executable=os.access(path, os.X_OK)))
+    return steps
+
+
+def write_step(data: bytes, to: str, *, executable: bool) -> dict[str, Any]:
+    try:
+        content = {"write": data.decode()}
+    except UnicodeDecodeError:
+        content = {"write": base64.b64encode(data).decode(), "encoding": "base64"}
+    if len(content["write"]) > MAX_INLINE_FILE:
+        raise TooLarge(f"{to} has {len(data)} bytes, too many to send with the task", field="source")
+    return {**content, "to": to, **({"executable": True} if executable else {})}
+
+
+def files_below(folder: Path, task: Path) -> Iterator[tuple[Path, PurePosixPath]]:
+    """The files below a folder, sorted, with their names relative to it. Raises InvalidField."""
+    root = task.resolve()
+    todo: list[tuple[Path, PurePosixPath, tuple[Path, ...]]] = [(folder, PurePosixPath(), ())]
+    while todo:
+        path, name, above = todo.pop()
+        real = path.resolve()
+        if not real.is_relative_to(root):
+            raise InvalidField(f"{path} is a link that leaves the task's folder", field="source")
+        if real in above:
+            raise InvalidField(f"{path} is a link to a folder that it is in", field="source")
+        if real.is_dir():
+            children = sorted(path.iterdir(), reverse=True)
+            todo += [(child, name / child.name, (*above, real)) for child in children]
+        elif real.is_file():
+            if path.name == IGNORED_BY:
+                raise InvalidField(f"{path}: files that Harbor leaves out are not told apart here", field="source")
+            yield path, name
+        elif path.is_symlink() or real.exists():
+            raise InvalidField(f"{path} is neither a file nor a folder", field="source")

@@ -1,0 +1,331 @@
+"""`task.toml` of Harbor 0.25, schema 1.4 and older.
+
+It knows no folder and no task. Invariant: it refuses what Harbor refuses. Like Harbor it ignores unknown keys and
+converts types as pydantic does; what is valid there and has no counterpart here, `unsupported` names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+PACKAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]*")
+SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
+DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
+"""Names that Windows has for devices: Harbor's folders must be portable."""
+MAIN = "main"
+"""The service of the agent's own container."""
+UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+"""MiB in the units of sizes of older schemas."""
+USERS = (None, "root", 0, "0")
+"""The one user of a sandbox."""
+MANIFEST = "manifest.json"
+
+
+def service_name(value: str) -> str:
+    if not SERVICE_NAME.fullmatch(value.strip()):
+        raise ValueError(f"{value!r} is no name of a service")
+    return value.strip()
+
+
+def lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+Service = Annotated[str, AfterValidator(service_name)]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Network(Table):
+    """The network of an agent or a verifier, None as its environment's."""
+
+    network_mode: Literal["public", "no-network", "allowlist"] | None = None
+    allowed_hosts: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _hosts_of_an_allowlist(self) -> Self:
+        named = self.allowed_hosts is not None and (self.allowed_hosts or self.network_mode is None)
+        if named and self.network_mode != "allowlist":
+            raise ValueError("allowed_hosts are those of network_mode 'allowlist'")
+        return self
+
+
+class EnvironmentNetwork(Table):
+    network_mode: Literal["public", "no-network", "allowlist"] = "public"
+    allowed_hosts: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _hosts_of_an_allowlist(self) -> Self:
+        if self.allowed_hosts and self.network_mode != "allowlist":
+            raise ValueError("allowed_hosts are those of network_mode 'allowlist'")
+        return self
+
+
+class Author(Table):
+    name: str
+    email: str | None = None
+
+
+class Package(Table):
+    name: str
+    version: Annotated[str, Field(min_length=1)] | None = None
+    description: str = ""
+    authors: list[Author] = []
+    keywords: list[str] = []
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, value: str) -> str:
+        if not PACKAGE_NAME.fullmatch(value) or ".." in value:
+            raise ValueError(f"{value!r} is not of the form org/name")
+        return value
+
+
+class Agent(Network):
+    timeout_sec: float | None = None
+    user: str | int | None = None
+
+
+class Healthcheck(Table):
+    """As Docker's: until it succeeds, or has failed `retries` times in a row after the start period."""
+
+    command: str
+    interval_sec: float = 5.0
+    timeout_sec: float = 30.0
+    start_period_sec: float = 0.0
+    start_interval_sec: float = 5.0
+    retries: int = 3
+
+
+class Environment(EnvironmentNetwork):
+    build_timeout_sec: float = 600.0
+    docker_image: str | None = None
+    os: Annotated[Literal["linux", "windows"], BeforeValidator(lower)] = "linux"
+    cpus: int | float | None = None
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    gpus: int | None = None
+    gpu_types: list[str] | None = None
+    tpu: dict[str, Any] | None = None
+    mcp_servers: list[dict[str, Any]] = []
+    env: dict[str, str] = {}
+    skills_dir: str | None = None
+    healthcheck: Healthcheck | None = None
+    workdir: str | None = None
+    allow_internet: bool | None = None
+
+    @field_validator("cpus")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_of_older_schemas(cls, data: Any) -> Any:
+        """`memory` and `storage` as texts, such as "2G". In another type they say nothing."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for old in ("memory", "storage"):
+            text = data.pop(old, None)
+            if not isinstance(text, str):
+                continue
+            number, unit = text.strip().upper()[:-1], text.strip().upper()[-1:]
+            if unit not in UNITS:
+                raise ValueError(f"{old} = {text!r} is no size such as '2G' or '512M'")
+            try:
+                size = int(float(number) * UNITS[unit])
+            except OverflowError as error:
+                raise ValueError(f"{old} = {text!r} is no size") from error
+            if data.setdefault(f"{old}_mb", size) != size:
+                raise ValueError(f"{old} = {text!r} is not {old}_mb = {data[f'{old}_mb']!r}")
+        return data
+
+
+class Collect(Table):
+    command: str
+    service: Service = MAIN
+    timeout_sec: float = 60.0
+    user: str | int | None = None
+
+
+class Verifier(Network):
+    timeout_sec: float = 600.0
+    env: dict[str, str] = {}
+    user: str | int | None = None
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: Environment | None = None
+    collect: list[Collect] = []
+
+    @model_validator(mode="after")
+    def _shared_or_own(self) -> Self:
+        if self.environment_mode == "shared" and self.environment is not None:
+            raise ValueError("environment_mode 'shared' and an environment of its own exclude each other")
+        return self
+
+    @property
+    def mode(self) -> Literal["shared", "separate"] | None:
+        """None where it is as the task's."""
+        return self.environment_mode or ("separate" if self.environment is not None else None)
+
+
+class Artifact(Table):
+    """A path of the agent's sandbox. `destination` is where Harbor keeps it on the host; `exclude` are patterns of tar
+    for what of a folder is left out."""
+
+    source: str
+    destination: str | None = None
+    exclude: list[str] = []
+    service: Service | None = None
+
+    @model_validator(mode="after")
+    def _paths_that_stay_inside(self) -> Self:
+        if ".." in PurePosixPath(self.source).parts:
+            raise ValueError("source must not contain '..'")
+        if self.service not in (None, MAIN) and not re.match(r"/|[A-Za-z]:[/\\]", self.source):
+            raise ValueError("the source in another service must be an absolute path")
+        if self.destination:
+            path = PurePosixPath(self.destination)
+            if path.is_absolute() or not path.parts or ".." in path.parts or "\\" in self.destination:
+                raise ValueError("destination must be a relative path that stays inside")
+            if self.destination.rstrip("/") == MANIFEST:
+                raise ValueError(f"destination {MANIFEST!r} is Harbor's own")
+        return self
+
+
+def of_a_path(value: Any) -> Any:
+    """An artifact of which nothing is said but where it is."""
+    return {"source": value} if isinstance(value, str) else value
+
+
+Artifacts = list[Annotated[Artifact, BeforeValidator(of_a_path)]]
+
+
+class Step(Table):
+    """A step of a task: `min_reward` is the least "reward", or the least value of each key, with which the next one is
+    begun."""
+
+    name: str
+    agent: Agent = Agent()
+    verifier: Verifier = Verifier()
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: Healthcheck | None = None
+    artifacts: Artifacts = []
+
+    @field_validator("name")
+    @classmethod
+    def _a_portable_folder(cls, value: str) -> str:
+        if (
+            not value.strip()
+            or value in (".", "..")
+            or value.endswith((".", " "))
+            or STEP_NAME_HAS_NOT.search(value)
+            or DEVICES.fullmatch(value.partition(".")[0].rstrip(" "))
+            or len(value.encode()) > 255
+        ):
+            raise ValueError(f"{value!r} is no name of a folder that every system can have")
+        return value
+
+
+class Solution(Table):
+    env: dict[str, str] = {}
+
+
+class TaskToml(Table):
+    schema_version: str = "1.4"
+    task: Package | None = None
+    metadata: dict[str, Any] = {}
+    verifier: Verifier = Verifier()
+    agent: Agent = Agent()
+    environment: Environment = Environment()
+    solution: Solution = Solution()
+    source: str | None = None
+    multi_step_reward_strategy: Literal["mean", "final"] | None = None
+    steps: list[Step] | None = None
+    artifacts: Artifacts = []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _version_of_older_schemas(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "version" in data:
+            data = {"schema_version": data["version"], **data}
+        return data
+
+    @field_validator("steps")
+    @classmethod
+    def _distinct(cls, value: list[Step] | None) -> list[Step] | None:
+        names = [unicodedata.normalize("NFC", step.name).casefold() for step in value or ()]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two steps are named {name!r}")
+        return value
+
+
+class Unsupported(NamedTuple):
+    """A field that asks for what Outrider does not do, and what that is."""
+
+    field: str
+    what: str
+
+
+def unsupported(config: TaskToml) -> Iterator[Unsupported]:
+    """All that a valid `task.toml` asks for in vain."""
+    yield from of_environment(config.environment, "environment")
+    yield from of_agent(config.agent, "agent")
+    yield from of_verifier(config.verifier, "verifier")
+    yield from of_artifacts(config.artifacts, "artifacts")
+    for number, step in enumerate(config.steps or ()):
+        yield from of_agent(step.agent, f"steps.{number}.agent")
+        yield from of_verifier(step.verifier, f"steps.{number}.verifier")
+        yield from of_artifacts(step.artifacts, f"steps.{number}.artifacts")
+
+
+def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
+    if environment.os != "linux":
+        yield Unsupported(f"{at}.os", "sandboxes of Windows")
+    if environment.network_mode == "allowlist":
+        yield Unsupported(f"{at}.network_mode", "a network allowlist: sandboxes have no network")
+    if environment.gpus:
+        yield Unsupported(f"{at}.gpus", "GPUs in sandboxes")
+    if environment.tpu is not None:
+        yield Unsupported(f"{at}.tpu", "TPUs in sandboxes")
+    if environment.mcp_servers:
+        yield Unsupported(f"{at}.mcp_servers", "MCP servers")
+    if environment.skills_dir is not None:
+        yield Unsupported(f"{at}.skills_dir", "skills of an agent")
+
+
+def of_agent(agent: Agent | Verifier, at: str) -> Iterator[Unsupported]:
+    if agent.network_mode == "allowlist":
+        yield Unsupported(f"{at}.network_mode", "a network allowlist: sandboxes have no network")
+    if agent.user not in USERS:
+        yield Unsupported(f"{at}.user", "users other than root")
+
+
+def of_verifier(verifier: Verifier, at: str) -> Iterator[Unsupported]:
+    yield from of_agent(verifier, at)
+    if verifier.environment is not None:
+        yield Unsupported(f"{at}.environment", "an environment of the verifier's own: it has the task's")
+    for number, hook in enumerate(verifier.collect):
+        if hook.service != MAIN:
+            yield Unsupported(f"{at}.collect.{number}.service", "services beside the agent's sandbox")
+        if hook.user not in USERS:
+            yield Unsupported(f"{at}.collect.{number}.user", "users other than root")
+
+
+def of_artifacts(artifacts: Artifacts, at: str) -> Iterator[Unsupported]:
+    for number, artifact in enumerate(artifacts):
+        if artifact.service not in (None, MAIN):
+            yield Unsupported(f"{at}.{number}.service", "services beside the agent's sandbox")

@@ -1,0 +1,115 @@
+"""Kind `harbor` in real sandboxes: Harbor's rules for what test.sh writes, and what an agent may have put there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from cli.test_examples import needs_namespaces
+from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.factory import make_evaluator
+from outrider.spec import EvaluatorSpec
+
+from .bench import Bench, a_bench
+
+pytestmark = needs_namespaces
+TEXT, JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
+
+
+@pytest_asyncio.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with a_bench() as bench:
+        yield bench
+
+
+def spec(test: str, seconds: float = 20, **options: Any) -> EvaluatorSpec:
+    tests = [{"write": test, "to": "/tests/test.sh"}, {"write": "AP8=", "encoding": "base64", "to": "/tests/d/bytes"}]
+    return EvaluatorSpec(kind="harbor", seconds=seconds, options={"tests": tests, **options})
+
+
+GRADED: dict[str, tuple[float, dict[str, float]]] = {
+    f"echo ' 0.5' > {TEXT}; exit 7": (0.5, {"reward": 0.5}),
+    f"#!/bin/sh\necho 1e0 > {TEXT}": (1.0, {"reward": 1.0}),
+    f"""echo '{{"reward": -2, "speed": 3.5}}' > {JSON}; echo 9 > {TEXT}""": (-2.0, {"reward": -2.0, "speed": 3.5}),
+    f"""echo '{{"passed": true}}' > {JSON}""": (1.0, {"passed": 1.0}),
+    f'[ "$(pwd) $MODE" = "/work it\'s" ] && echo 1 > {TEXT}': (1.0, {"reward": 1.0}),
+    f"[ $(wc -c < /tests/d/bytes) = 2 ] && echo 1 > {TEXT}": (1.0, {"reward": 1.0}),
+}
+ERRORS: dict[str, str] = {
+    "echo said >&2": "wrote neither",
+    f"echo > {TEXT}": "no rewards: could not convert",
+    f"touch {JSON}; echo 1 > {TEXT}": "reward.json is no rewards",
+    f"echo nan > {TEXT}": "not finite",
+    f"echo 1e999 > {TEXT}": "not finite",
+    f"echo '[1]' > {JSON}": "not an object",
+    f"echo 1 > {JSON}": "not an object",
+    f"""echo '{{"reward": NaN}}' > {JSON}""": "not finite",
+    f"""echo '{{"reward": 1e309}}' > {JSON}""": "not finite",
+    f"""echo '{{"reward": "1"}}' > {JSON}""": "no number",
+    f"""echo '{{"reward": 1{"0" * 400}}}' > {JSON}""": "too large",
+    f"""echo '{{"reward": 1, "x": null}}' > {JSON}""": "no number",
+    f"""echo '{{"a": 1, "b": 2}}' > {JSON}""": "none of it is 'reward'",
+    f"echo '{{}}' > {JSON}": "none of it is 'reward'",
+    f"mkdir {JSON}": "is a folder",
+}
+
+
+async def test_what_grades_and_what_does_not(bench: Bench) -> None:
+    for test, (reward, metrics) in GRADED.items():
+        verdict = await bench.grade(spec(test, env={"MODE": "it's"}))
+        assert (verdict.reward, verdict.metrics) == (reward, metrics), test
+    for test, message in ERRORS.items():
+        with pytest.raises(EvaluatorError, match=message):
+            await bench.grade(spec(test))
+
+
+async def test_a_failure_shows_what_the_tests_said(bench: Bench) -> None:
+    with pytest.raises(EvaluatorError) as raised:
+        await bench.grade(spec("echo out; echo err >&2; nosuch-program"))
+    assert raised.value.log_tail is not None
+    assert all(word in raised.value.log_tail for word in ("out", "err", "nosuch-program: command not found"))
+    with pytest.raises(EvaluatorError, match=r"did not end within 0\.5 s") as raised:
+        await bench.grade(spec("echo begun; sleep 60", seconds=0.5))
+    assert "begun" in str(raised.value.log_tail)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        f"mkdir -p /logs/verifier && echo 1 > {TEXT}",
+        f"mkdir -p {JSON}/x {TEXT}/y",
+        f"mkdir -p /logs/verifier && ln -s /proc/version {JSON}",
+        "mkdir -p /logs/verifier/test-stdout.txt",
+        "mkdir -p /tests && echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh && chmod 555 /tests/test.sh",
+    ],
+)
+async def test_what_the_agent_left_there_is_not_read(bench: Bench, before: str) -> None:
+    assert (await bench.sandbox.exec(before, seconds=10)).exit_code == 0
+    with pytest.raises(EvaluatorError, match="wrote neither"):
+        await bench.grade(spec("true"))
+    assert (await bench.grade(spec(f"echo 0 > {TEXT}"))).reward == 0.0
+
+
+async def test_excluded_files_are_taken_out_as_tar_leaves_them_out(bench: Bench) -> None:
+    """The same patterns, given to tar and to the evaluator, leave the same files."""
+    made = "cd /x && mkdir -p a/b/c 'sp ace' && touch top.o a/k.o a/b/c/keep a/b/gone a/b/c/x.pyc 'sp ace/y' '*'"
+    patterns = ["*.o", "b/gone", "c/*.pyc", "sp ace/", "[*]"]
+    told = " ".join(f"--exclude='{pattern.rstrip('/')}'" for pattern in patterns)
+    await bench.sandbox.exec(f"mkdir /x && {made} && mkdir /by-tar && tar c {told} . | tar x -C /by-tar", seconds=10)
+    listed = f"cd /x && find . | sort > /ours; cd /by-tar && find . | sort | cmp - /ours && echo 1 > {TEXT}"
+    without = [{"folder": "/x", "patterns": patterns}, {"folder": "/nowhere", "patterns": ["x"]}]
+    assert (await bench.grade(spec(listed, without=without))).reward == 1.0
+    assert (await bench.sandbox.exec("find /x -type f", seconds=10)).stdout.splitlines() == [b"/x/a/b/c/keep"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"test": []}, "options.test"), ({"tests": [{"write": "x"}]}, "options.tests.0.to"), ({"env": {"1": ""}}, "env")],
+)
+def test_wrong_options_are_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField) as raised:
+        make_evaluator(EvaluatorSpec(kind="harbor", options=options))
+    assert field in str(raised.value.field)

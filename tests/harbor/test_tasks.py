@@ -1,0 +1,274 @@
+"""Harbor folders become tasks; what they ask for in vain is named; and nothing is read from outside of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.datasets import harbor_examples
+from outrider.errors import InvalidField, TooLarge
+from test_datasets import as_task, harbor_task
+
+LOGS = {"run": "mkdir -p /logs/agent /logs/verifier /logs/artifacts"}
+
+
+def only(root: Path, **settings: Any) -> Any:
+    [example] = harbor_examples(root, **settings)
+    return example
+
+
+def test_a_folder_is_a_task(tmp_path: Path) -> None:
+    toml = """
+schema_version = "1.4"
+artifacts = ["/work/out.txt"]
+[task]
+name = "org/hello"
+[agent]
+timeout_sec = 120.0
+[verifier]
+timeout_sec = 30.0
+env = { MODE = "it's strict" }
+[environment]
+docker_image = "debian:13"
+workdir = "/app"
+cpus = 2
+memory_mb = 512
+storage_mb = 1024
+env = { LANG = "C" }
+"""
+    harbor_task(tmp_path / "b", toml)
+    harbor_task(tmp_path / "a")
+    (tmp_path / "c").mkdir()
+    first, second = harbor_examples(tmp_path)
+    assert (first.id, second.id) == ("a", "b")
+    task = as_task(second.task)
+    assert task.instruction == "Write hello into out.txt.\n"
+    assert (task.runtime.image, task.runtime.workdir, task.runtime.env) == ("debian:13", "/app", {"LANG": "C"})
+    resources = task.runtime.resources
+    assert (resources.cpus, resources.memory_mb, resources.disk_mb) == (2, 512, 1024)
+    assert (task.limits.agent_seconds, task.limits.session_seconds) == (120.0, 3600.0)
+    assert (task.evaluator.kind, task.evaluator.seconds) == ("harbor", 30.0)
+    assert task.evaluator.options["env"] == {"MODE": "it's strict"}
+    assert task.artifacts == ["/logs/artifacts", "/logs/artifacts/**", "/work/out.txt", "/work/out.txt/**"]
+    assert task.labels == {"harbor": "org/hello"}
+    assert as_task(first.task).evaluator.seconds == 600
+    assert [one.id for one in harbor_examples(tmp_path, tasks=["b"])] == ["b"]
+    assert [one.id for one in harbor_examples(tmp_path, limit=1)] == ["a"]
+
+
+def test_an_agent_with_much_time_has_a_session_that_is_longer(tmp_path: Path) -> None:
+    harbor_task(tmp_path / "a", "[agent]\ntimeout_sec = 7200")
+    limits = as_task(only(tmp_path).task).limits
+    assert (limits.agent_seconds, limits.session_seconds) == (7200.0, 9000.0)
+
+
+def test_older_schemas_are_read(tmp_path: Path) -> None:
+    toml = 'version = "1.0"\n[environment]\nmemory = "1.5G"\nstorage = " 512m "\nallow_internet = true\n'
+    harbor_task(tmp_path / "a", toml)
+    resources = as_task(only(tmp_path).task).runtime.resources
+    assert (resources.memory_mb, resources.disk_mb) == (1536, 512)
+
+
+def test_the_tests_are_options_of_the_evaluator_and_nowhere_else(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "a", test="exit 1 # the secret")
+    (folder / "tests" / "data").mkdir()
+    (folder / "tests" / "data" / "expected").write_bytes(b"\0\xff")
+    (folder / "tests" / "test.sh").chmod(0o755)
+    (folder / "tests" / "again.sh").symlink_to("test.sh")
+    example = only(tmp_path)
+    assert example.task["evaluator"].pop("options")["tests"] == [
+        {"write": "exit 1 # the secret", "to": "/tests/again.sh", "executable": True},
+        {"write": "AP8=", "encoding": "base64", "to": "/tests/data/expected"},
+        {"write": "exit 1 # the secret", "to": "/tests/test.sh", "executable": True},
+    ]
+    assert example.task["runtime"]["prepare"] == [LOGS]
+    assert "secret" not in repr(example.task)
+
+
+def test_agents_are_not_shown_the_marks_of_a_data_set(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "a")
+    (folder / "instruction.md").write_text("<!-- a canary 123 -->\n# CANARY\n\n\n# Title\n# canary below stays\n")
+    assert only(tmp_path).task["instruction"] == "# Title\n# canary below stays\n"
+
+
+def test_a_health_check_is_a_prepare_step(tmp_path: Path) -> None:
+    toml = """
+[environment.healthcheck]
+command = "test -e ready"
+interval_sec = 0.5
+timeout_sec = 3
+start_period_sec = 7
+start_interval_sec = 0.25
+retries = 4
+"""
+    harbor_task(tmp_path / "a", toml)
+    _, step = as_task(only(tmp_path).task).runtime.prepare
+    assert (step.run, step.seconds, step.attempts) == ("test -e ready", 3.0, 4)
+    assert (step.pause_seconds, step.grace_seconds, step.grace_pause_seconds) == (0.5, 7.0, 0.25)
+
+
+def test_variables_of_the_reader(tmp_path: Path) -> None:
+    toml = """
+[environment]
+env = { A = "${X}", B = "${NOWHERE:-b}", C = "a ${X} stays", D = "${Y:-unused}", E = "${NOWHERE:-}" }
+"""
+    folder = harbor_task(tmp_path / "a", toml)
+    known = {"X": "x", "Y": ""}
+    env = only(tmp_path, environ=known).task["runtime"]["env"]
+    assert env == {"A": "x", "B": "b", "C": "a ${X} stays", "D": "", "E": ""}
+    for table in ("environment", "verifier", "solution"):
+        (folder / "task.toml").write_text(f"[{table}]\nenv = {{ KEY = '${{NOWHERE}}' }}")
+        (folder / "solution").mkdir(exist_ok=True)
+        (folder / "solution" / "solve.sh").touch()
+        with pytest.raises(InvalidField, match="takes KEY from the environment, which has no NOWHERE") as raised:
+            harbor_examples(tmp_path, environ=known)
+        assert raised.value.field == f"{table}.env.KEY"
+
+
+def test_a_separate_verifier_gets_the_artifacts_alone(tmp_path: Path) -> None:
+    toml = """
+artifacts = ["out.txt", {source = "/x/", destination = "kept", exclude = ["*.o"]}]
+[verifier]
+environment_mode = "separate"
+[[verifier.collect]]
+command = "dump > /x/state"
+timeout_sec = 5
+"""
+    harbor_task(tmp_path / "a", toml)
+    task = as_task(only(tmp_path).task)
+    assert task.evaluator.carry == ["/logs/artifacts", "out.txt", "/x"]
+    assert task.evaluator.options["without"] == [{"folder": "/x/", "patterns": ["*.o"]}]
+    assert [(hook.run, hook.seconds) for hook in task.collect] == [("dump > /x/state", 5.0)]
+
+
+SEPARATE = "[verifier]\nenvironment_mode = 'separate'"
+REFUSED: dict[str, str] = {
+    "[environment]\ngpus = 1": "environment.gpus",
+    "[environment]\nos = 'Windows'": "environment.os",
+    "[environment]\nskills_dir = '/skills'": "environment.skills_dir",
+    "[environment]\nnetwork_mode = 'allowlist'": "environment.network_mode",
+    "[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']": "agent.network_mode",
+    "[agent]\nuser = 'nobody'": "agent.user",
+    "[verifier]\nuser = 1000": "verifier.user",
+    "[environment.tpu]\ntype = 'v6e'\ntopology = '2x2'": "environment.tpu",
+    "[[environment.mcp_servers]]\nname = 'x'\nurl = 'http://x'": "environment.mcp_servers",
+    "[verifier.environment]\ncpus = 1": "verifier.environment",
+    "[[verifier.collect]]\ncommand = 'x'\nservice = 'db'": "verifier.collect.0.service",
+    "[[artifacts]]\nsource = '/x'\nservice = 'db'": "artifacts.0.service",
+}
+INVALID: dict[str, str] = {
+    "environment = 'docker'": "environment",
+    "agent = 5": "agent",
+    "task = {name = 'hello'}": "task.name",
+    "[environment]\nenv = 'A=1'": "environment.env",
+    "[environment]\nmemory = '5'": "environment",
+    "[environment]\nmemory = '1G'\nmemory_mb = 5": "environment",
+    "[environment]\ncpus = nan": "environment.cpus",
+    "[environment]\nallowed_hosts = ['a.org']": "environment",
+    "[agent]\nallowed_hosts = []": "agent",
+    "[verifier]\nenvironment_mode = 'own'": "verifier.environment_mode",
+    "[verifier]\nenvironment_mode = 'shared'\nenvironment = {}": "verifier",
+    "artifacts = 'out'": "artifacts",
+    "artifacts = ['x', {source = '../y'}]": "artifacts.1",
+    "artifacts = [{source = 'y', destination = '/z'}]": "artifacts.0",
+    "[environment.healthcheck]\nretries = 1": "environment.healthcheck.command",
+}
+
+
+@pytest.mark.parametrize(("toml", "field"), REFUSED.items())
+def test_what_a_task_asks_for_in_vain_is_named(tmp_path: Path, toml: str, field: str) -> None:
+    harbor_task(tmp_path / "a", toml)
+    with pytest.raises(InvalidField, match=f"task.toml has {field}, and Outrider does not do") as raised:
+        harbor_examples(tmp_path)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(("toml", "field"), INVALID.items())
+def test_what_is_invalid_is_named(tmp_path: Path, toml: str, field: str) -> None:
+    harbor_task(tmp_path / "a", toml)
+    with pytest.raises(InvalidField) as raised:
+        harbor_examples(tmp_path)
+    assert str(raised.value.field).startswith(field)
+    assert str(tmp_path / "a" / "task.toml") in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "toml"),
+    [
+        ("environment/docker-compose.yaml", ""),
+        ("trajectory.json", ""),
+        ("tests/Dockerfile", SEPARATE),
+        ("tests/.harborignore", ""),
+    ],
+)
+def test_a_file_that_asks_for_something_in_vain_is_named(tmp_path: Path, name: str, toml: str) -> None:
+    folder = harbor_task(tmp_path / "a", toml)
+    (folder / "environment").mkdir()
+    (folder / name).write_text("x")
+    with pytest.raises(InvalidField, match=re.escape(name)):
+        harbor_examples(tmp_path)
+
+
+def test_a_table_that_is_no_toml(tmp_path: Path) -> None:
+    harbor_task(tmp_path / "a", "[environment")
+    with pytest.raises(InvalidField, match=r"cannot read .*task\.toml"):
+        harbor_examples(tmp_path)
+
+
+def test_a_dockerfile_needs_an_image_that_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    folder = harbor_task(tmp_path / "tasks" / "a")
+    (folder / "environment").mkdir()
+    (folder / "environment" / "Dockerfile").write_text("FROM debian:13")
+    with pytest.raises(InvalidField, match=r"Dockerfile, line 1: there is no image 'debian:13'"):
+        harbor_examples(tmp_path)
+    assert only(tmp_path, image="mine").task["runtime"]["image"] == "mine"
+
+
+@pytest.mark.parametrize("place", ["tests/link", "solution/link"])
+def test_links_that_lead_out_or_in_a_circle_are_refused(tmp_path: Path, place: str) -> None:
+    folder = harbor_task(tmp_path / "tasks" / "a")
+    (folder / "solution").mkdir()
+    (folder / "solution" / "solve.sh").touch()
+    (tmp_path / "secret").write_text("the host's")
+    link = folder / place
+    for aim, says in ((tmp_path / "secret", "leaves the task's folder"), (link.parent, "a folder that it is in")):
+        link.unlink(missing_ok=True)
+        link.symlink_to(aim)
+        with pytest.raises(InvalidField, match=says):
+            harbor_examples(tmp_path)
+    link.unlink()
+    os.mkfifo(link)
+    with pytest.raises(InvalidField, match="neither a file nor a folder"):
+        harbor_examples(tmp_path)
+
+
+def test_an_instruction_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "tasks" / "a")
+    (tmp_path / "secret").write_text("the host's")
+    (folder / "instruction.md").unlink()
+    (folder / "instruction.md").symlink_to(tmp_path / "secret")
+    with pytest.raises(InvalidField, match="leaves the task's folder"):
+        harbor_examples(tmp_path)
+
+
+def test_tests_that_are_too_large_and_tasks_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="no folder below"):
+        harbor_examples(tmp_path)
+    folder = harbor_task(tmp_path / "a")
+    with pytest.raises(InvalidField, match="there is no task 'b'"):
+        harbor_examples(tmp_path, tasks=["b"])
+    (folder / "tests" / "fixture").mkdir()
+    harbor_task(folder / "tests" / "fixture" / "inner")  # a part of the tests, and no task
+    assert only(tmp_path).id == "a"
+    (folder / "tests" / "more").write_bytes(random.Random(1).randbytes(17 << 20))
+    with pytest.raises(TooLarge, match="16 MiB"):
+        harbor_examples(tmp_path)
+    (folder / "tests" / "test.sh").unlink()
+    with pytest.raises(InvalidField, match=r"has no tests/test\.sh"):
+        harbor_examples(tmp_path)

@@ -1,0 +1,173 @@
+"""Dockerfiles: what is read of them, which key they have, and what is refused, with its line."""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import InvalidField
+from outrider.rootfs.dockerfile import Copy, MakeFolder, Plan, Run, read_dockerfile
+from outrider.rootfs.store import ImageStore
+
+from .archives import as_tar, oci_files
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageStore:
+    """Has one image, `base`, which sets PATH=/opt/bin:/bin and the working directory /srv."""
+    store = ImageStore(tmp_path / "images")
+    store.import_(as_tar(oci_files(), tmp_path / "x.tar"), "base")
+    return store
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Path:
+    folder = tmp_path / "context"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("a")
+    (folder / "sub" / "b.txt").write_text("b")
+    return folder
+
+
+def planned(context: Path, store: ImageStore, text: str) -> Plan:
+    (context / "Dockerfile").write_text(text)
+    return read_dockerfile(context, store)
+
+
+def test_the_steps_of_a_dockerfile(context: Path, store: ImageStore) -> None:
+    text = r"""# syntax=docker/dockerfile:1
+# escape=\
+ARG TAG=base
+FROM docker.io/library/${TAG} AS only
+ARG WHO="the world" TAG EMPTY
+ENV A=1 B="two $WHO" C='not $A' D=\$A PATH=/x:$PATH
+ENV OLD form of it
+WORKDIR app
+WORKDIR /srv/../opt/${A:-none}${NOWHERE:+x}${NOWHERE:-y}
+COPY a.txt sub ./in/
+add ["a.txt", "/b c"]
+COPY --chown=root:root --chmod=0755 --link /a.txt tool
+LABEL a=b
+EXPOSE 80
+USER root
+RUN echo one \
+# a comment within
+    && echo "  two" \
+
+    three
+run ["printf", "%s", "$A"]
+CMD ["sh"]
+"""
+    plan = planned(context, store, text)
+    assert (plan.base_name, plan.workdir) == ("base", "/opt/1y")
+    env = {"A": "1", "B": "two the world", "C": "not $A", "D": "$A", "PATH": "/x:/opt/bin:/bin", "OLD": "form of it"}
+    assert plan.env == {"EMPTY": "", **env}
+    args = {"WHO": "the world", "TAG": "base"}
+    real = context.resolve()
+    assert plan.steps == (
+        MakeFolder(line=8, path="/srv/app"),
+        MakeFolder(line=9, path="/opt/1y"),
+        Copy(line=10, sources=(real / "a.txt", real / "sub"), target="/opt/1y/in", into=True),
+        Copy(line=11, sources=(real / "a.txt",), target="/b c", into=False),
+        Copy(line=12, sources=(real / "a.txt",), target="/opt/1y/tool", into=False, mode="0755"),
+        Run(
+            line=16,
+            argv=("/bin/sh", "-c", 'echo one     && echo "  two"     three'),
+            env=args | env,
+            workdir="/opt/1y",
+        ),
+        Run(line=21, argv=("printf", "%s", "$A"), env=args | env, workdir="/opt/1y"),
+    )
+
+
+def test_the_key_is_that_of_what_the_image_is_made_of(context: Path, store: ImageStore) -> None:
+    text = "FROM base\nCOPY sub /sub\nRUN true\n"
+
+    def key(text: str) -> str:
+        return planned(context, store, text).name
+
+    first = key(text)
+    assert re.fullmatch(r"dockerfile/[0-9a-f]{32}", first)
+    (context / "a.txt").write_text("not copied")
+    assert key("# a comment\n" + text.replace("RUN", "LABEL a=b\nRUN")) == first
+    others = [key(text + line) for line in ("ENV A=1", "WORKDIR /x", "RUN true", "COPY a.txt /")]
+    (context / "sub" / "b.txt").write_text("other")
+    others.append(key(text))
+    (context / "sub" / "b.txt").chmod(0o755)
+    others.append(key(text))
+    assert len({first, *others}) == 7
+
+
+def test_wildcards_name_what_is_there(context: Path, store: ImageStore) -> None:
+    (context / "c.txt").touch()
+    [step] = planned(context, store, "FROM base\nCOPY *.txt sub/? /x/\n".replace(" sub/?", " su?/")).steps
+    assert isinstance(step, Copy)
+    assert [source.name for source in step.sources] == ["a.txt", "c.txt", "sub"]
+
+
+REFUSED = {
+    "RUN true": (1, "RUN comes before FROM"),
+    "FROM nowhere:1": (1, "no image 'nowhere:1' on this machine"),
+    "FROM --platform=linux/arm64 base": (1, "is not known here"),
+    "FROM base\nFROM base": (2, "a second FROM"),
+    "FROM base\nCOPY --from=other a /a": (2, "takes no --from=other"),
+    "FROM base\nENTRYPOINT x": (2, "ENTRYPOINT is not known here"),
+    "FROM base\nHEALTHCHECK CMD x": (2, "HEALTHCHECK is not known"),
+    "FROM base\n\n\nUSER nobody": (4, "root is the one user"),
+    "FROM base\nRUN --mount=type=cache x": (2, "takes no --mount"),
+    "FROM base\nRUN cat <<EOF > x\nRUN\nEOF": (2, "takes no here-document"),
+    "FROM base\nRUN": (2, "needs a command"),
+    "FROM base\nRUN a \\": (2, "there is none"),
+    "FROM base\nENV A": (2, "not of the form"),
+    "FROM base\nENV A='": (2, "No closing quotation"),
+    "FROM base\nARG 1=2": (2, "no name of a variable"),
+    "FROM base\nWORKDIR": (2, "needs a path"),
+    "FROM base\nCOPY a.txt": (2, "a source and a target"),
+    "FROM base\nCOPY no.txt /": (2, "there is no file or folder 'no.txt'"),
+    "FROM base\nCOPY *.md /": (2, "nothing in"),
+    "FROM base\nCOPY ../secret /": (2, "leads out of"),
+    "FROM base\nCOPY sub/../../secret /": (2, "leads out of"),
+    "FROM base\nCOPY secret /": (2, "is a link that leads out of"),
+    "FROM base\nCOPY se* /": (2, "is a link that leads out of"),
+    "FROM base\nCOPY way/secret /": (2, "is a link that leads out of"),
+    "FROM base\nCOPY hidden /": (2, "is a link that leads out of"),
+    "FROM base\nCOPY pipe /": (2, "there is no file or folder 'pipe'"),
+    "FROM base\nCOPY --chmod=755 sub /": (2, "only for files"),
+    "FROM base\nCOPY --chown=1000 a.txt /": (2, "takes no --chown=1000"),
+    "FROM base\nADD https://example.org/x /": (2, "nothing is downloaded"),
+    "FROM base\nADD packed.tar /": (2, "ADD unpacks 'packed.tar'"),
+    "# escape=`\nFROM base": (1, "another escape character"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_not_known_is_refused_with_its_line(context: Path, store: ImageStore, text: str) -> None:
+    (context.parent / "secret").write_text("the host's")
+    (context / "secret").symlink_to("../secret")
+    (context / "way").symlink_to("..")
+    (context / "hidden").mkdir()
+    (context / "hidden" / "link").symlink_to(context.parent / "secret")
+    os.mkfifo(context / "pipe")
+    with tarfile.open(context / "packed.tar", "w") as archive:
+        archive.add(context / "a.txt", arcname="a.txt")
+    line, says = REFUSED[text]
+    where = re.escape(f"{context / 'Dockerfile'}, line {line}: ")
+    with pytest.raises(InvalidField, match=f"{where}.*{re.escape(says)}"):
+        planned(context, store, text)
+
+
+def test_files_that_would_be_left_out(context: Path, store: ImageStore) -> None:
+    (context / ".dockerignore").write_text("# nothing\n\n")
+    planned(context, store, "FROM base")
+    (context / ".dockerignore").write_text("*.txt")
+    with pytest.raises(InvalidField, match=r"\.dockerignore leaves files out"):
+        planned(context, store, "FROM base")
+    (context / ".dockerignore").unlink()
+    with pytest.raises(InvalidField, match="has no FROM"):
+        planned(context, store, "# nothing")
+    with pytest.raises(InvalidField, match="cannot read"):
+        read_dockerfile(context / "sub", store)

@@ -1,0 +1,152 @@
+"""Images of Dockerfiles, built in real sandboxes over a small root."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.test_examples import needs_namespaces
+from outrider.cli import main
+from outrider.errors import InvalidField
+from outrider.rootfs.store import ImageStore
+from outrider.rootfs.unpack import BadImage
+from outrider.sandboxes.image_build import build_image
+from support.small_root import small_root
+
+pytestmark = needs_namespaces
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
+    """Has the image `small`."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    with tarfile.open(tmp_path / "small.tar", "w") as archive:
+        archive.add(small_root(tmp_path / "small"), arcname=".")
+    store = ImageStore()
+    store.import_(tmp_path / "small.tar", "small")
+    return store
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Path:
+    folder = tmp_path / "context"
+    (folder / "sub" / "deep").mkdir(parents=True)
+    (folder / "in.txt").write_text("hello\n")
+    (folder / "sub" / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (folder / "sub" / "run.sh").chmod(0o755)
+    (folder / "sub" / "deep" / "link").symlink_to("../run.sh")
+    return folder
+
+
+def written(context: Path, text: str) -> Path:
+    (context / "Dockerfile").write_text(text)
+    return context
+
+
+STEPS = """FROM small
+ARG WHO=world
+ENV GREETING="hello $WHO"
+WORKDIR /app
+COPY in.txt .
+COPY sub /opt/tools/
+COPY in.txt /etc
+RUN /opt/tools/deep/link > ran && echo "$GREETING, $WHO" > said && \\
+    rm -rf /home /etc/group /bin/seq && mkdir /home && echo kept > /home/new && echo x >> /etc/passwd && echo t > /tmp/t
+RUN ["touch", "$GREETING"]
+COPY --chmod=700 in.txt /bin/tool
+"""
+
+
+def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> None:
+    base = store.root(store.image("small"))
+    before = (base / "etc/passwd").read_bytes()
+    notes: list[str] = []
+    image = build_image(written(context, STEPS), store, name="mine", note=notes.append)
+    assert notes[-1].endswith("line 11: step 7 of 7")
+    root = store.root(image)
+    assert (image.env, image.workdir) == ({"GREETING": "hello world"}, "/app")
+    assert (root / "app/ran").read_text() == "ran\n"
+    assert (root / "app/said").read_text() == "hello world, world\n"
+    assert (root / "app/$GREETING").exists()
+    assert (root / "app/in.txt").read_text() == (root / "etc/in.txt").read_text() == "hello\n"
+    assert [path.name for path in (root / "home").iterdir()] == ["new"]
+    assert not (root / "etc/group").exists()
+    assert not (root / "usr/bin/seq").exists()
+    assert (root / "usr/bin/tool").stat().st_mode & 0o777 == 0o700
+    assert (root / "tmp/t").read_text() == "t\n"
+    assert not (root / "run/outrider-python").exists()
+    assert not list(root.rglob(".wh.*"))
+    # The base is as it was, although files of it are shared.
+    assert (base / "etc/passwd").read_bytes() == before
+    assert (base / "usr/bin/seq").exists()
+    assert (root / "usr/bin/cat").stat().st_ino == (base / "usr/bin/cat").stat().st_ino
+
+
+def test_the_same_is_built_once(store: ImageStore, context: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "FROM small\nRUN cat /proc/sys/kernel/random/uuid > /id\n"
+    folder = written(context, text)
+    first = build_image(folder, store)
+    began = time.monotonic()
+    assert build_image(folder, store, name="again") == store.image("again") == first
+    assert time.monotonic() - began < 0.5
+    assert main(["image", "build", str(folder), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["image"]["digest"] == first.digest
+    assert row["name"] in store.names()
+    (folder / "in.txt").write_text("not copied")
+    assert build_image(folder, store) == first
+    other = build_image(written(context, text + "COPY in.txt /\n"), store)
+    assert (store.root(other) / "id").read_text() != (store.root(first) / "id").read_text()
+    derived = build_image(written(context, "FROM again\nRUN rm /id && echo 2 > /second\n"), store)
+    assert (store.root(derived) / "second").exists()
+    assert not (store.root(derived) / "id").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("RUN echo out; echo err >&2; exit 7", "exited with 7"),
+        ("RUN (setsid sleep 600 &) ; sleep 600", "took over 1 s"),
+        ("RUN nosuch", "exited with 127"),
+        ('RUN ["nosuch"]', "nosuch"),
+        ("COPY in.txt /etc/passwd/x", "/etc/passwd"),
+        ("WORKDIR /etc/passwd/x", "mkdir"),
+    ],
+)
+def test_a_step_that_fails_is_named_and_leaves_nothing(store: ImageStore, context: Path, line: str, says: str) -> None:
+    names = store.names()
+    folders = set(Path(tempfile.gettempdir()).glob("outrider-*"))
+    folder = written(context, f"FROM small\nRUN true\n\n{line}\n")
+    with pytest.raises(BadImage, match=rf"Dockerfile, line 4: .*{says}") as raised:
+        build_image(folder, store, name="mine", seconds=1)
+    if "echo out" in line:
+        assert raised.value.log_tail == "out\nerr"
+    assert store.names() == names
+    images = store.root(store.image("small")).parent.parent
+    assert [path.name for path in images.glob(".draft-*")] == []
+    assert set(Path(tempfile.gettempdir()).glob("outrider-*")) <= folders
+
+
+def test_a_build_sees_neither_the_host_nor_a_network(store: ImageStore, context: Path) -> None:
+    secret = context.parent / "secret"
+    secret.write_text("the host's")
+    build_image(written(context, f"FROM small\nRUN test ! -e {secret} && test ! -e {context}\n"), store)
+    seen = "FROM small\nRUN while read -r name rest; do echo $name; done < /proc/net/dev > /devices\n"
+    root = store.root(build_image(written(context, seen), store))
+    assert (root / "devices").read_text().splitlines()[2:] == ["lo:"]
+    assert not (root / "proc/version").exists()
+
+
+def test_the_image_of_a_recipe_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["image", "build", str(tmp_path / "x.toml")]) == 2
+    assert "needs a name" in capsys.readouterr().err
+
+
+def test_a_name_that_no_image_can_have(store: ImageStore, context: Path) -> None:
+    with pytest.raises(InvalidField, match="no name for an image"):
+        build_image(written(context, "FROM small"), store, name="../x")
