@@ -244,7 +244,7 @@ async def test_images_that_are_not_there(world: World, image: str, folder: Path)
     with pytest.raises(RuntimeFailure) as failed:
         await world.start("apptainer", image=str(folder / "broken.sif"))
     assert "broken.sif" in (failed.value.log_tail or "")
-    assert before.left() == (set(), False, set())
+    assert before.left() == (set(), False, 0)
 
 
 async def test_stop_leaves_nothing(world: World, image: str) -> None:
@@ -256,7 +256,7 @@ async def test_stop_leaves_nothing(world: World, image: str) -> None:
         directory = world.folder / f"s{len(world.made) - 1}"
         await sandbox.stop()
         await sandbox.stop()
-        assert before.left() == (set(), False, set())
+        assert before.left() == (set(), False, 0)
         shutil.rmtree(directory)
         with pytest.raises(RuntimeFailure):
             await sandbox.exec("true", seconds=1)
@@ -271,7 +271,7 @@ async def test_cancelled_starts(world: World, image: str) -> None:
             async with asyncio.timeout(milliseconds / 1000):
                 await sandbox.start()
         await sandbox.stop()
-        assert before.left() == (set(), False, set())
+        assert before.left() == (set(), False, 0)
 
 
 async def test_processes_killed_from_outside(world: World, image: str) -> None:
@@ -289,7 +289,7 @@ async def test_processes_killed_from_outside(world: World, image: str) -> None:
         os.kill(ours[count], signal.SIGKILL)
         count += 1
         await sandbox.stop()
-        assert before.left() == (set(), False, set())
+        assert before.left() == (set(), False, 0)
     assert count >= 3
     await sandbox.stop()
 
