@@ -6,6 +6,7 @@ import json
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,15 @@ pytestmark = needs_namespaces
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files, which is this test's alone. Its path is short, for that of a Unix socket is."""
+    with tempfile.TemporaryDirectory(prefix="or-") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+@pytest.fixture
+def store(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> ImageStore:
     """Has the image `small`."""
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     with tarfile.open(tmp_path / "small.tar", "w") as archive:
@@ -118,9 +127,10 @@ def test_the_same_is_built_once(store: ImageStore, context: Path, capsys: pytest
         ("WORKDIR /etc/passwd/x", "mkdir"),
     ],
 )
-def test_a_step_that_fails_is_named_and_leaves_nothing(store: ImageStore, context: Path, line: str, says: str) -> None:
+def test_a_step_that_fails_is_named_and_leaves_nothing(
+    store: ImageStore, context: Path, temporary: Path, line: str, says: str
+) -> None:
     names = store.names()
-    folders = set(Path(tempfile.gettempdir()).glob("outrider-*"))
     folder = written(context, f"FROM small\nRUN true\n\n{line}\n")
     with pytest.raises(BadImage, match=rf"Dockerfile, line 4: .*{says}") as raised:
         build_image(folder, store, name="mine", seconds=1)
@@ -129,7 +139,7 @@ def test_a_step_that_fails_is_named_and_leaves_nothing(store: ImageStore, contex
     assert store.names() == names
     images = store.root(store.image("small")).parent.parent
     assert [path.name for path in images.glob(".draft-*")] == []
-    assert set(Path(tempfile.gettempdir()).glob("outrider-*")) <= folders
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_build_sees_neither_the_host_nor_a_network(store: ImageStore, context: Path) -> None:

@@ -98,6 +98,11 @@ class Zygote:
         # Where nobody reads it, or not what came before it, the connection ends without it.
         with contextlib.suppress(OSError):
             end.send(b"\n" + json.dumps(told).encode(), socket.MSG_DONTWAIT)
+        # A check that was killed early has left some of its request unread. Closed as it is, the connection would be
+        # reset, and what was just sent not be read.
+        with contextlib.suppress(OSError):
+            while end.recv(PIECE, socket.MSG_DONTWAIT):
+                pass
         end.close()
 
     def _become(self, end: socket.socket, seconds: float, memory: int, nicer: int) -> None:
