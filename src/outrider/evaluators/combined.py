@@ -23,6 +23,8 @@ from outrider.trajectory import Verdict
 
 MAX_REASON = 2000
 """Characters of each part's reason."""
+RUN_PROGRAMS = ("code", "swebench")
+"""Kinds in which a slow candidate costs itself the reward."""
 
 
 class Part(NamedTuple):
@@ -84,7 +86,7 @@ def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, Part]:
         if not name or "/" in name:
             raise InvalidField("the name of a part must not have a /", field=field)
         specs[name] = spec = part_spec(given, whole, field)
-        programs[name] = sum(inner.kind == "code" for inner, _ in nested_specs(spec, field))
+        programs[name] = sum(inner.kind in RUN_PROGRAMS for inner, _ in nested_specs(spec, field))
     made = {}
     for name, spec in specs.items():
         if programs[name]:

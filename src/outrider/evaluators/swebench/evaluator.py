@@ -74,7 +74,7 @@ class SwebenchEvaluator:
         assert outcome.host is not None
         async with outcome.beside() as untouched:
             await self._restore(untouched, runtime, outcome.host.folder)
-        if options.test_patch is not None and options.test_patch.strip():
+        if options.test_command is not None and options.test_patch is not None and options.test_patch.strip():
             try:
                 await runtime.patch(options.test_patch, cwd=options.folder)
             except PatchConflict as error:

@@ -25,8 +25,8 @@ CONFIGURATION = (
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py"),
 )
 """Files that decide which tests run and what they say, wherever they are in the repository."""
-GIT = (".git/config", ".git/config.worktree", ".git/hooks", ".git/info", ".gitattributes")
-"""What lets git run programs of the repository's own."""
+GIT = (".git", ".gitattributes")
+"""What git runs programs of, and takes the original files from."""
 TEST_FOLDERS = frozenset(("test", "tests"))
 
 
@@ -49,7 +49,8 @@ class SwebenchOptions(Spec):
     """The columns of a row that grade it, by swebench's names in lower case.
 
     The tests are run by `eval_script`, which applies the test patch itself and prints the markers, or by
-    `test_command`, in front of which the evaluator applies `test_patch`. The parser is `log_parser` (5.x), or the one
+    `test_command`, in front of which the evaluator applies `test_patch`; with a script the patch only says which files
+    and folders are those of the tests. The parser is `log_parser` (5.x), or the one
     of `repo` (4.x). `pytest` tells whether the tests run in pytest; without it, the parser does. `restored`: paths
     below `folder` that are made what they were before the agent, besides the files of the test patch; without it,
     what `restored_paths` says.
@@ -75,8 +76,8 @@ class SwebenchOptions(Spec):
     def _complete(self) -> Self:
         if (self.eval_script is None) == (self.test_command is None):
             raise ValueError("give exactly one of 'eval_script' and 'test_command'")
-        if (self.test_patch is None) != (self.test_command is None):
-            raise ValueError("'test_patch' belongs to 'test_command'; an 'eval_script' applies it itself")
+        if self.test_command is not None and self.test_patch is None:
+            raise ValueError("a 'test_command' needs the 'test_patch'")
         if self.log_parser is None and self.repo is None:
             raise ValueError("give 'log_parser', or the 'repo' whose parser it is")
         try:
